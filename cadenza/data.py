@@ -1,0 +1,536 @@
+"""DataProto: what travels between the controller and its workers.
+
+    data.batch             tensor columns, stored as numpy: dense [N, ...] or ragged (see ragged.py)
+    data.non_tensor_batch  object columns [N]: readable ids, text, JSON-like values
+    data.meta_info         one plain dict about the whole batch
+
+Invariant: every column has the same number of rows N, and a name belongs to one column only.
+Torch is imported when `batch[...]` is first read; whoever only moves rows around never needs it.
+Operations share memory where they can. To change a column, assign it: the tensor of a ragged column is a
+padded view, and writing into it does not reach the rows that are sliced, shipped or saved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
+
+import numpy as np
+
+from cadenza import columns, disk
+from cadenza.columns import StoredColumn
+from cadenza.ragged import Array, Ragged
+
+if TYPE_CHECKING:
+    import torch
+
+ColumnLike: TypeAlias = "Array | Ragged | torch.Tensor | Sequence[Array | torch.Tensor]"
+"""What a tensor column is made of: an array or tensor [N, ...], or a list of 1-D ones (becomes ragged)."""
+
+Index: TypeAlias = "int | slice | Sequence[int] | Sequence[bool] | Array | torch.Tensor"
+
+IS_PADDING = "is_padding"
+"""The column that marks the rows which `pad_to_multiple` added. A loss must not count them."""
+
+_Value = TypeVar("_Value")
+
+
+class _Table:
+    """The columns of one DataProto, shared by its two mappings so that they hold each other to N."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, StoredColumn] = {}
+        self.objects: dict[str, Array] = {}
+
+    @property
+    def columns(self) -> dict[str, StoredColumn]:
+        return {**self.tensors, **self.objects}
+
+    def check(self, name: str, column: StoredColumn, others: Collection[str]) -> None:
+        """That `column` can be set as `name`, which must not be among the `others`."""
+        if name in others:
+            raise ValueError(f"column {name!r} is in both batch and non_tensor_batch: rename one of them")
+        rows = next((len(known) for other, known in self.columns.items() if other != name), len(column))
+        if len(column) != rows:
+            raise ValueError(f"column {name!r} has {len(column)} rows, the batch has {rows}")
+
+
+class TensorColumns(MutableMapping[str, "torch.Tensor"]):
+    """`data.batch`: reads as torch tensors [N, ...], ragged columns padded to their longest row."""
+
+    def __init__(self, table: _Table) -> None:
+        self._table = table
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        stored = self.numpy(name)
+        if name not in self._tensors:
+            self._tensors[name] = _to_tensor(stored)
+        return self._tensors[name]
+
+    def numpy(self, name: str) -> Array:
+        """The same view without torch."""
+        return columns.dense(self._column(name))
+
+    def ragged(self, name: str) -> Ragged:
+        column = self._column(name)
+        if not isinstance(column, Ragged):
+            raise TypeError(f"column {name!r} is dense {columns.describe(column)}: read it with numpy()")
+        return column
+
+    def __setitem__(self, name: str, value: ColumnLike) -> None:
+        column = _stored(name, value)
+        self._table.check(name, column, self._table.objects)
+        self._table.tensors[name] = column
+        self._tensors.pop(name, None)
+
+    def assign_like(self, name: str, padded: Array | torch.Tensor, like: str, *, pad: float = 0) -> None:
+        """Store a padded [N, L] result (advantages, logprobs) as rows of the ragged column `like`.
+
+        Assigned densely it would keep its L when rows are cut, while `like` shrinks to the rows left.
+        """
+        array, family = _as_array(name, padded), self.ragged(like)
+        expected = (len(family), family.width)
+        if array.shape != expected:
+            raise ValueError(
+                f"column {name!r} is {list(array.shape)}, {like!r} is padded to {list(expected)}"
+            )
+        self[name] = Ragged.from_padded(array, family.offsets, pad=pad)
+
+    def __delitem__(self, name: str) -> None:
+        self._column(name)
+        del self._table.tensors[name]
+        self._tensors.pop(name, None)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.tensors)
+
+    def __len__(self) -> int:
+        return len(self._table.tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorColumns) and columns.all_same(
+            self._table.tensors, other._table.tensors
+        )
+
+    def __repr__(self) -> str:
+        return _listing("TensorColumns", self._table.tensors)
+
+    def _column(self, name: str) -> StoredColumn:
+        return _named(self._table.tensors, name, "tensor column")
+
+
+class ObjectColumns(MutableMapping[str, Array]):
+    """`data.non_tensor_batch`: numpy object arrays [N]; any sequence of N values can be assigned."""
+
+    def __init__(self, table: _Table) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Array:
+        return _named(self._table.objects, name, "object column")
+
+    def __setitem__(self, name: str, values: Sequence[object] | Array) -> None:
+        column = columns.object_column(name, values)
+        self._table.check(name, column, self._table.tensors)
+        self._table.objects[name] = column
+
+    def __delitem__(self, name: str) -> None:
+        _named(self._table.objects, name, "object column")
+        del self._table.objects[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.objects)
+
+    def __len__(self) -> int:
+        return len(self._table.objects)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectColumns) and columns.all_same(
+            self._table.objects, other._table.objects
+        )
+
+    def __repr__(self) -> str:
+        return _listing("ObjectColumns", self._table.objects)
+
+
+class DataProto:
+    """N rows of tensor and object columns, and meta_info about all of them. See the module for the rules."""
+
+    def __init__(
+        self,
+        batch: Mapping[str, ColumnLike] | None = None,
+        non_tensor_batch: Mapping[str, Sequence[object] | Array] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._table = _Table()
+        self.batch = TensorColumns(self._table)
+        self.non_tensor_batch = ObjectColumns(self._table)
+        self.meta_info: dict[str, Any] = dict(meta_info or {})
+        # The columns of another DataProto are taken as stored: reading them as tensors would pad them.
+        tensors = batch._table.tensors if isinstance(batch, TensorColumns) else batch or {}
+        for name, column in tensors.items():
+            self.batch[name] = column
+        for name, values in (non_tensor_batch or {}).items():
+            self.non_tensor_batch[name] = values
+
+    def __len__(self) -> int:
+        """N; 0 without columns."""
+        return next((len(column) for column in self._table.columns.values()), 0)
+
+    @property
+    def columns(self) -> dict[str, StoredColumn]:
+        """Every column as stored, tensors first; object columns have dtype object."""
+        return self._table.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor columns as stored: what shipping them costs. Object columns are not counted."""
+        return sum(int(column.nbytes) for column in self._table.tensors.values())
+
+    def __eq__(self, other: object) -> bool:
+        """Same columns with the same dtype and content (NaN equals NaN), same meta_info."""
+        if not isinstance(other, DataProto):
+            return NotImplemented
+        return (
+            self.batch == other.batch
+            and self.non_tensor_batch == other.non_tensor_batch
+            and self.meta_info == other.meta_info
+        )
+
+    def __repr__(self) -> str:
+        meta = ", ".join(self.meta_info) or "none"
+        return _listing(
+            f"DataProto: {len(self)} rows, {self.nbytes:,} bytes, meta_info: {meta}", self.columns
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Numpy only, so that pickle 5 and Ray ship the buffers uncopied; padded views and tensors stay."""
+        return {"tensors": self._table.tensors, "objects": self._table.objects, "meta_info": self.meta_info}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        DataProto.__init__(self, state["tensors"], state["objects"], state["meta_info"])
+
+    # Rows
+
+    def __getitem__(self, index: Index) -> DataProto:
+        """Rows by int (one row), slice (shares memory), index array or bool mask."""
+        if isinstance(index, str):
+            raise TypeError(f"rows are indexed by numbers: read {index!r} from .batch or .non_tensor_batch")
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step == 1:
+                return self._slice(start, max(start, stop))
+            return self._take(np.arange(start, stop, step))
+        rows = np.asarray(index)
+        if rows.ndim == 0 and rows.dtype.kind in "iu":
+            row = int(self._checked_rows(rows[None])[0])
+            return self._slice(row, row + 1)
+        return self._take(self._checked_rows(rows))
+
+    def reorder(self, indices: Sequence[int] | Array | torch.Tensor) -> DataProto:
+        """All rows in another order. Only a permutation will do, so that no row is lost or counted twice."""
+        rows = self._checked_rows(np.asarray(indices))
+        if not np.array_equal(np.sort(rows), np.arange(len(self))):
+            raise ValueError(
+                f"reorder needs each of the {len(self)} rows once: for other choices use data[indices]"
+            )
+        return self._take(rows)
+
+    def repeat(self, n: int, interleave: bool = True) -> DataProto:
+        """Every row n times: a a b b when interleaved, else a b a b."""
+        _at_least_one("repeat", n)
+        rows = np.arange(len(self))
+        return self._take(np.repeat(rows, n) if interleave else np.tile(rows, n))
+
+    def chunk(self, n: int) -> list[DataProto]:
+        """n parts whose sizes differ by at most one; the longer ones come first."""
+        _at_least_one("chunk", n)
+        if n > len(self):
+            raise ValueError(
+                f"cannot cut {len(self)} rows into {n} chunks: ask for fewer or pad_to_multiple({n})"
+            )
+        size, longer = divmod(len(self), n)
+        return [self._slice(a, b) for a, b in pairwise(i * size + min(i, longer) for i in range(n + 1))]
+
+    def split(self, size: int) -> list[DataProto]:
+        """Parts of `size` rows in order; the last may be shorter."""
+        _at_least_one("split size", size)
+        return [self._slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
+
+    def group_by(self, column: str) -> dict[Hashable, DataProto]:
+        """Rows by the value of a column [N], in the order in which the values first appear."""
+        keys = _named(self.columns, column, "column")
+        if isinstance(keys, Ragged) or keys.ndim != 1:
+            raise ValueError(f"group_by: {column!r} is {columns.describe(keys)}, it needs one value per row")
+        members: dict[Hashable, list[int]] = {}
+        for row, value in enumerate(keys.tolist()):
+            if not isinstance(value, Hashable):
+                raise TypeError(
+                    f"group_by: column {column!r}, row {row} is an unhashable {type(value).__name__}"
+                )
+            members.setdefault(value, []).append(row)
+        return {value: self._take(np.array(rows)) for value, rows in members.items()}
+
+    def mini_batches(
+        self, size: int, *, epochs: int = 1, seed: int | None = None, drop_last: bool = False
+    ) -> Iterator[DataProto]:
+        """Parts of `size` rows, `epochs` times over: in order, or with a seed shuffled anew each time."""
+        _at_least_one("mini_batches size", size)
+        _at_least_one("mini_batches epochs", epochs)
+        if drop_last and 0 < len(self) < size:
+            raise ValueError(
+                f"mini_batches({size}, drop_last=True) drops all {len(self)} rows: use a smaller size"
+            )
+        return self._mini_batches(size, epochs, seed, drop_last)
+
+    def _mini_batches(self, size: int, epochs: int, seed: int | None, drop_last: bool) -> Iterator[DataProto]:
+        rng = np.random.default_rng(seed)
+        end = len(self) - len(self) % size if drop_last else len(self)
+        for _ in range(epochs):
+            order = None if seed is None else rng.permutation(len(self))
+            for start in range(0, end, size):
+                stop = min(start + size, end)
+                yield self._slice(start, stop) if order is None else self._take(order[start:stop])
+
+    def pad_to_multiple(self, k: int) -> tuple[DataProto, int]:
+        """Append copies of the first rows until k divides N; the bool column `is_padding` marks them.
+
+        The column is there also when nothing was appended, so that a loss can always ask for it.
+        """
+        _at_least_one("pad_to_multiple", k)
+        if IS_PADDING in self.columns:
+            raise ValueError(f"the batch has a column {IS_PADDING!r} already: unpad it first")
+        rows, count = len(self), -len(self) % k
+        padded = self._take(np.arange(rows + count) % rows) if count else self._slice(0, rows)
+        padded.batch[IS_PADDING] = np.arange(rows + count) >= rows
+        return padded, count
+
+    def unpad(self, pad_count: int) -> DataProto:
+        """Without padding rows and mark. The result of a worker that dropped the mark loses its last rows."""
+        if not 0 <= pad_count <= len(self):
+            raise ValueError(f"pad_count must be in 0..{len(self)}, the rows of the batch, got {pad_count}")
+        if IS_PADDING not in self.batch:
+            return self._slice(0, len(self) - pad_count)
+        padding = self.batch.numpy(IS_PADDING)
+        if int(padding.sum()) != pad_count:
+            raise ValueError(f"unpad({pad_count}), but {IS_PADDING!r} marks {int(padding.sum())} rows")
+        kept = self[~padding]
+        del kept.batch[IS_PADDING]
+        return kept
+
+    @staticmethod
+    def concat(
+        parts: Sequence[DataProto], *, on_meta_conflict: Literal["raise", "drop"] = "raise"
+    ) -> DataProto:
+        """All rows in order. meta_info is merged; a key with two values is an error, or dropped."""
+        if not parts:
+            raise ValueError("concat needs at least one DataProto")
+        first = parts[0]
+        for i, part in enumerate(parts):
+            differing = {*first.batch} ^ {*part.batch} | {*first.non_tensor_batch} ^ {*part.non_tensor_batch}
+            if differing:
+                raise ValueError(f"concat: part {i} and part 0 do not share the columns {sorted(differing)}")
+        result = DataProto(meta_info=_merged_meta("concat", parts, on_meta_conflict))
+        for name in first.batch:
+            result.batch[name] = columns.concat_rows(name, [part._table.tensors[name] for part in parts])
+        for name in first.non_tensor_batch:
+            result.non_tensor_batch[name] = np.concatenate([part.non_tensor_batch[name] for part in parts])
+        return result
+
+    # Columns
+
+    def select(
+        self,
+        batch_keys: Iterable[str] | None = None,
+        non_tensor_batch_keys: Iterable[str] | None = None,
+        meta_info_keys: Iterable[str] | None = None,
+    ) -> DataProto:
+        """Only these columns and keys; None keeps all of a kind."""
+        return DataProto(
+            _picked(self._table.tensors, batch_keys, "tensor column"),
+            _picked(self._table.objects, non_tensor_batch_keys, "object column"),
+            _picked(self.meta_info, meta_info_keys, "meta_info key"),
+        )
+
+    def pop(
+        self,
+        batch_keys: Iterable[str] = (),
+        non_tensor_batch_keys: Iterable[str] = (),
+        meta_info_keys: Iterable[str] = (),
+    ) -> DataProto:
+        """Move these columns and keys out of this DataProto into the returned one."""
+        popped = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        for name in popped.batch:
+            del self.batch[name]
+        for name in popped.non_tensor_batch:
+            del self.non_tensor_batch[name]
+        for key in popped.meta_info:
+            del self.meta_info[key]
+        return popped
+
+    def union(self, other: DataProto) -> DataProto:
+        """The columns and meta_info of both. What both have must be equal."""
+        mine = self.columns
+        for name, column in other.columns.items():
+            if name in mine and not columns.same(mine[name], column):
+                raise ValueError(f"union: column {name!r} differs between the two: rename or drop one")
+        result = self.select()
+        result.meta_info = _merged_meta("union", [self, other], "raise")
+        for name, tensor_column in other._table.tensors.items():
+            result.batch[name] = tensor_column
+        for name, object_column in other.non_tensor_batch.items():
+            result.non_tensor_batch[name] = object_column
+        return result
+
+    def rename(self, mapping: Mapping[str, str]) -> DataProto:
+        """Columns under new names, in their old order."""
+        for old in mapping:
+            _named(self.columns, old, "column")
+        names = [mapping.get(name, name) for name in self.columns]
+        for new in mapping.values():
+            if names.count(new) > 1:
+                raise ValueError(f"rename: two columns would be called {new!r}")
+        return DataProto(
+            {mapping.get(name, name): column for name, column in self._table.tensors.items()},
+            {mapping.get(name, name): column for name, column in self._table.objects.items()},
+            self.meta_info,
+        )
+
+    # Disk
+
+    def to_disk(self, directory: str | Path) -> None:
+        """Write a new `directory`, whole or not at all: safetensors and JSON, nothing pickled."""
+        disk.write(Path(directory), disk.Stored(self._table.tensors, self._table.objects, self.meta_info))
+
+    @staticmethod
+    def from_disk(directory: str | Path) -> DataProto:
+        return DataProto(*disk.read(Path(directory)))
+
+    # Behind the operations
+
+    def _slice(self, start: int, stop: int) -> DataProto:
+        return self._map(lambda column: columns.slice_rows(column, start, stop))
+
+    def _take(self, rows: Array) -> DataProto:
+        return self._map(lambda column: columns.take_rows(column, rows))
+
+    def _map(self, change: Callable[[StoredColumn], StoredColumn]) -> DataProto:
+        return DataProto(
+            {name: change(column) for name, column in self._table.tensors.items()},
+            {name: cast("Array", change(column)) for name, column in self._table.objects.items()},
+            self.meta_info,
+        )
+
+    def _checked_rows(self, rows: Array) -> Array:
+        """Row numbers >= 0, from row numbers or a mask."""
+        if rows.ndim != 1:
+            raise ValueError(f"row indices must be 1-D, got shape {list(rows.shape)}")
+        if rows.dtype == np.bool_:
+            if len(rows) != len(self):
+                raise IndexError(f"the mask has {len(rows)} rows, the batch has {len(self)}")
+            return np.flatnonzero(rows)
+        if rows.size and rows.dtype.kind not in "iu":
+            raise TypeError(f"row indices must be integers or bools, got {rows.dtype}")
+        numbers = rows.astype(np.int64)
+        outside = numbers[(numbers < -len(self)) | (numbers >= len(self))]
+        if outside.size:
+            raise IndexError(f"row {outside[0]} is outside the batch of {len(self)} rows")
+        return np.where(numbers < 0, numbers + len(self), numbers)
+
+
+def _stored(name: str, value: ColumnLike) -> StoredColumn:
+    """The numpy form of a tensor column. Its dtype is the caller's, never guessed from Python numbers."""
+    if isinstance(value, Ragged):
+        return value
+    if isinstance(value, list | tuple):
+        rows = [_as_array(name, row) for row in value]
+        try:
+            return Ragged.from_rows(rows)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"column {name!r}: {error}") from None
+    array = _as_array(name, value)
+    if array.ndim == 0:
+        raise ValueError(f"column {name!r} is one value: a column has an entry per row, shape [N, ...]")
+    return array
+
+
+def _as_array(name: str, value: object) -> Array:
+    if "torch" in sys.modules:  # otherwise it cannot be a tensor, and asking must not import torch
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            if value.dtype == torch.bfloat16:
+                raise TypeError(
+                    f"column {name!r} is bfloat16, which numpy does not have: convert it with .float()"
+                )
+            value = value.detach().cpu().numpy()
+    if not isinstance(value, np.ndarray):
+        raise TypeError(
+            f"column {name!r}: expected a numpy array, a torch tensor, a Ragged or a list of 1-D arrays, "
+            f"got a {type(value).__name__}"
+        )
+    if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
+        raise TypeError(f"column {name!r} has dtype {value.dtype}, which no tensor has: use non_tensor_batch")
+    return value
+
+
+def _to_tensor(array: Array) -> torch.Tensor:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "reading batch[name] needs torch: pip install 'cadenza[torch]'; batch.numpy(name) does not"
+        ) from error
+    if not array.flags.writeable or min(array.strides) < 0:
+        # Buffers from Ray's object store are read-only, and torch would let its user write into them.
+        array = array.copy()
+    return torch.from_numpy(array)
+
+
+def _listing(head: str, stored: Mapping[str, StoredColumn]) -> str:
+    width = max(map(len, stored), default=0)
+    return "\n".join([head, *(f"  {name:<{width}}  {columns.describe(c)}" for name, c in stored.items())])
+
+
+def _named(values: Mapping[str, _Value], name: str, kind: str) -> _Value:
+    if name not in values:
+        raise KeyError(f"no {kind} {name!r}, there are: {', '.join(values) or 'none'}")
+    return values[name]
+
+
+def _picked(values: Mapping[str, _Value], names: Iterable[str] | None, kind: str) -> dict[str, _Value]:
+    return dict(values) if names is None else {name: _named(values, name, kind) for name in names}
+
+
+def _at_least_one(what: str, number: int) -> None:
+    if number < 1:
+        raise ValueError(f"{what} must be >= 1, got {number}")
+
+
+def _merged_meta(what: str, parts: Sequence[DataProto], conflict: Literal["raise", "drop"]) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    dropped: set[str] = set()
+    for part in parts:
+        for key, value in part.meta_info.items():
+            known = merged.setdefault(key, value)
+            if known is value or known == value:
+                continue
+            if conflict == "raise":
+                raise ValueError(f"{what}: meta_info[{key!r}] is {known!r} and {value!r}: pop it first")
+            dropped.add(key)
+    return {key: value for key, value in merged.items() if key not in dropped}

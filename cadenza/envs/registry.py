@@ -1,0 +1,48 @@
+"""Environments by name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from cadenza.config import load
+
+Factory = Callable[..., Any]
+F = TypeVar("F", bound=Factory)
+
+_factories: dict[str, Factory] = {}
+
+
+def env(name: str) -> Callable[[F], F]:
+    """Register a class (or a factory) as the environment `name`."""
+
+    def register(factory: F) -> F:
+        known = _factories.get(name)
+        if known is not None and known is not factory and known.__qualname__ != factory.__qualname__:
+            raise ValueError(f"env '{name}' is registered already, as {known.__module__}.{known.__qualname__}")
+        _factories[name] = factory
+        return factory
+
+    return register
+
+
+def registered() -> list[str]:
+    """Names of the known environments."""
+    return sorted(_factories)
+
+
+def make(spec: str | Factory) -> Factory:
+    """The factory that a name, 'module:name' or a class means."""
+    if callable(spec):
+        return spec
+    if spec in _factories:
+        return _factories[spec]
+    if ":" in spec:
+        factory = load(spec)
+        if not callable(factory):
+            raise ValueError(f"env '{spec}' is a {type(factory).__name__}, not a class or function")
+        return factory  # type: ignore[no-any-return]
+    near = difflib.get_close_matches(spec, _factories, n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known envs: {', '.join(registered()) or 'none'}"
+    raise ValueError(f"env '{spec}' is not registered; {hint} (or write 'package.module:Class')")

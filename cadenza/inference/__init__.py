@@ -1,0 +1,1 @@
+"""Inference: the replica protocol and the engines that fulfil it."""

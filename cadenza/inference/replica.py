@@ -1,0 +1,185 @@
+"""What the sampler asks of an inference engine, and nothing more.
+
+Invariant: the replica owns the state of what is in flight. A request whose epoch is older than the replica's
+fence is refused (`StaleEpoch`), so nothing slips between the sampler's gate and the engine; a client that dies
+leaks nothing, because `abort`, `pause` and `kill` need no help from it.
+
+    client --generate(request)--> replica --future--> Generation (stop | length | abort, with partial tokens)
+    sampler --pause/resume/load_weights/sleep/wake/stats--> replica
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+
+
+class Finish(StrEnum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    """Interrupted: the tokens so far are valid and the turn can be continued from them."""
+
+
+class PauseMode(StrEnum):
+    """What a pause does with the requests that run."""
+
+    ABORT = "abort"
+    """Return every request with its partial tokens."""
+    DRAIN = "drain"
+    """Let every request finish first."""
+    KEEP = "keep"
+    """Freeze them in place; `resume` continues them, with whatever weights are loaded by then."""
+
+
+class Span(NamedTuple):
+    """`length` consecutive tokens written by policy `version`."""
+
+    version: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    max_tokens: int = 1024
+    """Longest response of one turn."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    stop: tuple[int, ...] = ()
+    """Token ids that end a response, besides the model's own end token."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One call of the model: continue `chunks` by at most `max_tokens`."""
+
+    id: int
+    """Unique among the requests of a sampler."""
+    chunks: tuple[Tokens, ...]
+    """The context as consecutive pieces; never copied on the way to the engine."""
+    context: int
+    """Tokens in `chunks`, together."""
+    max_tokens: int
+    sampling: Sampling
+    seed: int
+    """Key of (run seed, task, member, attempt, turn). Token i is drawn with key (seed, offset + i)."""
+    offset: int
+    """Tokens of this turn that are already at the end of `chunks`, from before an interruption."""
+    session: int
+    """The trajectory: its turns share a growing prefix."""
+    group: int
+    """The group: its members share the first prompt."""
+    epoch: int
+    """Gate epoch of the grant."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """What a replica wrote for one request."""
+
+    tokens: Tokens
+    """[R]"""
+    logprobs: Logprobs
+    """[R], under the distribution each token was drawn from."""
+    spans: tuple[Span, ...]
+    """Versions in order; the lengths add up to R."""
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """What a replica says about itself."""
+
+    version: int
+    running: int
+    waiting: int
+    progress: int
+    """Grows whenever any request moves on; a replica with work whose progress stands still hangs."""
+    paused: bool
+    kv_tokens: int
+    kv_capacity: int
+    generated: int
+    """Tokens written since the start."""
+    prefilled: int
+    """Prompt tokens computed since the start, cached ones not counted."""
+    discarded: dict[str, int] = field(default_factory=dict)
+    """Tokens written that went to nobody, by cause."""
+
+
+class ReplicaError(Exception):
+    """The replica could not serve this request; another may."""
+
+
+class ReplicaLost(ReplicaError):
+    """The replica is gone, with everything in flight on it."""
+
+
+class StaleEpoch(ReplicaError):
+    """The grant is older than the replica's fence; ask the router again."""
+
+
+class Replica(Protocol):
+    """An inference engine on its own devices."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def devices(self) -> tuple[int, ...]: ...
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens of context that fit at once."""
+        ...
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        """Start a request. A future and not a coroutine: a hundred thousand in flight cost one object each.
+
+        Fails with `StaleEpoch`, `ReplicaLost` or `ReplicaError`, through the future.
+        """
+        ...
+
+    def abort(self, request_id: int, cause: str) -> None:
+        """End a request: its future resolves with the partial tokens (`Finish.ABORT`). When nobody waits for the
+        future any more, the tokens count as discarded for `cause`. Unknown ids are ignored."""
+        ...
+
+    async def pause(self, epoch: int, mode: PauseMode) -> None:
+        """Raise the fence to `epoch` and return when no token is being generated."""
+        ...
+
+    async def resume(self) -> None:
+        """Generate again."""
+        ...
+
+    async def load_weights(self, version: int, weights: object) -> None:
+        """Use these weights from the next step on."""
+        ...
+
+    async def sleep(self) -> None:
+        """Give the devices' memory back. Called when paused and empty."""
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again; the weights may have to be loaded."""
+        ...
+
+    async def stats(self) -> ReplicaStats: ...
+
+    def kill(self, cause: str) -> None:
+        """Make sure that it is dead: every call in flight fails with `ReplicaLost`."""
+        ...

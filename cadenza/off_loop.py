@@ -1,0 +1,70 @@
+"""Plain functions run off the loop, async ones on it: one rule for envs, rewards and filters."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import Any
+
+
+class Threads(Executor):
+    """Daemon threads, made when all others are busy.
+
+    The standard pool joins its threads when the interpreter ends, and has a fixed number of them: one hung env
+    would hang the exit, and enough of them the run. Here a hung thread costs itself.
+    """
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._lock = Lock()
+        self._idle = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                Thread(target=self._run, name="cadenza-off-loop", daemon=True).start()
+        self._work.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, call = self._work.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = call()
+                except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the future
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)
+                    del result
+            del future, call
+            with self._lock:
+                self._idle += 1
+
+
+THREADS = Threads()
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object whose __call__ is async counts too
+    )
+
+
+def as_async(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+    """The function itself if it is async, else its form that runs in a thread."""
+    if is_async(function):
+        return function
+
+    def off_loop(*args: Any) -> Awaitable[Any]:
+        return asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
+
+    return off_loop

@@ -1,0 +1,30 @@
+"""Rewards: what an episode was worth, judged after its slot is free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from cadenza.config import load
+from cadenza.errors import RewardError
+from cadenza.off_loop import as_async
+
+Reward = Callable[[Any], Awaitable[float]]
+"""`async reward(trajectory) -> float`."""
+
+
+def make(spec: str | Callable[..., Any]) -> Reward:
+    """The reward that 'module:name' or a function means; a plain function runs off the loop."""
+    return as_async(load(spec) if isinstance(spec, str) else spec)
+
+
+def check(value: Any, domain: str) -> float:
+    """A reward as a finite float, or the error that says what is wrong with it."""
+    try:
+        reward = float(value)
+    except (TypeError, ValueError):
+        raise RewardError(f"the reward of domain '{domain}' returned {value!r}; return a number") from None
+    if not math.isfinite(reward):
+        raise RewardError(f"the reward of domain '{domain}' returned {reward}; return a finite number")
+    return reward

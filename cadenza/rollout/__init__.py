@@ -1,0 +1,1 @@
+"""The heart: the life of every single sample, from task to fate."""

@@ -1,0 +1,106 @@
+"""What a user sets of the rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from cadenza.config import Config
+from cadenza.inference.replica import PauseMode, Sampling
+
+
+class RolloutConfig(Config):
+    """How groups become batches."""
+
+    batch_size: int = Field(gt=0)
+    """Trajectories in a train batch; a multiple of group_size."""
+    group_size: int = Field(default=1, gt=0)
+    """Trajectories of one task in a batch."""
+    alpha: float = Field(default=0.0, ge=0.0)
+    """Asynchronous ratio: how many batches generation may run ahead of training. The staleness bound is its ceiling."""
+    staleness: Literal["wait", "drop"] = "wait"
+    """At the bound: wait for the old groups (nothing is thrown away), or drop them (counted, with the bias)."""
+    extra_members: int = Field(default=0, ge=0)
+    """Trajectories started beyond group_size; the first group_size to finish win."""
+    extra_groups: int = Field(default=0, ge=0)
+    """Groups started beyond what a batch needs; those that would hold a batch up become surplus."""
+    group_filter: str | Callable[..., bool | Awaitable[bool]] | None = None
+    """Whether to keep a whole group, given its trajectories. An async function runs on the loop, a plain one off it."""
+    max_filtered: int = Field(default=1000, gt=0)
+    """Groups that may be filtered in a row before the run ends with an error."""
+    max_attempts: int = Field(default=3, gt=0)
+    """Tries at a trajectory before its task is retired."""
+    error_budget: int = Field(default=100, ge=0)
+    """Exceptions of user code that are tolerated between two batches."""
+    suspend_mode: PauseMode = PauseMode.ABORT
+    """What `suspend` does with turns in flight."""
+    stall_seconds: float = Field(default=3600.0, gt=0)
+    """`get_batch` fails when the gate is open and no attempt ended for this long."""
+    seed: int = 0
+    """Key of all sampling randomness of the run."""
+    history: int = Field(default=100_000, ge=0)
+    """Ended attempts that `why` still knows."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> RolloutConfig:
+        if self.batch_size % self.group_size:
+            raise ValueError(not_whole_groups("batch_size", self.batch_size, self.group_size))
+        return self
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.batch_size // self.group_size
+
+    @property
+    def max_staleness(self) -> int:
+        """No trajectory is trained that is older than this many versions."""
+        return math.ceil(self.alpha)
+
+
+class DomainConfig(Config):
+    """One kind of task."""
+
+    env: str | Callable[..., Any]
+    """A registered name, 'module:name', or the class itself."""
+    env_args: dict[str, Any] = Field(default_factory=dict)
+    tasks: int | Sequence[Any] | None = None
+    """How many seeds, or the rows of a dataset; None is an endless stream of seeds."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the groups, relative to the other domains."""
+    max_envs: int | None = Field(default=None, gt=0)
+    """Envs of this domain that may exist at once."""
+    reward: str | Callable[..., Any] | None = None
+    """`async reward(trajectory) -> float`, run after the slot is freed; None takes the sum of the step rewards."""
+
+
+class EnvManagerConfig(Config):
+    """What runs in the slots."""
+
+    domains: dict[str, DomainConfig] = Field(min_length=1)
+    slots: int = Field(gt=0)
+    """Attempts that run at once. Any free slot serves any group."""
+    rollout: str | Callable[..., Awaitable[None]] = "trajectory"
+    """'trajectory' (one growing context), 'step' (a fresh context every turn), 'module:name', or a function
+    `async (task, env, model)`."""
+    sampling: Sampling = Sampling()
+    max_context: int = Field(default=1 << 20, gt=0)
+    """Tokens of one context, prompt and response together."""
+    max_turns: int = Field(default=1000, gt=0)
+    """Turns after which an episode is truncated."""
+    lease_seconds: float = Field(default=600.0, gt=0)
+    """How long an attempt may go without progress outside the model."""
+    reward_seconds: float = Field(default=120.0, gt=0)
+    """How long one call of a reward or a filter may take."""
+    close_seconds: float = Field(default=30.0, gt=0)
+    """How long the `close` of an env may take."""
+    seed: int = 0
+    """First seed of a domain whose tasks are seeds."""
+
+
+def not_whole_groups(name: str, size: int, group_size: int) -> str:
+    below = size // group_size * group_size
+    choice = f"{below} or {below + group_size}" if below else f"{group_size}"
+    return f"{name} must be a multiple of group_size {group_size}, got {size}; take {choice}"

@@ -1,0 +1,70 @@
+"""The env, as a rollout sees it: checked, recorded, and under a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cadenza.envs.protocol import EnvType
+from cadenza.rollout.leases import Leases
+from cadenza.rollout.ledger import Attempt
+from cadenza.rollout.records import Trajectory
+
+
+class EnvHandle:
+    """One env for one attempt."""
+
+    __slots__ = ("_attempt", "_env", "_leases", "_max_turns", "_type", "done", "place", "reward", "trajectory")
+
+    def __init__(
+        self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, leases: Leases, max_turns: int
+    ) -> None:
+        self._env = env
+        self._type = type
+        self._attempt = attempt
+        self._leases = leases
+        self._max_turns = max_turns
+        self.trajectory = trajectory
+        self.done = False
+        self.reward = 0.0
+        """Of the last step."""
+        self.place = "rollout"
+        """Where the attempt is, for whoever asks why it failed."""
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the last step said besides."""
+        return self.trajectory.info or {}
+
+    async def reset(self, seed: int) -> Any:
+        """Begin the episode; returns the first observation."""
+        observation = await self._call("reset", self._env.reset, seed)
+        return self._type.check_observation(observation, "reset")
+
+    async def step(self, action: str) -> Any:
+        """Act; returns the next observation. The reward is booked on the turn that led to the action."""
+        outcome = self._type.check_outcome(await self._call("step", self._env.step, action))
+        observation, self.reward, terminated, truncated, info = outcome
+        trajectory = self.trajectory
+        if trajectory.turns:
+            trajectory.turns[-1].reward += self.reward
+        if info:
+            trajectory.info = info
+        if len(trajectory.turns) >= self._max_turns and not terminated:
+            truncated = True
+        trajectory.terminated, trajectory.truncated = terminated, truncated
+        self.done = terminated or truncated
+        return observation
+
+    def truncate(self) -> None:
+        """End the episode here."""
+        self.trajectory.truncated = True
+        self.done = True
+
+    async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
+        self.place = place
+        self._leases.renew(self._attempt)
+        result = await self._type.call(method)(*args)
+        self._leases.renew(self._attempt)
+        self.place = "rollout"
+        return result

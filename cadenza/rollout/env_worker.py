@@ -1,0 +1,217 @@
+"""The slots: where attempts run.
+
+Invariant: a slot is free, or runs one attempt whose task is in the task group. It is freed once, when the env of
+its attempt is closed; the reward is computed after that. An attempt that has its fate (stopped, expired, lost a race)
+does not speak any more: what its task still returns is dropped.
+
+    fill() --issue()--> run(): env, play | slot freed -> fill() | reward -> put()
+    wakes fill: a freed slot, a handed-back or retried group, a published version, a taken batch
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from cadenza import envs, rewards
+from cadenza.envs.protocol import EnvType
+from cadenza.errors import InfrastructureError
+from cadenza.rollout import plays
+from cadenza.rollout.config import EnvManagerConfig
+from cadenza.rollout.env_handle import EnvHandle
+from cadenza.rollout.failures import logger
+from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.leases import Leases
+from cadenza.rollout.ledger import Attempt
+from cadenza.rollout.model import GOLDEN, MASK64, Codec, Model
+from cadenza.rollout.records import Trajectory
+from cadenza.rollout.sampler import Sampler
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+class EnvWorker:
+    """Runs attempts in slots."""
+
+    def __init__(
+        self,
+        config: EnvManagerConfig,
+        queue: GroupQueueManager,
+        sampler: Sampler,
+        codec: Codec,
+        spawn: Spawn,
+        *,
+        seed: int,
+        max_reward_tries: int,
+    ) -> None:
+        self.config = config
+        self.busy = 0
+        self.leaked_envs = 0
+        """Envs whose `close` failed or did not return in time."""
+        self.expired = 0
+        """Leases that ran out."""
+        self._queue = queue
+        self._sampler = sampler
+        self._codec = codec
+        self._spawn = spawn
+        self._seed = seed
+        self._max_reward_tries = max_reward_tries
+        self._play = plays.make(config.rollout)
+        self._types = {
+            name: EnvType(name, envs.make(domain.env), dict(domain.env_args))
+            for name, domain in config.domains.items()
+        }
+        self._rewards = {
+            name: rewards.make(domain.reward) for name, domain in config.domains.items() if domain.reward is not None
+        }
+        self._free = list(range(config.slots - 1, -1, -1))
+        self._tasks: dict[Attempt, asyncio.Task[None]] = {}
+        self._unbegun: set[Attempt] = set()
+        self._handles: dict[Attempt, EnvHandle] = {}
+        self._leases = Leases(config.lease_seconds, self._expire)
+        queue.stop = self.stop
+        queue.refill = self.fill
+
+    def fill(self) -> None:
+        """Give every free slot work, as long as there is any."""
+        while self._free and (attempt := self._queue.issue(self._free[-1])) is not None:
+            self._free.pop()
+            self.busy += 1
+            self._leases.renew(attempt)
+            self._unbegun.add(attempt)
+            self._tasks[attempt] = self._spawn(self._run(attempt), attempt.key)
+
+    def stop(self, attempt: Attempt) -> None:
+        """The attempt has its fate: end its task."""
+        self._leases.drop(attempt)
+        task = self._tasks.get(attempt)
+        if task is None:
+            return
+        task.cancel()
+        if attempt in self._unbegun:  # its coroutine will never run, so nobody else frees the slot
+            self._unbegun.remove(attempt)
+            del self._tasks[attempt]
+            self._vacate(attempt)
+
+    def close(self) -> None:
+        self._leases.close()
+
+    async def _run(self, attempt: Attempt) -> None:
+        self._unbegun.discard(attempt)
+        try:
+            trajectory = await self._episode(attempt)
+            if trajectory is not None and attempt.fate is None:
+                await self._score(attempt, trajectory)
+        finally:
+            self._tasks.pop(attempt, None)
+
+    async def _episode(self, attempt: Attempt) -> Trajectory | None:
+        """Run the rollout in its slot; None when the attempt failed."""
+        task = attempt.group.task
+        type = self._types[task.domain]
+        trajectory = Trajectory(
+            attempt.id, task, attempt.group.id, attempt.member, attempt.number, attempt.slot, self._key(attempt),
+            started=attempt.started,
+        )  # fmt: skip
+        env: Any = None
+        handle: EnvHandle | None = None
+        try:
+            env = await type.make()
+            handle = EnvHandle(env, type, attempt, trajectory, self._leases, self.config.max_turns)
+            model = Model(
+                attempt, trajectory, self._sampler, self._codec, self.config.sampling, self.config.max_context,
+                self._leases,
+            )  # fmt: skip
+            self._handles[attempt] = handle
+            await self._play(task, handle, model)
+            if not trajectory.turns:
+                raise ValueError("the rollout returned without one turn of the model")
+        except Exception as error:  # noqa: BLE001 - user code: counted, shown once, bounded by a budget
+            self._failed(attempt, "init" if handle is None else handle.place, error)
+            return None
+        finally:
+            self._leases.drop(attempt)
+            self._handles.pop(attempt, None)
+            if env is not None and hasattr(env, "close"):
+                await self._close_env(type, env)
+            self._vacate(attempt)
+        return trajectory
+
+    async def _score(self, attempt: Attempt, trajectory: Trajectory) -> None:
+        """Compute the reward, and hand the episode over."""
+        self._queue.score(attempt)
+        domain = attempt.group.task.domain
+        reward = self._rewards.get(domain)
+        trajectory.ended = asyncio.get_running_loop().time()
+        if reward is None:
+            trajectory.score = trajectory.episode_score
+            self._queue.put(attempt, trajectory)
+            return
+        try:
+            trajectory.score = rewards.check(await self._judge(reward, trajectory), domain)
+        except Exception as error:  # noqa: BLE001 - user code: counted, shown once, bounded by a budget
+            self._failed(attempt, "reward", error)
+            return
+        if attempt.fate is None:
+            self._queue.put(attempt, trajectory)
+
+    async def _judge(self, reward: rewards.Reward, trajectory: Trajectory) -> Any:
+        """Call the reward; one that is late is asked again, because the tokens are worth more than the call."""
+        for left in range(self._max_reward_tries - 1, -1, -1):
+            try:
+                async with asyncio.timeout(self.config.reward_seconds):
+                    return await reward(trajectory)
+            except TimeoutError:
+                if not left:
+                    raise InfrastructureError(
+                        f"no answer within reward_seconds {self.config.reward_seconds}, {self._max_reward_tries} times"
+                    ) from None
+        raise AssertionError("unreachable")
+
+    def _failed(self, attempt: Attempt, place: str, error: Exception) -> None:
+        """Decide what kind of failure it was, and book it."""
+        if attempt.fate is not None:
+            return
+        domain = attempt.group.task.domain
+        infrastructure = isinstance(error, InfrastructureError)
+        if not infrastructure:
+            self._queue.errors.add(f"{place} of domain '{domain}'", error)
+        self._queue.fail(attempt, f"{place}: {type(error).__name__}: {error}"[:200], counts=not infrastructure)
+
+    def _expire(self, attempt: Attempt) -> None:
+        """A lease ran out: the attempt fails, and its task ends."""
+        self.expired += 1
+        handle = self._handles.get(attempt)
+        place = "init" if handle is None else handle.place
+        error = TimeoutError(f"no progress within lease_seconds {self._leases.seconds}")
+        self._failed(attempt, place, error)
+        self.stop(attempt)
+
+    async def _close_env(self, type: EnvType, env: Any) -> None:
+        try:
+            async with asyncio.timeout(self.config.close_seconds):
+                await type.call(env.close)()
+        except TimeoutError:
+            self.leaked_envs += 1
+            logger.warning("close of an env of domain '%s' did not return in time; it is left behind", type.name)
+        except Exception as error:  # noqa: BLE001 - user code: counted and shown once
+            self.leaked_envs += 1
+            self._queue.errors.add(f"close of domain '{type.name}'", error)
+
+    def _vacate(self, attempt: Attempt) -> None:
+        self._queue.vacate(attempt)
+        self._free.append(attempt.slot)
+        self.busy -= 1
+        self.fill()
+
+    def _key(self, attempt: Attempt) -> int:
+        """Key of the sampling randomness of an attempt: (seed, task, member, attempt)."""
+        key = self._seed
+        for part in (attempt.group.key64, attempt.member, attempt.number):
+            key = ((key ^ part) + GOLDEN) & MASK64
+            key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+            key ^= key >> 31
+        return key
+
+

@@ -1,0 +1,68 @@
+"""Failures have three kinds, decided where the knowledge is.
+
+Infrastructure: a process, a network, a time-out. Retried elsewhere, never a reward.
+Data: this task always fails. Retired after so many tries, and the ledger says so.
+User code: an env, a reward or a filter raised. Shown once with its traceback, counted, bounded by a budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+
+logger = logging.getLogger("cadenza")
+
+
+class RolloutError(Exception):
+    """Base of what the scheduler raises to the controller. The ledger is balanced when it arrives."""
+
+
+class SchedulerClosed(RolloutError):
+    """The scheduler was shut down."""
+
+
+class FilterLimit(RolloutError):
+    """Too many groups in a row were filtered."""
+
+
+class ErrorBudget(RolloutError):
+    """User code raised too often."""
+
+
+class StalenessError(RolloutError):
+    """The program leaves groups that can no longer be trained within the bound."""
+
+
+class Stalled(RolloutError):
+    """Work remains, but nothing is finished any more."""
+
+
+class UserErrors:
+    """The account of exceptions raised by user code."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.total = 0
+        self.since_batch = 0
+        self.by_place: dict[str, int] = {}
+
+    def add(self, place: str, error: BaseException) -> None:
+        """Count one, and show the first of its kind with its traceback."""
+        key = f"{place}: {type(error).__name__}"
+        seen = self.by_place.get(key, 0)
+        self.by_place[key] = seen + 1
+        self.total += 1
+        self.since_batch += 1
+        if not seen:
+            text = "".join(traceback.format_exception(error))
+            logger.error("%s raised; further ones are only counted\n%s", place, text)
+
+    def exceeded(self) -> ErrorBudget | None:
+        """The error that ends the run, once more than `budget` were raised since the last batch."""
+        if self.since_batch <= self.budget:
+            return None
+        worst = max(self.by_place, key=lambda key: self.by_place[key])
+        return ErrorBudget(
+            f"user code raised {self.since_batch} times since the last batch, error_budget allows {self.budget}; "
+            f"most often {worst} ({self.by_place[worst]} times): mend it, or raise error_budget"
+        )

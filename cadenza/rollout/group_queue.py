@@ -1,0 +1,360 @@
+"""Admission, assembly of groups, and the cut of batches.
+
+Invariant: let B be the groups of a batch, A the ceiling of alpha, R the extra groups, v the published version.
+After every cut for v, of the groups that are started and not consumed,
+
+    none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
+
+Then no group is ever trained more than A versions after it began, and nothing has to be thrown away for it
+(docs/staleness.md has the proof). Two rules keep it, and both are here: `_limit` (reserve before a group starts)
+and `_may_cut` (take the oldest whole groups, and only when what is left still fits).
+
+    a free slot --issue()--> attempt runs --put()--> group whole --filter--> ready --take()--> batch
+         ^                        |                     |
+         +---- refill() <---- fail(): next try    filtered: handed back to its domain
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal
+
+from cadenza.config import load
+from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
+from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, Stalled, StalenessError, UserErrors
+from cadenza.rollout.ledger import Attempt, EventSink, Group, GroupState, Ledger, LedgerError
+from cadenza.off_loop import as_async
+from cadenza.rollout.records import Fate, Trajectory
+from cadenza.rollout.tasks import Domains
+
+Mode = Literal["train", "val"]
+GroupFilter = Callable[[list[Trajectory]], Awaitable[bool]]
+
+
+class GroupQueueManager:
+    """Buffers finished episodes, assembles groups, cuts batches."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        env_manager_config: EnvManagerConfig,
+        mode: Mode = "train",
+        *,
+        events: EventSink | None = None,
+    ) -> None:
+        self.config = config
+        self.mode = mode
+        self.ledger = Ledger(config.history, events)
+        self.domains = Domains(env_manager_config)
+        self.errors = UserErrors(config.error_budget)
+        self.version = 0
+        """Newest fully published version: what a batch is cut for."""
+        self.started = 0
+        """Groups admitted, without those that were filtered, retired, stale or surplus."""
+        self.consumed = 0
+        self.staleness: Counter[int] = Counter()
+        """Trained trajectories by staleness."""
+        self.last_end = 0.0
+        """When an attempt last finished or failed."""
+        self.stop: Callable[[Attempt], None] = lambda attempt: None
+        """Set by whoever runs attempts: end this one, it has its fate."""
+        self.refill: Callable[[], None] = lambda: None
+        """Set by whoever has slots: there may be work."""
+        self.spawn: Callable[[Coroutine[Any, Any, None]], object]
+        """Set by whoever owns the tasks: run a filter."""
+        self._filter: GroupFilter | None = None
+        if config.group_filter is not None:
+            group_filter = config.group_filter
+            self._filter = as_async(load(group_filter) if isinstance(group_filter, str) else group_filter)
+        self._filter_seconds = env_manager_config.reward_seconds
+        self._group_size = config.group_size
+        self._members = config.group_size + config.extra_members
+        self._base = 0
+        """Groups consumed when the version was published."""
+        self._demand: float | None = None
+        """Groups that a waiting `take` still wants."""
+        self._waiter: asyncio.Future[None] | None = None
+        self._ready: list[tuple[int, Group]] = []
+        self._ready_by_version: Counter[int] = Counter()
+        self._unconsumed: Counter[int] = Counter()
+        """Started and unconsumed groups by the version at which they began."""
+        self._filtered_in_a_row = 0
+        self._failed_in_a_row = 0
+        self._max_failed_in_a_row = 100 + 4 * config.max_attempts * env_manager_config.slots
+        self._error: RolloutError | None = None
+
+    # -- what slots ask ------------------------------------------------------------------------------------------
+
+    def issue(self, slot: int) -> Attempt | None:
+        """The attempt that a free slot should run now: the oldest group's missing member, else a new group's."""
+        if self._error is not None:
+            return None
+        while (domain := self.domains.waiting()) is not None:
+            group, member = domain.pending.popleft()
+            if group.state is GroupState.OPEN:
+                domain.running += 1
+                return self.ledger.issue(group, member, slot, self._now())
+        if self.started >= self._limit():
+            return None
+        drawn = self.domains.draw()
+        if drawn is None:
+            self._wake()
+            return None
+        domain, task = drawn
+        group = self.ledger.open(task, self.version, self._now())
+        domain.started += 1
+        domain.running += 1
+        domain.pending.extend([(group, member) for member in range(1, self._members)])
+        self.started += 1
+        self._unconsumed[self.version] += 1
+        return self.ledger.issue(group, 0, slot, self._now())
+
+    def vacate(self, attempt: Attempt) -> None:
+        """The env of this attempt is gone."""
+        self.domains.all[attempt.group.task.domain].running -= 1
+
+    def score(self, attempt: Attempt) -> None:
+        """The episode is over; its reward comes later."""
+        self.ledger.score(attempt)
+
+    def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
+        """The episode is finished and has its reward."""
+        self.last_end = self._now()
+        self._failed_in_a_row = 0
+        self.ledger.finish(attempt, trajectory, self.last_end)
+        group = attempt.group
+        if len(group.finished) < self._group_size:
+            return
+        if self._filter is None:
+            self._make_ready(group)
+        else:
+            self.ledger.advance(group, GroupState.FILTERING)
+            self.spawn(self._judge(group, self._filter))
+        if self.config.extra_members:
+            for loser in group.live:
+                if loser not in group.finished:
+                    self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end)
+                    self.stop(loser)
+
+    def fail(self, attempt: Attempt, cause: str, *, counts: bool) -> None:
+        """The attempt is lost. The next try is issued, unless the task had its tries; `counts` says whether this
+        one speaks against the task."""
+        self.last_end = self._now()
+        self.ledger.close(attempt, Fate.FAILED, cause, self.last_end)
+        group, member = attempt.group, attempt.member
+        self._failed_in_a_row += 1
+        if error := self.errors.exceeded():
+            self.fatal(error)
+        elif self._failed_in_a_row > self._max_failed_in_a_row:
+            self.fatal(Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause}"))
+        if group.state is not GroupState.OPEN or self._error is not None:
+            return
+        if counts:
+            group.tries = group.tries or Counter()
+            group.tries[member] += 1
+            if group.tries[member] >= self.config.max_attempts:
+                self._hand_back(group, Fate.CANCELLED, f"task retired, member {member} failed {group.tries[member]} x")
+                return
+        self.domains.all[group.task.domain].pending.appendleft((group, member))
+        self.refill()
+
+    # -- what the controller asks --------------------------------------------------------------------------------
+
+    def advance(self, version: int) -> None:
+        """A version is fully published."""
+        if version < self.version:
+            raise ValueError(f"version must not go back: it is {self.version}, got {version}")
+        if version == self.version:
+            return
+        self.version = version
+        self._base = self.consumed
+        if self.mode == "train" and self.config.staleness == "drop":
+            for group in self.ledger.open_groups():
+                if version - group.begun > self.config.max_staleness:
+                    self._hand_back(group, Fate.STALE, "older than max_staleness")
+        self._wake()
+        self.refill()
+
+    async def take(self, groups: int | None) -> list[Group]:
+        """Cut a batch of so many groups, or of all that the tasks give; fewer only when the tasks ran out."""
+        if self._demand is not None:
+            raise RuntimeError("a batch is already being taken; await it first")
+        self._demand = math.inf if groups is None else groups
+        try:
+            self.refill()
+            while (cut := self._cut(self._demand)) is None:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            return cut
+        finally:
+            self._demand = None  # before the slots look for work: the limit falls with it
+            self._waiter = None
+            self.refill()
+
+    def fatal(self, error: RolloutError) -> None:
+        """End the run: everything that is not consumed is cancelled, and whoever waits gets the error."""
+        if self._error is not None:
+            return
+        self._error = error
+        now = self._now()
+        cause = "shutdown" if isinstance(error, SchedulerClosed) else type(error).__name__
+        for group in self.ledger.open_groups():
+            for attempt in self.ledger.close_group(group, Fate.CANCELLED, cause, now):
+                self.stop(attempt)
+        self._ready.clear()
+        self._ready_by_version.clear()
+        self._unconsumed.clear()
+        self._wake()
+
+    # -- rules ---------------------------------------------------------------------------------------------------
+
+    def _limit(self) -> float:
+        """How many groups may have been started by now."""
+        config = self.config
+        if self.mode == "val":
+            return self.consumed + (self._demand or 0)
+        ahead = math.floor(config.alpha * config.groups_per_batch) + config.extra_groups
+        limit: float = self._base + config.groups_per_batch + ahead
+        if self._demand is not None:  # a batch of another size, or a second one for the same version
+            limit = max(limit, self.consumed + self._demand + ahead)
+        return limit
+
+    def _may_cut(self, groups: float, *, if_all_were_ready: bool = False) -> bool:
+        """Whether taking the oldest `groups` ready groups leaves the invariant intact."""
+        if self.mode == "val" or self.config.staleness == "drop":
+            return True
+        per_batch, extra = self.config.groups_per_batch, self.config.extra_groups
+        oldest = self.version - self.config.max_staleness
+        ready = self._unconsumed if if_all_were_ready else self._ready_by_version
+        left = 0
+        for begun in sorted(self._unconsumed):
+            taken = min(groups, ready[begun])
+            groups -= taken
+            left += self._unconsumed[begun] - taken
+            if left > max(begun - oldest, 0) * per_batch + extra:
+                return False
+        return True
+
+    def _cut(self, groups: float) -> list[Group] | None:
+        if self._error is not None:
+            raise self._error
+        ready = self._ready_by_version.total()
+        if ready < groups:
+            if not self.domains.exhausted or self._unconsumed.total() > ready:
+                return None
+            groups = ready
+        elif not self._may_cut(groups):
+            if not self._may_cut(groups, if_all_were_ready=True):
+                raise self._too_late(groups)
+            return None
+        batch: list[Group] = []
+        now = self._now()
+        self._demand = 0.0
+        while len(batch) < groups:
+            _, group = heapq.heappop(self._ready)
+            if group.state is GroupState.READY:
+                self._consume(group, now)
+                batch.append(group)
+        if self.mode == "train":
+            self._end_surplus(now)
+        self.errors.since_batch = 0
+        return batch
+
+    def _consume(self, group: Group, now: float) -> None:
+        fate = Fate.TRAINED if self.mode == "train" else Fate.VALIDATED
+        group.trained = self.version
+        self.consumed += 1
+        self._ready_by_version[group.begun] -= 1
+        self._forget(group)
+        if self.mode == "train":
+            for attempt in group.finished:
+                staleness = self.version - attempt.oldest if attempt.oldest >= 0 else 0
+                if staleness > self.config.max_staleness:
+                    raise LedgerError(f"{attempt.key} has staleness {staleness}, above {self.config.max_staleness}")
+                self.staleness[staleness] += 1
+        self.ledger.close_group(group, fate, "", now)
+
+    def _end_surplus(self, now: float) -> None:
+        """Extra groups that would be too old for the next version."""
+        if not self.config.extra_groups or self.config.staleness == "drop":
+            return
+        oldest = self.version - self.config.max_staleness
+        for group in self.ledger.open_groups():
+            if group.begun <= oldest:
+                self._hand_back(group, Fate.SURPLUS, "the batch was full before")
+
+    def _too_late(self, groups: float) -> StalenessError:
+        return StalenessError(
+            f"a batch of {groups:g} groups for version {self.version} leaves groups that exceed max_staleness "
+            f"{self.config.max_staleness} (begun at versions {dict(self._unconsumed)}): with staleness 'wait' every "
+            f"published version must take at least {self.config.groups_per_batch} groups (batch_size "
+            f"{self.config.batch_size}); take larger batches, publish once per batch, or set staleness to 'drop'"
+        )
+
+    # -- groups --------------------------------------------------------------------------------------------------
+
+    async def _judge(self, group: Group, group_filter: GroupFilter) -> None:
+        """Run the filter on a whole group; other groups do not wait for it."""
+        trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
+        try:
+            async with asyncio.timeout(self._filter_seconds):
+                keep = await group_filter(trajectories)
+            if keep is None:
+                raise TypeError("group_filter returned None; return True to keep the group, False to filter it")
+        except Exception as error:  # noqa: BLE001 - whatever a user's filter raises is counted, shown and bounded
+            if group.state is GroupState.FILTERING:
+                self.errors.add("group_filter", error)
+                self._hand_back(group, Fate.FAILED, f"group_filter raised {type(error).__name__}")
+                if exceeded := self.errors.exceeded():
+                    self.fatal(exceeded)
+            return
+        if group.state is not GroupState.FILTERING:
+            return
+        if keep:
+            self._make_ready(group)
+            return
+        self._filtered_in_a_row += 1
+        self._hand_back(group, Fate.FILTERED, "group_filter")
+        if self._filtered_in_a_row >= self.config.max_filtered:
+            self.fatal(
+                FilterLimit(
+                    f"{self._filtered_in_a_row} groups in a row were filtered (max_filtered); the last task was "
+                    f"'{group.task.id}': the filter keeps nothing, or the tasks are all too easy or too hard"
+                )
+            )
+
+    def _make_ready(self, group: Group) -> None:
+        self._filtered_in_a_row = 0
+        self.ledger.advance(group, GroupState.READY)
+        heapq.heappush(self._ready, (group.id, group))
+        self._ready_by_version[group.begun] += 1
+        self._wake()
+
+    def _hand_back(self, group: Group, fate: Fate, cause: str) -> None:
+        """End a group that no batch will hold; its place may be taken at once."""
+        if group.state is GroupState.READY:
+            self._ready_by_version[group.begun] -= 1
+        self._forget(group)
+        self.started -= 1
+        self.domains.all[group.task.domain].started -= 1
+        for attempt in self.ledger.close_group(group, fate, cause, self._now()):
+            self.stop(attempt)
+        self._wake()
+        self.refill()
+
+    def _forget(self, group: Group) -> None:
+        self._unconsumed[group.begun] -= 1
+        if not self._unconsumed[group.begun]:
+            del self._unconsumed[group.begun]
+            self._ready_by_version.pop(group.begun, None)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,308 @@
+"""The account of every task, group and attempt.
+
+Invariant: `issued == live + sum(fates)`, for attempts and for their tokens, after every call. An attempt gets
+exactly one fate, and a second one is an error here and not a wrong sum later.
+
+    attempt:  RUNNING (holds a slot) -> SCORING (slot free, reward runs) -> FINISHED (waits for its group) -> CLOSED
+                  \\_____________________________\\_______________________________\\______________________-> CLOSED
+    group:    OPEN (members run) -> FILTERING -> READY (whole, may be cut) -> CLOSED
+                  \\______________________\\______________\\________________-> CLOSED
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from enum import Enum
+from typing import NamedTuple
+
+from cadenza.rollout.records import Fate, Task, Trajectory
+
+
+class AttemptState(Enum):
+    RUNNING = "running"
+    SCORING = "scoring"
+    FINISHED = "finished"
+    CLOSED = "closed"
+
+
+class GroupState(Enum):
+    OPEN = "open"
+    FILTERING = "filtering"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class LedgerError(AssertionError):
+    """The ledger does not add up: a bug in the scheduler, never in user code."""
+
+
+class Event(NamedTuple):
+    """One line of a schedule: what happened to whom, when."""
+
+    time: float
+    kind: str
+    subject: str
+    detail: str
+
+
+EventSink = Callable[[Event], None]
+
+
+class Attempt:
+    """One try at a trajectory."""
+
+    __slots__ = (
+        "cause", "ended", "fate", "group", "id", "member", "newest", "number", "oldest", "reward", "slot", "started",
+        "state", "tokens", "trajectory", "turns",
+    )  # fmt: skip
+
+    def __init__(self, id: int, group: Group, member: int, number: int, slot: int, started: float) -> None:
+        self.id = id
+        self.group = group
+        self.member = member
+        self.number = number
+        self.slot = slot
+        self.started = started
+        self.ended = started
+        self.state = AttemptState.RUNNING
+        self.fate: Fate | None = None
+        self.cause = ""
+        self.tokens = 0
+        """Response tokens received so far."""
+        self.turns = 0
+        self.reward = 0.0
+        self.oldest = -1
+        """Oldest and newest version that wrote a token, -1 before the first."""
+        self.newest = -1
+        self.trajectory: Trajectory | None = None
+
+    @property
+    def key(self) -> str:
+        """Readable, unique: group, member, number of the try."""
+        return f"g{self.group.id}.{self.member}#{self.number}"
+
+
+class Group:
+    """The trajectories of one task."""
+
+    __slots__ = (
+        "attempts", "begun", "cause", "closed", "fate", "finished", "id", "key64", "opened", "state", "task", "tries",
+        "trained",
+    )  # fmt: skip
+
+    def __init__(self, id: int, task: Task, begun: int, opened: float) -> None:
+        self.id = id
+        self.task = task
+        self.key64 = zlib.crc32(task.id.encode())
+        """The task in the key of the sampling randomness."""
+        self.begun = begun
+        """Published version when it was admitted: no token of it is older."""
+        self.opened = opened
+        self.closed = opened
+        self.state = GroupState.OPEN
+        self.fate: Fate | None = None
+        self.cause = ""
+        self.attempts: list[Attempt] = []
+        self.finished: list[Attempt] = []
+        """Members that count, in the order in which they finished."""
+        self.tries: Counter[int] | None = None
+        """Failed tries per member, those that speak against the task."""
+        self.trained = -1
+        """Version it was cut for."""
+
+    @property
+    def live(self) -> list[Attempt]:
+        """Attempts without a fate."""
+        return [attempt for attempt in self.attempts if attempt.fate is None]
+
+
+class Ledger:
+    """One owner of all states. Nothing outside changes a state or a fate."""
+
+    def __init__(self, history: int = 100_000, events: EventSink | None = None) -> None:
+        self.history = history
+        self.events = events
+        self.issued = 0
+        self.live = 0
+        self.fates: Counter[Fate] = Counter()
+        self.tokens: Counter[Fate] = Counter()
+        self.causes: Counter[tuple[Fate, str]] = Counter()
+        """Attempts by fate and cause."""
+        self.lost_tokens: Counter[str] = Counter()
+        """Tokens of attempts that were neither trained nor validated, by cause."""
+        self.groups_opened = 0
+        self.groups_closed: Counter[Fate] = Counter()
+        self._open: dict[int, Group] = {}
+        self._closed: OrderedDict[int, Group] = OrderedDict()
+        self._closed_attempts = 0
+        self._by_task: dict[str, list[int]] = {}
+
+    def open(self, task: Task, version: int, now: float) -> Group:
+        """Admit a task: its group begins at `version`."""
+        group = Group(self.groups_opened, task, version, now)
+        self.groups_opened += 1
+        self._open[group.id] = group
+        self._by_task.setdefault(task.id, []).append(group.id)
+        if self.events is not None:
+            self.events(Event(now, "open", f"g{group.id}", f"{task.id} at version {version}"))
+        return group
+
+    def issue(self, group: Group, member: int, slot: int, now: float) -> Attempt:
+        """Lease a slot to the next try at a member."""
+        if group.state is not GroupState.OPEN:
+            raise LedgerError(f"g{group.id} is {group.state.value}, no attempt can be issued for it")
+        number = 0
+        if member != len(group.attempts):  # else it is the first try, as members are first issued in order
+            for earlier in group.attempts:
+                if earlier.member == member:
+                    if earlier.fate is None:
+                        raise LedgerError(f"{earlier.key} still runs, member {member} cannot be tried again")
+                    number += 1
+        attempt = Attempt(self.issued, group, member, number, slot, now)
+        self.issued += 1
+        self.live += 1
+        group.attempts.append(attempt)
+        if self.events is not None:
+            self.events(Event(now, "issue", attempt.key, f"slot {slot}"))
+        return attempt
+
+    def score(self, attempt: Attempt) -> None:
+        """The episode is over, its reward is not known yet."""
+        self._move(attempt, AttemptState.RUNNING, AttemptState.SCORING)
+
+    def finish(self, attempt: Attempt, trajectory: Trajectory, now: float) -> None:
+        """The episode has its reward."""
+        self._move(attempt, AttemptState.SCORING, AttemptState.FINISHED)
+        versions = trajectory.versions
+        if versions is not None:
+            attempt.oldest, attempt.newest = versions
+        attempt.reward = trajectory.score
+        attempt.trajectory = trajectory
+        attempt.ended = now
+        attempt.group.finished.append(attempt)
+        if self.events is not None:
+            self.events(Event(now, "finish", attempt.key, f"reward {attempt.reward:.6g}"))
+
+    def advance(self, group: Group, state: GroupState) -> None:
+        """Move an open group on; only forwards."""
+        order = (GroupState.OPEN, GroupState.FILTERING, GroupState.READY)
+        if group.state not in order or order.index(state) <= order.index(group.state):
+            raise LedgerError(f"g{group.id} cannot go from {group.state.value} to {state.value}")
+        group.state = state
+
+    def close(self, attempt: Attempt, fate: Fate, cause: str, now: float) -> None:
+        """Give an attempt its fate."""
+        if attempt.fate is not None:
+            raise LedgerError(f"{attempt.key} is already {attempt.fate.value}, it cannot become {fate.value}")
+        if attempt.state is not AttemptState.FINISHED:
+            attempt.ended = now
+        attempt.state = AttemptState.CLOSED
+        attempt.fate = fate
+        attempt.cause = cause
+        self.live -= 1
+        self.fates[fate] += 1
+        self.tokens[fate] += attempt.tokens
+        if fate is not Fate.TRAINED and fate is not Fate.VALIDATED:
+            self.causes[fate, cause] += 1
+            self.lost_tokens[cause] += attempt.tokens
+            attempt.trajectory = None
+        if self.events is not None:
+            self.events(Event(now, fate.value, attempt.key, cause))
+
+    def close_group(self, group: Group, fate: Fate, cause: str, now: float) -> list[Attempt]:
+        """End a group; members without a fate get this one. Returns those that still ran."""
+        if group.state is GroupState.CLOSED:
+            raise LedgerError(f"g{group.id} is already closed")
+        stopped = []
+        for attempt in group.attempts:
+            if attempt.fate is None:
+                if attempt.state is not AttemptState.FINISHED:
+                    stopped.append(attempt)
+                self.close(attempt, fate, cause, now)
+        group.state = GroupState.CLOSED
+        group.fate = fate
+        group.cause = cause
+        group.closed = now
+        self.groups_closed[fate] += 1
+        del self._open[group.id]
+        self._closed[group.id] = group
+        self._closed_attempts += len(group.attempts)
+        self._forget()
+        return stopped
+
+    def open_groups(self) -> list[Group]:
+        """Groups without an end, oldest first."""
+        return list(self._open.values())
+
+    def check(self) -> None:
+        """Raise unless everything adds up."""
+        closed = sum(self.fates.values())
+        if self.issued != self.live + closed:
+            raise LedgerError(f"{self.issued} attempts were issued, but {self.live} live + {closed} closed")
+        live = sum(len(group.live) for group in self._open.values())
+        if live != self.live:
+            raise LedgerError(f"{self.live} attempts should live, the open groups hold {live}")
+        groups = len(self._open) + sum(self.groups_closed.values())
+        if self.groups_opened != groups:
+            raise LedgerError(f"{self.groups_opened} groups were opened, {groups} are known")
+
+    def why(self, id: str | int) -> str:
+        """The life of a task ('math/17'), a group ('g12'), an attempt ('g12.3#0') or a trajectory id (an int)."""
+        groups = self._find(id)
+        if not groups:
+            return f"{id}: not known (never admitted, or older than the last {self.history} attempts)"
+        lines: list[str] = []
+        for group in groups:
+            end = "open" if group.fate is None else f"{group.fate.value} at {group.closed:.3f} s"
+            state = group.state.value if group.fate is None else end
+            at = f" for version {group.trained}" if group.trained >= 0 else ""
+            because = f" ({group.cause})" if group.cause else ""
+            lines.append(
+                f"g{group.id}: task {group.task.id}, domain {group.task.domain}, begun at version {group.begun} "
+                f"at {group.opened:.3f} s, {state}{at}{because}"
+            )
+            for attempt in group.attempts:
+                if id not in (attempt.key, attempt.id) and id not in (group.task.id, f"g{group.id}"):
+                    continue
+                lines.append("  " + _life(attempt))
+        return "\n".join(lines)
+
+    def _find(self, id: str | int) -> list[Group]:
+        everything = {**self._closed, **self._open}
+        if isinstance(id, int):
+            return [g for g in everything.values() if any(a.id == id for a in g.attempts)]
+        if id in self._by_task:
+            return [everything[number] for number in self._by_task[id]]
+        head = id.partition(".")[0]
+        number = head[1:]
+        if head[:1] == "g" and number.isdigit() and int(number) in everything:
+            group = everything[int(number)]
+            if "." not in id or any(a.key == id for a in group.attempts):
+                return [group]
+        return []
+
+    def _forget(self) -> None:
+        while self._closed_attempts > self.history and self._closed:
+            number, group = self._closed.popitem(last=False)
+            self._closed_attempts -= len(group.attempts)
+            numbers = self._by_task[group.task.id]
+            numbers.remove(number)
+            if not numbers:
+                del self._by_task[group.task.id]
+
+    def _move(self, attempt: Attempt, old: AttemptState, new: AttemptState) -> None:
+        if attempt.state is not old:
+            raise LedgerError(f"{attempt.key} is {attempt.state.value}, not {old.value}: it cannot be {new.value}")
+        attempt.state = new
+
+
+def _life(attempt: Attempt) -> str:
+    end = attempt.state.value if attempt.fate is None else attempt.fate.value
+    because = f" ({attempt.cause})" if attempt.cause else ""
+    versions = f", versions {attempt.oldest}..{attempt.newest}" if attempt.oldest >= 0 else ""
+    return (
+        f"{attempt.key} (traj_id {attempt.id}): slot {attempt.slot}, {attempt.started:.3f}-{attempt.ended:.3f} s, "
+        f"{attempt.turns} turns, {attempt.tokens} tokens{versions}, reward {attempt.reward:.4g} -> {end}{because}"
+    )

@@ -1,0 +1,205 @@
+"""What a rollout talks to.
+
+Every call is recorded token-exactly as a turn: what the engine produced is what is trained. An interruption (a
+suspension, a replica that leaves or dies) is not seen by the rollout: the turn goes on from the tokens it has.
+
+    chat() -> render to tokens -> generate(): grant -> replica -> Generation
+                                      ^                    | abort: keep the tokens, ask again
+                                      +--------------------+ replica lost: ask again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from cadenza.errors import InfrastructureError
+from cadenza.inference.replica import (
+    Finish,
+    Generation,
+    ReplicaError,
+    Request,
+    Sampling,
+    Span,
+    StaleEpoch,
+    Tokens,
+)
+from cadenza.rollout.leases import Leases
+from cadenza.rollout.ledger import Attempt
+from cadenza.rollout.records import Trajectory, Turn
+from cadenza.rollout.router import Seat
+from cadenza.rollout.sampler import Sampler
+
+Observation = str | Sequence[dict[str, str]] | Tokens
+"""Text, chat messages, or tokens as they are."""
+
+MAX_REROUTES = 16
+"""Replicas that may fail one turn, one after the other, before its attempt is given up."""
+GOLDEN, MASK64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
+"""Weyl steps keep the seeds of turns apart."""
+
+
+class Codec(Protocol):
+    """Between text and tokens."""
+
+    def encode(self, observation: str | Sequence[dict[str, str]], *, first: bool) -> Sequence[int] | Tokens:
+        """Tokens to append to the context before the model speaks; `first` when the context is empty."""
+        ...
+
+    def decode(self, tokens: Tokens) -> str: ...
+
+
+class ContextFull(Exception):
+    """There is no room for another token; the default rollouts end the episode as truncated."""
+
+
+class Reply:
+    """What the model said."""
+
+    __slots__ = ("_codec", "turn")
+
+    def __init__(self, turn: Turn, codec: Codec) -> None:
+        self.turn = turn
+        self._codec = codec
+
+    @property
+    def text(self) -> str:
+        return self._codec.decode(self.turn.response)
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.turn.response
+
+    @property
+    def finish(self) -> Finish:
+        return self.turn.finish
+
+
+class Model:
+    """The model, as one attempt sees it."""
+
+    __slots__ = (
+        "_attempt", "_cached", "_chunks", "_codec", "_context", "_leases", "_max_context", "_sampler", "_sampling",
+        "_seat", "trajectory",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        trajectory: Trajectory,
+        sampler: Sampler,
+        codec: Codec,
+        sampling: Sampling,
+        max_context: int,
+        leases: Leases,
+    ) -> None:
+        self.trajectory = trajectory
+        self._attempt = attempt
+        self._sampler = sampler
+        self._codec = codec
+        self._sampling = sampling
+        self._max_context = max_context
+        self._leases = leases
+        self._chunks: tuple[Tokens, ...] = ()
+        self._context = 0
+        self._seat: Seat | None = None
+        self._cached = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the context."""
+        return self._max_context - self._context
+
+    async def chat(self, observation: Observation, *, fresh: bool = False) -> Reply:
+        """Say something to the model and return its answer. `fresh` forgets the conversation before."""
+        if isinstance(observation, np.ndarray):
+            return await self.generate(observation, fresh=fresh)
+        tokens = self._codec.encode(observation, first=fresh or not self._chunks)
+        return await self.generate(tokens, fresh=fresh)
+
+    async def generate(self, tokens: Sequence[int] | Tokens, *, fresh: bool = False) -> Reply:
+        """The same in tokens: append them to the context, and let the model go on."""
+        attempt, trajectory = self._attempt, self.trajectory
+        fresh = fresh or not self._chunks
+        if fresh:
+            self._chunks, self._context = (), 0
+        prompt = np.ascontiguousarray(tokens, dtype=np.int32)
+        room = self._max_context - self._context - len(prompt)
+        if room <= 0:
+            raise ContextFull(f"{self._context} + {len(prompt)} tokens leave no room in max_context")
+        if len(prompt):
+            self._chunks = (*self._chunks, prompt)
+            self._context += len(prompt)
+        elif not self._chunks:
+            raise ValueError("the first prompt of a context must hold at least one token, got none")
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        self._leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
+        whole = await self._whole(min(room, self._sampling.max_tokens))
+        self._leases.renew(attempt)
+        if len(whole.tokens):
+            self._chunks = (*self._chunks, whole.tokens)
+            self._context += len(whole.tokens)
+        turn = Turn(prompt, whole.tokens, whole.logprobs, whole.spans, whole.finish, fresh, asked, loop.time())
+        self.trajectory.turns.append(turn)
+        attempt.turns += 1
+        return Reply(turn, self._codec)
+
+    async def _whole(self, limit: int) -> Generation:
+        """An answer of at most `limit` tokens, over as many interruptions as come."""
+        part = await self._part(self._chunks, limit, 0)
+        if part.finish is not Finish.ABORT:
+            return part
+        whole = part
+        while whole.finish is Finish.ABORT:
+            done = len(whole.tokens)
+            if done >= limit:
+                return Generation(whole.tokens, whole.logprobs, whole.spans, Finish.LENGTH)
+            chunks = (*self._chunks, whole.tokens) if done else self._chunks
+            whole = _join(whole, await self._part(chunks, limit - done, done))
+        return whole
+
+    async def _part(self, chunks: tuple[Tokens, ...], limit: int, done: int) -> Generation:
+        """One answer of one replica: whole, or the beginning of it."""
+        attempt, sampler, context = self._attempt, self._sampler, self._context + done
+        seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
+        for _ in range(MAX_REROUTES):
+            seat = await sampler.grant(self._seat, attempt.group.id, context, self._cached)
+            request = Request(
+                sampler.next_id(), chunks, context, limit, self._sampling, seed, done, attempt.id, attempt.group.id,
+                sampler.epoch,
+            )  # fmt: skip
+            try:
+                part = await seat.submit(request)
+            except asyncio.CancelledError:
+                seat.replica.abort(request.id, attempt.cause or "cancelled")
+                raise
+            except StaleEpoch:
+                continue
+            except ReplicaError as error:
+                sampler.report(seat, error)
+                continue
+            finally:
+                sampler.release(seat, request.id, context)
+            seat.failures = 0
+            self._seat = seat
+            self._cached = context + len(part.tokens)
+            attempt.tokens += len(part.tokens)
+            return part
+        raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
+
+
+def _join(first: Generation, then: Generation) -> Generation:
+    """Two consecutive parts of one turn."""
+    spans = list(first.spans)
+    for span in then.spans:
+        if spans and spans[-1].version == span.version:
+            spans[-1] = Span(span.version, spans[-1].length + span.length)
+        else:
+            spans.append(span)
+    tokens = np.concatenate((first.tokens, then.tokens))
+    logprobs = np.concatenate((first.logprobs, then.logprobs))
+    return Generation(tokens, logprobs, tuple(spans), then.finish)

@@ -1,0 +1,51 @@
+"""Rollouts are plain async functions of (task, env, model); these two ship.
+
+Write your own like these: whatever the function says to the model is recorded as turns, whatever the env pays is
+recorded with them, and when it returns the episode is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from cadenza.config import load
+from cadenza.rollout.env_handle import EnvHandle
+from cadenza.rollout.model import ContextFull, Model
+from cadenza.rollout.records import Task
+
+Play = Callable[[Task, EnvHandle, Model], Awaitable[None]]
+
+
+async def trajectory(task: Task, env: EnvHandle, model: Model) -> None:
+    """One growing context: every turn sees all turns before it."""
+    observation = await env.reset(task.seed)
+    while not env.done:
+        try:
+            reply = await model.chat(observation)
+        except ContextFull:
+            env.truncate()
+            return
+        observation = await env.step(reply.text)
+
+
+async def step(task: Task, env: EnvHandle, model: Model) -> None:
+    """A fresh context every turn: each observation must say all that the model needs. A batch has a row per turn."""
+    observation = await env.reset(task.seed)
+    while not env.done:
+        reply = await model.chat(observation, fresh=True)
+        observation = await env.step(reply.text)
+
+
+PLAYS: dict[str, Play] = {"trajectory": trajectory, "step": step}
+
+
+def make(spec: str | Play) -> Play:
+    """The rollout that a name, 'module:name' or a function means."""
+    if callable(spec):
+        return spec
+    if spec in PLAYS:
+        return PLAYS[spec]
+    if ":" in spec:
+        play: Play = load(spec)
+        return play
+    raise ValueError(f"rollout '{spec}' is not known; take one of {', '.join(PLAYS)}, or write 'module:function'")

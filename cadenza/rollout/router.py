@@ -1,0 +1,135 @@
+"""Which replica serves a request.
+
+Three wishes, weighed in one unit, tokens of context in flight: a session wants the replica that holds its prefix,
+the first turn of a group member the one that holds the group's prompt, and everybody the replica under the least
+pressure. A request leaves the replica it sticks to as soon as that one carries more than `slack` times the prefix
+that leaving would cost, or has no room.
+
+The least loaded replica is on top of a heap whose entries may be old; an entry whose pressure is not its seat's
+any more is dropped when it surfaces. So a decision costs O(log replicas) and nothing per session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from enum import Enum
+
+from cadenza.inference.replica import Generation, Replica, Request
+
+SEQUENCE_WEIGHT = 128
+"""What a running sequence costs besides its context, in tokens of context (b/c of the cost model)."""
+MAX_HOMES = 1 << 16
+"""Groups whose home is remembered; beyond it the oldest are forgotten."""
+
+
+class SeatState(Enum):
+    ACTIVE = "active"
+    LEAVING = "leaving"
+    ASLEEP = "asleep"
+    LOST = "lost"
+
+
+class Seat:
+    """A replica's place in the sampler: its state, what is in flight on it, and how much that weighs."""
+
+    __slots__ = (
+        "capacity", "failures", "gone", "index", "inflight", "load", "pressure", "progress", "replica", "served",
+        "state", "strikes", "version",
+    )  # fmt: skip
+
+    def __init__(self, index: int, replica: Replica, gone: asyncio.Future[str]) -> None:
+        self.index = index
+        self.replica = replica
+        self.capacity = max(replica.kv_capacity, 1)
+        self.state = SeatState.ACTIVE
+        self.version = 0
+        self.load = 0
+        """Tokens of context in flight, each sequence with its fixed weight."""
+        self.pressure = 0.0
+        """load / capacity."""
+        self.inflight: dict[int, asyncio.Future[Generation]] = {}
+        self.gone = gone
+        """Resolves with the cause when the replica is given up."""
+        self.served = 0
+        """Requests answered; the health check looks closer only when this stands still."""
+        self.failures = 0
+        """Requests that failed in a row."""
+        self.strikes = 0
+        """Health checks in a row without progress."""
+        self.progress = -1
+
+    def submit(self, request: Request) -> asyncio.Future[Generation]:
+        """Hand a request to the replica."""
+        future = self.replica.generate(request)
+        self.inflight[request.id] = future
+        return future
+
+
+class Router:
+    """Chooses among the active seats."""
+
+    def __init__(self, slack: float = 4.0) -> None:
+        self.slack = slack
+        self.escapes = 0
+        """Requests that left the replica with their prefix because it was loaded."""
+        self._heap: list[tuple[float, int, Seat]] = []
+        self._seats = 0
+        self._homes: dict[int, Seat] = {}
+
+    def rebuild(self, seats: list[Seat]) -> None:
+        """The set of seats changed."""
+        self._heap = [(seat.pressure, seat.index, seat) for seat in seats if seat.state is SeatState.ACTIVE]
+        heapq.heapify(self._heap)
+        self._seats = len(self._heap)
+
+    def pick(self, sticky: Seat | None, group: int, context: int, cached: int) -> Seat | None:
+        """The seat for a request of `context` tokens, `cached` of which the sticky seat holds."""
+        best = self._least()
+        if best is None:
+            return None
+        if sticky is not None:
+            if sticky is best or self._worth_it(sticky, best, context, cached):
+                return sticky
+            self.escapes += 1
+            return best
+        home = self._homes.get(group)
+        if home is not None and (home is best or self._worth_it(home, best, context, context)):
+            return home
+        if home is None and len(self._homes) >= MAX_HOMES:
+            del self._homes[next(iter(self._homes))]
+        self._homes[group] = best
+        return best
+
+    def add(self, seat: Seat, context: int) -> None:
+        """A request goes there."""
+        self._weigh(seat, context + SEQUENCE_WEIGHT)
+
+    def remove(self, seat: Seat, context: int) -> None:
+        """A request left."""
+        self._weigh(seat, -context - SEQUENCE_WEIGHT)
+
+    def _weigh(self, seat: Seat, tokens: int) -> None:
+        seat.load += tokens
+        seat.pressure = seat.load / seat.capacity
+        if seat.state is SeatState.ACTIVE:
+            if len(self._heap) > 8 * self._seats + 64:
+                self.rebuild(list({seat.index: seat for _, _, seat in self._heap}.values()))
+            else:
+                heapq.heappush(self._heap, (seat.pressure, seat.index, seat))
+
+    def _worth_it(self, seat: Seat, best: Seat, context: int, cached: int) -> bool:
+        if seat.state is not SeatState.ACTIVE:
+            return False
+        if seat.load + context > seat.capacity and best.load + context <= best.capacity:
+            return False
+        return seat.load - best.pressure * seat.capacity <= self.slack * (cached + SEQUENCE_WEIGHT)
+
+    def _least(self) -> Seat | None:
+        heap = self._heap
+        while heap:
+            pressure, _, seat = heap[0]
+            if seat.state is SeatState.ACTIVE and seat.pressure == pressure:
+                return seat
+            heapq.heappop(heap)
+        return None

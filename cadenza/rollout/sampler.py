@@ -1,0 +1,389 @@
+"""The pool of inference replicas: the gate, the version, the devices.
+
+Invariant: a request reaches a replica only with a grant of the current epoch. Closing the gate raises the epoch, and
+each replica refuses what is older, so that when `suspend` returns no token is being generated, wherever a request
+was on its way. A replica that does not answer a control call within its deadline is given up: killed, out of the
+routing table for good, its requests routed again with the tokens they had.
+
+    grant() waits for:  the gate (opened by resume) and a replica (brought by expand)
+    suspend, resume, load_weights, shrink, expand: one at a time, event-driven; none of them delays a grant to a
+    replica it does not touch
+    health check: woken by time; gives up replicas with work but without progress
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from pydantic import Field
+
+from cadenza.config import Config
+from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaLost, ReplicaStats
+from cadenza.errors import InfrastructureError
+from cadenza.rollout.failures import RolloutError, logger
+from cadenza.rollout.router import Router, Seat, SeatState
+
+
+class SamplerConfig(Config):
+    """How patient the sampler is."""
+
+    control_seconds: float = Field(default=60.0, gt=0)
+    """Deadline of a control call to a replica: pause, resume, sleep, wake."""
+    load_seconds: float = Field(default=600.0, gt=0)
+    """Deadline of loading weights into one replica."""
+    heartbeat_seconds: float = Field(default=10.0, gt=0)
+    """Between two looks at the replicas that answered nothing."""
+    max_strikes: int = Field(default=3, gt=0)
+    """Looks without progress, or requests failed in a row, after which a replica is given up."""
+    affinity_slack: float = Field(default=4.0, ge=0)
+    """How many tokens of load a request accepts for each token of prefix that it would have to compute again."""
+
+
+class NoReplicas(RolloutError):
+    """No replica is left to generate."""
+
+
+class Sampler:
+    """Inference replicas behind one gate and one router. Train and validation schedulers share it."""
+
+    def __init__(self, replicas: Sequence[Replica], config: SamplerConfig | None = None) -> None:
+        if not replicas:
+            raise ValueError("a sampler needs at least one replica, got none")
+        self.config = config or SamplerConfig()
+        self.version = 0
+        """Newest version that every active replica has."""
+        self.epoch = 0
+        self.router = Router(self.config.affinity_slack)
+        self.lost: dict[str, str] = {}
+        """Replicas given up, with the cause."""
+        self.on_version: list[Callable[[int], None]] = []
+        """Called when a version is fully published."""
+        self.on_lost: list[Callable[[str, str], None]] = []
+        """Called when a replica is given up."""
+        self._replicas = tuple(replicas)
+        self._seats: list[Seat] = []
+        self._weights: object = None
+        self._gate = asyncio.Event()
+        self._suspended = False
+        self._control = asyncio.Lock()
+        self._ids = itertools.count()
+        self._health: asyncio.Task[None] | None = None
+        self._closed = False
+
+    # -- clients -------------------------------------------------------------------------------------------------
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    async def grant(self, sticky: Seat | None, group: int, context: int, cached: int) -> Seat:
+        """A replica for a request of `context` tokens, as soon as the gate is open. Whoever gets it calls
+        `release` with the same context."""
+        while True:
+            if self._closed:
+                raise InfrastructureError("the sampler is closed")
+            if not self._gate.is_set():
+                await self._gate.wait()
+                continue
+            seat = self.router.pick(sticky, group, context, cached)
+            if seat is None:  # the last replica was given up; the gate opens when there is one again
+                self._gate.clear()
+                continue
+            self.router.add(seat, context)
+            return seat
+
+    def release(self, seat: Seat, request_id: int, context: int) -> None:
+        """The request is over, whatever came of it."""
+        seat.inflight.pop(request_id, None)
+        seat.served += 1
+        self.router.remove(seat, context)
+
+    def report(self, seat: Seat, error: ReplicaError) -> None:
+        """A client tells that a request failed."""
+        if isinstance(error, ReplicaLost):
+            self._give_up(seat, str(error) or "lost")
+            return
+        seat.failures += 1
+        if seat.failures >= self.config.max_strikes:
+            self._give_up(seat, f"{seat.failures} requests failed in a row: {error}")
+
+    # -- the gate ------------------------------------------------------------------------------------------------
+
+    @property
+    def suspended(self) -> bool:
+        return not self._gate.is_set()
+
+    async def suspend(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        """Close the gate; returns when no token is being generated."""
+        self._seat_all()
+        self._gate.clear()
+        async with self._control:
+            self._gate.clear()
+            if self._suspended:
+                return
+            self.epoch += 1
+            epoch = self.epoch
+            deadline = None if mode is PauseMode.DRAIN else self.config.control_seconds
+            await self._each(self._active(), lambda seat: seat.replica.pause(epoch, mode), deadline, "pause")
+            self._suspended = True
+
+    async def resume(self) -> None:
+        """Open the gate."""
+        self._seat_all()
+        if self._health is None:
+            self._health = asyncio.get_running_loop().create_task(self._watch(), name="sampler health")
+            self._health.add_done_callback(self._watch_ended)
+        async with self._control:
+            if self._suspended:
+                seconds = self.config.control_seconds
+                await self._each(self._active(), lambda seat: seat.replica.resume(), seconds, "resume")
+                self._suspended = False
+            self._open_gate()
+
+    async def load_weights(self, version: int, weights: object = None) -> None:
+        """Publish a version. Behind a closed gate all replicas load at once; with the gate open they are updated
+        one by one, and what runs on them is kept in place."""
+        self._seat_all()
+        async with self._control:
+            if version <= self.version:
+                raise ValueError(f"version must grow: it is {self.version}, got {version}")
+            if self._suspended:
+                await self._each(self._active(), lambda seat: self._load(seat, version, weights), None, "load weights")
+            else:
+                for seat in self._active():
+                    await self._each([seat], lambda seat: self._roll(seat, version, weights), None, "load weights")
+            if not self._active():
+                raise NoReplicas(f"no replica took version {version}: {self._losses()}")
+            self.version = version
+            self._weights = weights
+        for callback in self.on_version:
+            callback(version)
+
+    # -- devices -------------------------------------------------------------------------------------------------
+
+    @property
+    def devices(self) -> dict[int, str]:
+        """Every device and the state of its replica."""
+        self._seat_all()
+        return {device: seat.state.value for seat in self._seats for device in seat.replica.devices}
+
+    async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
+        """Take replicas off these devices; their requests move, with their tokens, to the others."""
+        started = asyncio.get_running_loop().time()
+        async with self._control:
+            leaving = self._on_devices(devices, SeatState.ACTIVE, "shrink")
+            if len(leaving) == len(self._active()):
+                raise ValueError(
+                    f"shrink of devices {sorted(devices)} would leave no replica; keep at least one of "
+                    f"{[seat.replica.devices for seat in self._active()]}, or suspend instead"
+                )
+            self.epoch += 1
+            epoch = self.epoch
+            moved = sum(len(seat.inflight) for seat in leaving)
+            for seat in leaving:
+                seat.state = SeatState.LEAVING
+            self.router.rebuild(self._seats)
+            await self._each(leaving, lambda seat: self._put_to_sleep(seat, epoch), None, "shrink")
+        return self._report(leaving, SeatState.ASLEEP, started, moved=moved)
+
+    async def expand(self, devices: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
+        """Bring replicas back on these devices. `skip_load` says that they have the current weights already."""
+        started = asyncio.get_running_loop().time()
+        async with self._control:
+            coming = self._on_devices(devices, SeatState.ASLEEP, "expand")
+            await self._each(coming, lambda seat: self._wake(seat, skip_load), None, "expand")
+            self.router.rebuild(self._seats)
+            if behind := [seat for seat in coming if seat.state is SeatState.ASLEEP]:
+                versions = {seat.replica.name: seat.version for seat in behind}
+                raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
+            if not self._suspended:
+                self._open_gate()
+        return self._report(coming, SeatState.ACTIVE, started)
+
+    async def close(self) -> None:
+        """End the health check and wake whoever waits at the gate."""
+        self._closed = True
+        self._gate.set()
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.wait([self._health], timeout=self.config.control_seconds)
+
+    async def stats(self) -> dict[str, ReplicaStats]:
+        """What every replica that answers says about itself, the dead ones too where they still can."""
+        found: dict[str, ReplicaStats] = {}
+        for seat in self._seats:
+            with contextlib.suppress(ReplicaError, TimeoutError):
+                seconds = self.config.control_seconds
+                found[seat.replica.name] = await asyncio.wait_for(seat.replica.stats(), seconds)
+        return found
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _seat_all(self) -> None:
+        """Seats are made when the loop runs: a sampler may be built before it."""
+        if self._seats:
+            return
+        loop = asyncio.get_running_loop()
+        self._seats = [Seat(index, replica, loop.create_future()) for index, replica in enumerate(self._replicas)]
+        self.router.rebuild(self._seats)
+
+    def _active(self) -> list[Seat]:
+        return [seat for seat in self._seats if seat.state is SeatState.ACTIVE]
+
+    def _open_gate(self) -> None:
+        if not self._active():
+            raise NoReplicas(f"no replica is left: {self._losses()}")
+        self._gate.set()
+
+    def _losses(self) -> str:
+        return "; ".join(f"{name}: {cause}" for name, cause in self.lost.items()) or "all are asleep"
+
+    async def _each(
+        self, seats: list[Seat], call: Callable[[Seat], Coroutine[Any, Any, None]], seconds: float | None, what: str
+    ) -> None:
+        """Call all at once; a replica that fails or is late is given up, and the others go on."""
+
+        async def one(seat: Seat) -> None:
+            try:
+                await _until_gone(seat, call(seat), seconds)
+            except TimeoutError:
+                self._give_up(seat, f"did not answer '{what}' within {seconds} s")
+            except ReplicaError as error:
+                self._give_up(seat, f"'{what}' failed: {error}")
+
+        async with asyncio.TaskGroup() as group:
+            for seat in seats:
+                group.create_task(one(seat), name=f"{what} {seat.replica.name}")
+
+    async def _load(self, seat: Seat, version: int, weights: object) -> None:
+        """Load into a replica that does not generate; a failure is tried once more."""
+        try:
+            await asyncio.wait_for(seat.replica.load_weights(version, weights), self.config.load_seconds)
+        except ReplicaLost:
+            raise
+        except ReplicaError as error:
+            logger.warning("replica %s failed to load version %d, once more: %s", seat.replica.name, version, error)
+            await asyncio.wait_for(seat.replica.load_weights(version, weights), self.config.load_seconds)
+        seat.version = version
+
+    async def _roll(self, seat: Seat, version: int, weights: object) -> None:
+        seconds = self.config.control_seconds
+        await asyncio.wait_for(seat.replica.pause(self.epoch, PauseMode.KEEP), seconds)
+        await self._load(seat, version, weights)
+        await asyncio.wait_for(seat.replica.resume(), seconds)
+
+    async def _put_to_sleep(self, seat: Seat, epoch: int) -> None:
+        seconds = self.config.control_seconds
+        await asyncio.wait_for(seat.replica.pause(epoch, PauseMode.ABORT), seconds)
+        await asyncio.wait_for(seat.replica.sleep(), seconds)
+        seat.state = SeatState.ASLEEP
+
+    async def _wake(self, seat: Seat, skip_load: bool) -> None:
+        seconds = self.config.control_seconds
+        await asyncio.wait_for(seat.replica.wake(), seconds)
+        if skip_load:
+            seat.version = (await asyncio.wait_for(seat.replica.stats(), seconds)).version
+        elif self.version > seat.version:
+            await self._load(seat, self.version, self._weights)
+        if seat.version != self.version:
+            await asyncio.wait_for(seat.replica.pause(self.epoch, PauseMode.ABORT), seconds)
+            await asyncio.wait_for(seat.replica.sleep(), seconds)
+            return
+        if self._suspended:
+            await asyncio.wait_for(seat.replica.pause(self.epoch, PauseMode.ABORT), seconds)
+        seat.state = SeatState.ACTIVE
+
+    def _on_devices(self, devices: Sequence[int], state: SeatState, what: str) -> list[Seat]:
+        """The seats on exactly these devices, all in the state that the operation needs."""
+        self._seat_all()
+        wanted = set(devices)
+        known = self.devices
+        if not wanted:
+            raise ValueError(f"{what} needs at least one device, got none; the sampler has {known}")
+        if unknown := sorted(wanted - known.keys()):
+            raise ValueError(f"{what}: no replica on devices {unknown}; the sampler has {sorted(known)}")
+        seats = [seat for seat in self._seats if wanted & set(seat.replica.devices)]
+        for seat in seats:
+            if missing := sorted(set(seat.replica.devices) - wanted):
+                raise ValueError(
+                    f"{what}: replica {seat.replica.name} sits on devices {list(seat.replica.devices)}; "
+                    f"name {missing} too, a replica moves as a whole"
+                )
+        if wrong := {device: known[device] for device in sorted(wanted) if known[device] != state.value}:
+            raise ValueError(f"{what} needs devices that are {state.value}, got {wrong}; the sampler has {known}")
+        return seats
+
+    def _report(self, seats: list[Seat], state: SeatState, started: float, **more: int) -> dict[str, Any]:
+        return {
+            "replicas": [seat.replica.name for seat in seats if seat.state is state],
+            "lost": [seat.replica.name for seat in seats if seat.state is SeatState.LOST],
+            "devices": self.devices,
+            "seconds": asyncio.get_running_loop().time() - started,
+            **more,
+        }
+
+    def _give_up(self, seat: Seat, cause: str) -> None:
+        """The replica is dead to us, and is made dead in fact; its requests find another."""
+        if seat.state is SeatState.LOST:
+            return
+        logger.warning("replica %s is given up: %s", seat.replica.name, cause)
+        seat.state = SeatState.LOST
+        self.lost[seat.replica.name] = cause
+        self.router.rebuild(self._seats)
+        seat.replica.kill("replica_lost")
+        if not seat.gone.done():
+            seat.gone.set_result(cause)
+        for future in list(seat.inflight.values()):
+            if not future.done():
+                future.set_exception(ReplicaLost(f"replica {seat.replica.name}: {cause}"))
+        for callback in self.on_lost:
+            callback(seat.replica.name, cause)
+        if not self._active():
+            self._gate.clear()
+
+    async def _watch(self) -> None:
+        """Give up replicas that have work and make no progress."""
+        while True:
+            await asyncio.sleep(self.config.heartbeat_seconds)
+            quiet = []
+            for seat in self._seats:
+                if seat.state in (SeatState.ACTIVE, SeatState.LEAVING) and seat.inflight and not seat.served:
+                    quiet.append(seat)
+                else:
+                    seat.strikes = 0
+                seat.served = 0
+            if quiet:
+                await self._each(quiet, self._look, self.config.heartbeat_seconds, "stats")
+
+    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the sampler's health check died, the sampler closes", exc_info=error)
+            self._closed = True
+            self._gate.set()
+
+    async def _look(self, seat: Seat) -> None:
+        stats = await seat.replica.stats()
+        moves = stats.paused or stats.progress != seat.progress or not (stats.running + stats.waiting)
+        seat.progress = stats.progress
+        seat.strikes = 0 if moves else seat.strikes + 1
+        if seat.strikes >= self.config.max_strikes:
+            self._give_up(seat, f"no progress in {seat.strikes} looks, {self.config.heartbeat_seconds} s apart")
+
+
+async def _until_gone(seat: Seat, call: Coroutine[Any, Any, None], seconds: float | None) -> None:
+    """Await a call to a replica, but not longer than the replica lives."""
+    task = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([task, seat.gone], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=1.0)
+    if not task.done() or task.cancelled():
+        if seat.gone.done():
+            raise ReplicaLost(seat.gone.result())
+        raise TimeoutError
+    task.result()

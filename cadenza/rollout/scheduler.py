@@ -1,0 +1,236 @@
+"""The rollout scheduler: tasks in, batches out.
+
+It owns three things and lets them talk: the group queue decides what runs and what a batch is, the env worker runs
+it, the sampler (shared, owned by the inference cluster) generates. Every task of it lives in one task group; when
+something there fails for good, whoever waits for a batch gets the error, and the ledger is balanced.
+
+    get_batch waits for: a cut (a whole group, a published version, the end of the tasks), or the error that ends all
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol
+
+from cadenza.data import DataProto
+from cadenza.rollout.collate import collate
+from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
+from cadenza.rollout.env_worker import EnvWorker
+from cadenza.rollout.failures import SchedulerClosed, Stalled
+from cadenza.rollout.group_queue import GroupQueueManager, Mode
+from cadenza.rollout.ledger import EventSink, Ledger
+from cadenza.rollout.metrics import rollout_metrics
+from cadenza.rollout.model import Codec
+from cadenza.rollout.records import Trajectory
+from cadenza.rollout.sampler import NoReplicas, Sampler
+
+
+class InferenceCluster(Protocol):
+    """What the scheduler needs of the inference cluster."""
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    @property
+    def codec(self) -> Codec: ...
+
+
+class Devices(Protocol):
+    """What the scheduler needs of the resource manager."""
+
+    @property
+    def devices(self) -> Sequence[int]: ...
+
+
+Collator = Callable[[list[Trajectory]], DataProto]
+
+
+class RolloutScheduler:
+    """Manages the life of every single sample."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        env_manager_config: EnvManagerConfig,
+        resource_manager: Devices,
+        infer_cluster: InferenceCluster,
+        mode: Mode = "train",
+        collator: Collator | None = None,
+        *,
+        events: EventSink | None = None,
+    ) -> None:
+        if mode not in ("train", "val"):
+            raise ValueError(f"mode must be 'train' or 'val', got '{mode}'")
+        self.config = config
+        self.mode = mode
+        self.sampler = infer_cluster.sampler
+        self.queue = GroupQueueManager(config, env_manager_config, mode, events=events)
+        self._devices = resource_manager
+        self._collate = collator or collate
+        self._worker = EnvWorker(
+            env_manager_config,
+            self.queue,
+            self.sampler,
+            infer_cluster.codec,
+            self._spawn,
+            seed=config.seed,
+            max_reward_tries=config.max_attempts,
+        )
+        self.queue.spawn = lambda coroutine: self._spawn(coroutine, "group filter")
+        self._turn = asyncio.Lock()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._root: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    # -- the controller's calls ----------------------------------------------------------------------------------
+
+    async def get_batch(self, data: DataProto, batch_size: int) -> DataProto | None:
+        """The next `batch_size` trajectories in whole groups, for the newest published version; -1 is everything
+        until the tasks run out. The last batch may be short; None means that nothing was available."""
+        groups = self._groups(batch_size)
+        step = data.meta_info.get("global_step")
+        if not isinstance(step, int):
+            raise ValueError(f"data.meta_info['global_step'] must be an int, got {step!r}")
+        async with self._turn:
+            loop = asyncio.get_running_loop()
+            asked = loop.time()
+            await self._start()
+            await self.sampler.resume()
+            cut = await self._taken(groups)
+            if not cut:
+                return None
+            attempts = [a for group in cut for a in sorted(group.finished, key=lambda a: a.member)]
+            trajectories = [a.trajectory for a in attempts if a.trajectory is not None]
+            batch = self._collate(trajectories)
+            for attempt in attempts:
+                attempt.trajectory = None
+            batch.meta_info.update(
+                data.meta_info | {"version": self.queue.version, "wait_seconds": loop.time() - asked}
+            )
+            batch.meta_info["metrics"] = self.metrics()
+            return batch
+
+    async def suspend(self) -> None:
+        """Close the gate; returns when no token is being generated, here and in whatever shares the sampler."""
+        await self.sampler.suspend(self.config.suspend_mode)
+
+    async def resume(self) -> None:
+        """Open the gate; turns go on from the tokens they had."""
+        await self._start()
+        await self.sampler.resume()
+
+    async def shrink_sampler(self, target_gpus: Sequence[int]) -> dict[str, Any]:
+        """Take the replicas off these devices; their requests move to the others with their tokens."""
+        self._known(target_gpus)
+        return await self.sampler.shrink(target_gpus)
+
+    async def expand_sampler(self, target_gpus: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
+        """Bring the replicas on these devices back."""
+        self._known(target_gpus)
+        return await self.sampler.expand(target_gpus, skip_load)
+
+    async def shutdown(self) -> None:
+        """End everything. What is not consumed is cancelled, envs are closed, whoever waits is told."""
+        self.queue.fatal(SchedulerClosed("the scheduler was shut down"))
+        if self._advance in self.sampler.on_version:
+            self.sampler.on_version.remove(self._advance)
+            self.sampler.on_lost.remove(self._lost)
+        self._closing.set()
+        if self._root is not None:
+            await asyncio.wait([self._root])
+            self._worker.close()
+            self._root.result()
+
+    # -- what an operator asks -----------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.queue.ledger
+
+    def why(self, id: str | int) -> str:
+        """The life of a task, a group or an attempt."""
+        return self.ledger.why(id)
+
+    def metrics(self) -> dict[str, float]:
+        """All counters, flat."""
+        return rollout_metrics(self.queue, self._worker, self.sampler)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _groups(self, batch_size: int) -> int | None:
+        if batch_size == -1:
+            if endless := self.queue.domains.endless:
+                raise ValueError(
+                    f"batch_size -1 means until the tasks run out, but those of {endless} never do; "
+                    "set domains.<name>.tasks, or ask for a number"
+                )
+            return None
+        if batch_size <= 0:
+            raise ValueError(f"batch_size must be positive, or -1 for everything, got {batch_size}")
+        if batch_size % self.config.group_size:
+            raise ValueError(not_whole_groups("batch_size", batch_size, self.config.group_size))
+        return batch_size // self.config.group_size
+
+    def _known(self, gpus: Sequence[int]) -> None:
+        devices = self._devices.devices
+        if unknown := sorted(set(gpus) - set(devices)):
+            raise ValueError(f"target_gpus {unknown} do not exist; the resource manager has {list(devices)}")
+
+    async def _start(self) -> None:
+        if self._closing.is_set():
+            raise SchedulerClosed("the scheduler was shut down")
+        if self._root is not None:
+            return
+        self.sampler.on_version.append(self._advance)
+        self.sampler.on_lost.append(self._lost)
+        started = asyncio.Event()
+        self._root = asyncio.get_running_loop().create_task(self._own(started), name=f"scheduler {self.mode}")
+        await started.wait()
+        self.queue.advance(self.sampler.version)
+        self._worker.fill()
+
+    async def _own(self, started: asyncio.Event) -> None:
+        """Keep the task group open until the end."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            started.set()
+            await self._closing.wait()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        if self._tasks is None:
+            raise RuntimeError("the scheduler has not started")
+        return self._tasks.create_task(coroutine, name=name)
+
+    async def _taken(self, groups: int | None) -> list[Any]:
+        """Take a batch, but notice when nothing moves any more, or when a bug ended the task group."""
+        assert self._root is not None
+        loop = asyncio.get_running_loop()
+        take = loop.create_task(self.queue.take(groups), name="get_batch")
+        try:
+            while not take.done():
+                patience = self.config.stall_seconds
+                await asyncio.wait([take, self._root], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                if self._root.done() and not take.done():
+                    self.queue.fatal(SchedulerClosed("the scheduler ended"))
+                    self._root.result()
+                elif not take.done() and not self.sampler.suspended and loop.time() - self.queue.last_end >= patience:
+                    self.queue.fatal(Stalled(self._stall()))
+            return await take
+        finally:
+            take.cancel()
+
+    def _stall(self) -> str:
+        groups = self.ledger.open_groups()
+        names = ", ".join(f"g{group.id} ({len(group.live)} live, {group.state.value})" for group in groups[:10])
+        return (
+            f"no attempt ended for stall_seconds {self.config.stall_seconds}, with {self._worker.busy} slots busy and "
+            f"{len(groups)} groups open: {names}; `why` tells more of each"
+        )
+
+    def _advance(self, version: int) -> None:
+        self.queue.advance(version)
+
+    def _lost(self, name: str, cause: str) -> None:
+        if not any(state == "active" for state in self.sampler.devices.values()):
+            self.queue.fatal(NoReplicas(f"no replica is left to generate; the last one, {name}, was lost: {cause}"))

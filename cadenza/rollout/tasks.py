@@ -1,0 +1,113 @@
+"""Where tasks come from, and whose turn it is.
+
+Domains share the groups by weight (stride scheduling): the next group belongs to the domain that has the fewest
+started groups per weight. A group that is filtered or retired is handed back, so that the mix that is trained, and
+not the mix that is tried, follows the weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from cadenza.rollout.config import DomainConfig, EnvManagerConfig
+from cadenza.rollout.ledger import Group
+from cadenza.rollout.records import Task
+
+
+class Domain:
+    """The tasks of one kind, and how many of its groups and envs are under way."""
+
+    __slots__ = ("endless", "exhausted", "max_envs", "name", "pending", "running", "started", "tasks", "weight")
+
+    def __init__(self, name: str, config: DomainConfig, first_seed: int) -> None:
+        self.name = name
+        self.weight = config.weight
+        self.max_envs = config.max_envs
+        self.endless = config.tasks is None
+        self.exhausted = False
+        self.tasks = _tasks(name, config.tasks, first_seed)
+        self.started = 0
+        self.running = 0
+        self.pending: deque[tuple[Group, int]] = deque()
+        """Members of admitted groups that wait for a slot."""
+
+    def has_room(self) -> bool:
+        return self.max_envs is None or self.running < self.max_envs
+
+    def next(self) -> Task | None:
+        """The next task, or None when there are no more."""
+        if self.exhausted:
+            return None
+        task = next(self.tasks, None)
+        self.exhausted = task is None
+        return task
+
+
+class Domains:
+    """All domains of a scheduler."""
+
+    def __init__(self, config: EnvManagerConfig) -> None:
+        self.all = {name: Domain(name, domain, config.seed) for name, domain in config.domains.items()}
+        self._list = list(self.all.values())
+
+    @property
+    def endless(self) -> list[str]:
+        """Names of the domains that never run out."""
+        return [domain.name for domain in self._list if domain.endless]
+
+    @property
+    def exhausted(self) -> bool:
+        return all(domain.exhausted for domain in self._list)
+
+    def waiting(self) -> Domain | None:
+        """The domain whose admitted group waits longest for a slot that it may have."""
+        oldest: Domain | None = None
+        for domain in self._list:
+            if domain.pending and domain.has_room():
+                if oldest is None or domain.pending[0][0].id < oldest.pending[0][0].id:
+                    oldest = domain
+        return oldest
+
+    def draw(self) -> tuple[Domain, Task] | None:
+        """The task of the next group, from the domain that is furthest behind its share and has room."""
+        while True:
+            behind: Domain | None = None
+            for domain in self._list:
+                if domain.exhausted or not domain.has_room():
+                    continue
+                if behind is None or domain.started * behind.weight < behind.started * domain.weight:
+                    behind = domain
+            if behind is None:
+                return None
+            task = behind.next()
+            if task is not None:
+                return behind, task
+
+
+def _tasks(name: str, tasks: int | Sequence[Any] | None, first_seed: int) -> Iterator[Task]:
+    if tasks is None or isinstance(tasks, int):
+        if tasks is not None and tasks <= 0:
+            raise ValueError(f"domains.{name}.tasks must be positive, got {tasks}; None means an endless stream")
+        return _seeds(name, tasks, first_seed)
+    if not tasks:
+        raise ValueError(f"domains.{name}.tasks is empty")
+    return _rows(name, tasks)
+
+
+def _seeds(name: str, count: int | None, first: int) -> Iterator[Task]:
+    number = 0
+    while count is None or number < count:
+        yield Task(id=f"{name}/{first + number}", seed=first + number, domain=name)
+        number += 1
+
+
+def _rows(name: str, rows: Iterable[Any]) -> Iterator[Task]:
+    for number, row in enumerate(rows):
+        if isinstance(row, Task):
+            if row.domain != name:
+                raise ValueError(f"task '{row.id}' says domain '{row.domain}', but stands under domains.{name}")
+            yield row
+        else:
+            yield Task(id=f"{name}/{number}", seed=number, domain=name, data=row)

@@ -1,0 +1,841 @@
+"""An inference replica made of the cost model: it costs no GPU, and under virtual time no time either.
+
+Invariant: every token written is returned to a client, discarded under a cause, or held by a request in flight:
+`generated == returned + sum(discarded) + held`. The engine changes its mind only at a boundary: between two decode
+steps, during prefill (while nothing decodes), or when idle. What is asked in the middle of a step waits for the end of it.
+
+    generate --(transport)--> fence --> waiting --> running --> Generation
+                                           ^            |
+                                           +- preempted +      (recompute, its tokens kept)
+
+One timer is armed: for the next completion, the next overflow of the KV cache, or the next boundary when something asks
+for one. Between two timers n steps pass at once, so a request costs O(log B) however long it is. Only `kill` and `crash`
+act in the middle of a step; the step in progress is then lost and none of its tokens count as written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from heapq import heappop, heappush
+
+import numpy as np
+
+from cadenza.inference.replica import (
+    Finish,
+    Generation,
+    Logprobs,
+    PauseMode,
+    ReplicaError,
+    ReplicaLost,
+    ReplicaStats,
+    Request,
+    Span,
+    StaleEpoch,
+    Tokens,
+)
+
+_TABLE_BITS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What one replica costs: a decode step of B sequences with C context tokens takes `a + b*B + c*C` seconds."""
+
+    a: float
+    """Seconds per decode step."""
+    b: float
+    """Seconds per running sequence and step."""
+    c: float
+    """Seconds per context token and step."""
+    p: float
+    """Seconds per token of prefill."""
+    kv_capacity: int
+    """Tokens of context that fit at once."""
+    max_running: int = 256
+    """Sequences that decode together."""
+
+    def __post_init__(self) -> None:
+        if not self.a > 0 or min(self.b, self.c, self.p) < 0:
+            raise ValueError(f"a must be > 0 and b, c, p must be >= 0, got {self}")
+        if self.kv_capacity < 2 or self.max_running < 1:
+            raise ValueError(f"kv_capacity must be >= 2 and max_running >= 1, got {self}")
+
+    def decode(self, steps: int, running: int, context: int) -> float:
+        """Seconds for `steps` steps of `running` sequences that hold `context` tokens before the first."""
+        return steps * (self.a + self.b * running + self.c * (context + running * (steps - 1) * 0.5))
+
+    def steps_within(self, seconds: float, running: int, context: int) -> int:
+        """Whole steps that fit into `seconds`: the inverse of `decode`, rounded down."""
+        growth = self.c * running
+        first = self.a + self.b * running + self.c * context - growth / 2
+        steps = int(2 * seconds / (first + math.sqrt(first * first + 2 * growth * seconds)))
+        while steps and self.decode(steps, running, context) > seconds:
+            steps -= 1
+        while self.decode(steps + 1, running, context) <= seconds:
+            steps += 1
+        return steps
+
+
+H100_QWEN25_7B = CostModel(a=7.22e-3, b=4.4e-6, c=33.3e-9, p=25.7e-6, kv_capacity=920_000)
+H100_QWEN3_8B = CostModel(a=7.94e-3, b=4.4e-6, c=85.7e-9, p=27.6e-6, kv_capacity=350_000)
+A100_QWEN25_7B = CostModel(a=11.2e-3, b=4.4e-6, c=54.8e-9, p=81e-6, kv_capacity=920_000)
+
+
+def drawn(seed: int, offset: int, count: int, vocab: int) -> tuple[Tokens, Logprobs]:
+    """Tokens `offset` to `offset + count` of the turn with this seed, and their logprobs: read-only views of a table.
+
+    They depend on (seed, position) only, so a turn continued elsewhere reads the same as one never interrupted.
+    """
+    tokens, logprobs = _table(vocab)
+    start = ((seed * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> (64 - _TABLE_BITS)) + offset
+    if start + count > len(tokens):
+        places = np.arange(start, start + count) & ((1 << _TABLE_BITS) - 1)
+        return tokens[places], logprobs[places]
+    return tokens[start : start + count], logprobs[start : start + count]
+
+
+@lru_cache(maxsize=4)
+def _table(vocab: int) -> tuple[Tokens, Logprobs]:
+    """A cycle of hashed tokens, with a tail long enough that nearly every response is one slice."""
+    x = np.arange((1 << _TABLE_BITS) + (1 << 16), dtype=np.uint64) & np.uint64((1 << _TABLE_BITS) - 1)
+    for shift, factor in ((30, 0x9E3779B97F4A7C15), (27, 0xBF58476D1CE4E5B9), (31, 0x94D049BB133111EB)):
+        x = (x + np.uint64(1)) * np.uint64(factor)
+        x ^= x >> np.uint64(shift)
+    tokens = (x % np.uint64(vocab)).astype(np.int32)
+    logprobs = -((x >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22))
+    tokens.setflags(write=False)
+    logprobs.setflags(write=False)
+    return tokens, logprobs
+
+
+class _Sequence:
+    """A request in flight: on its way, waiting, or running."""
+
+    __slots__ = (
+        "arrival", "end", "finish", "fresh", "future", "held", "mark", "prompt", "request", "since", "spans", "target", "ticket",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, future: asyncio.Future[Generation]) -> None:
+        self.request = request
+        self.future = future
+        self.arrival = 0  # its number in the order of arrival; 0 while on its way
+        self.target = 0  # tokens to write for this request
+        self.finish = Finish.STOP  # how it ends when it has written them
+        self.held = 0  # tokens written before the last join
+        self.spans: tuple[Span, ...] = ()  # who wrote them
+        self.ticket = 0  # number of the last join while running, else 0
+        self.since = 0  # step of the last join
+        self.prompt = 0  # tokens shared with its group
+        self.fresh = 0  # tokens the last join had to prefill
+        self.mark = 0  # the replica's count of prefilled tokens that completes them
+
+
+class SimReplica:
+    """A `Replica` under the cost model, with faults that a test or a simulation switches on.
+
+    `length(request)` is the length of the whole turn, the `offset` tokens that are already there included. At least one
+    token is written; a response ends early with `Finish.LENGTH` at `max_tokens` or when it alone fills the KV cache.
+    `arrival_delay` is the time between `generate` and the engine, where the fence stands. Without `keep_kv` new weights
+    drop the cache, and frozen requests are prefilled again before they go on.
+    `on_event(time, kind, request)` hears of "start", "join", "preempt", "finish" and "abort".
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cost: CostModel,
+        length: Callable[[Request], int],
+        *,
+        devices: tuple[int, ...] = (0,),
+        version: int = 0,
+        vocab: int = 32_768,
+        load_seconds: float = 0.0,
+        wake_seconds: float = 0.0,
+        arrival_delay: float | Callable[[Request], float] = 0.0,
+        keep_kv: bool = True,
+        on_event: Callable[[float, str, object], None] | None = None,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.name = name
+        self.cost = cost
+        self.length = length
+        self.devices = devices
+        self.kv_capacity = cost.kv_capacity
+        self.vocab = vocab
+        self.load_seconds = load_seconds
+        self.wake_seconds = wake_seconds
+        self.arrival_delay = arrival_delay
+        self.keep_kv = keep_kv
+        self.on_event = on_event
+        self.fence = 0
+        self.generated = 0
+        self.returned = 0
+        self.discarded: dict[str, int] = {}
+        self._loop = loop or asyncio.get_running_loop()
+        self._flight: dict[int, _Sequence] = {}  # every unanswered request
+        self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
+        self._running: dict[int, _Sequence] = {}  # in the order of joining
+        self._ends: list[tuple[int, int, _Sequence]] = []  # heap of (step, ticket, sequence); a changed ticket voids it
+        self._aborts: dict[int, str] = {}  # running requests to end at the next boundary, with their cause
+        self._arrivals = self._tickets = self._answered = 0
+        self._prefilled = 0  # prefill ordered so far; `_owed` of it is still to be computed
+        # The timeline: `_steps` are complete, the next one starts at `_start`, the timer stands at step `_due_step`.
+        self._steps = 0
+        self._start = 0.0
+        self._debt = 0.0  # prefill seconds that were left when the engine was frozen
+        self._factor = self._next_factor = 1.0
+        self._last_token = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = math.inf
+        self._due_step = 0
+        self._asked = False  # the timer stands at the next boundary
+        # The KV cache: tokens of the running, and what idles in least-recently-used order, by 2*session or 2*group+1.
+        self._kv = 0
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        self._idle_tokens = 0
+        self._members: dict[int, int] = {}  # running members by group: they hold its prompt
+        self.version = version
+        self._eras = [(0, version)]  # (first step, version)
+        self._kv_outdated = False
+        self._pending: PauseMode | None = None
+        self._drain_until = 0  # the last arrival that a drain waits for
+        self._paused = self._frozen = self._asleep = False
+        self._loading = 0
+        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+        self._lost: str | None = None
+        self._hung_at: float | None = None
+        self._inbox: list[Callable[[], None]] = []  # what reached a hung engine
+        self._flaky = self._lost_aborts = self._failing_loads = 0
+        self._late = 0.0
+
+    # -- the replica protocol ------------------------------------------------------------------------------------------
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        future: asyncio.Future[Generation] = self._loop.create_future()
+        if self._lost is not None:
+            future.set_exception(ReplicaLost(self._lost))
+        elif self._flaky:
+            self._flaky -= 1
+            future.set_exception(ReplicaError(f"{self.name}: could not take request {request.id}"))
+        elif request.id in self._flight:
+            future.set_exception(ReplicaError(f"{self.name}: request {request.id} is already in flight"))
+        else:
+            sequence = self._flight[request.id] = _Sequence(request, future)
+            delay = self.arrival_delay(request) if callable(self.arrival_delay) else self.arrival_delay
+            if delay > 0:
+                self._loop.call_later(delay, self._arrive, sequence)
+            else:
+                self._arrive(sequence)
+        return future
+
+    def abort(self, request_id: int, cause: str) -> None:
+        if self._hung_at is not None:
+            self._inbox.append(partial(self.abort, request_id, cause))
+        elif self._lost_aborts:
+            self._lost_aborts -= 1
+        elif self._late > 0:
+            self._loop.call_later(self._late, self._abort, request_id, cause)
+        else:
+            self._abort(request_id, cause)
+
+    async def pause(self, epoch: int, mode: PauseMode) -> None:
+        await self._reach()
+        if mode is PauseMode.ABORT and self._lost_aborts:
+            self._lost_aborts -= 1
+            await self._until("never")
+        self.fence = max(self.fence, epoch)
+        if self._late > 0:
+            await self._until("elapsed", self._late)
+            await self._reach()
+        self._pending = mode
+        self._drain_until = self._arrivals
+        if mode is PauseMode.DRAIN and (self._running or self._waiting):
+            self._paused = False
+            self._thaw()
+        self._soon()
+        if self._pending is not None:
+            await self._until("paused")
+
+    async def resume(self) -> None:
+        await self._reach()
+        if self._asleep:
+            raise RuntimeError(f"{self.name} is asleep: wake it instead of resuming it")
+        self._pending = None
+        self._paused = False
+        self._notify("paused", ReplicaError(f"{self.name}: resumed before the pause took effect"))
+        self._thaw()
+        self._soon()
+
+    async def load_weights(self, version: int, weights: object) -> None:
+        await self._reach()
+        if self._asleep:
+            raise RuntimeError(f"{self.name} is asleep: wake it before loading weights")
+        if self._failing_loads:
+            self._failing_loads -= 1
+            raise ReplicaError(f"{self.name}: could not load version {version}")
+        self._loading += 1
+        try:
+            self._soon()
+            if not self._frozen:
+                await self._until("frozen")
+            await self._until("elapsed", self.load_seconds)
+            await self._reach()
+            self._adopt(version)
+        finally:
+            self._loading -= 1
+            self._thaw()
+
+    async def sleep(self) -> None:
+        await self._reach()
+        if self._asleep:
+            return
+        if not self._paused or self._running or self._waiting:
+            raise RuntimeError(
+                f"{self.name} must be paused and empty to sleep: paused is {self._paused}, {len(self._running)} running, "
+                f"{len(self._waiting)} waiting; call pause(epoch, PauseMode.ABORT) first"
+            )
+        self._asleep = True
+        self._forget()
+
+    async def wake(self) -> None:
+        await self._reach()
+        if not self._asleep:
+            return
+        await self._until("elapsed", self.wake_seconds)
+        await self._reach()
+        self._asleep = self._paused = False
+        self._thaw()
+
+    async def stats(self) -> ReplicaStats:
+        if self._lost is not None:
+            raise ReplicaLost(self._lost)
+        now = self._now()
+        self._advance(now)
+        prefilled = self._prefilled - self._owed(now)
+        return ReplicaStats(
+            version=self.version,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            progress=self.generated + prefilled + self._answered,
+            paused=self._paused,
+            kv_tokens=self._kv,
+            kv_capacity=self.kv_capacity,
+            generated=self.generated,
+            prefilled=prefilled,
+            discarded=dict(self.discarded),
+        )
+
+    def kill(self, cause: str) -> None:
+        self._die(cause, f"{self.name} was killed: {cause}")
+
+    # -- faults, and the truth for monitors ----------------------------------------------------------------------------
+
+    def hang(self) -> None:
+        """Time stands still in the engine; only `stats` answers."""
+        if self._hung_at is None and self._lost is None:
+            self._hung_at = self._loop.time()
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def unhang(self) -> None:
+        """Go on where it stopped; what was asked in the meantime arrives now."""
+        if self._hung_at is None:
+            return
+        stood, self._hung_at = self._loop.time() - self._hung_at, None
+        if not self._frozen:
+            self._start += stood
+        if self._timer is not None:
+            self._arm(self._due + stood, self._due_step)
+        inbox, self._inbox = self._inbox, []
+        for message in inbox:
+            message()
+        self._notify("unhung")
+
+    def crash(self) -> None:
+        """The process dies unasked."""
+        self._die("replica_lost", f"{self.name} crashed")
+
+    def slow(self, factor: float) -> None:
+        """Every cost is multiplied by `factor` from the next boundary on; 1 is the healthy speed."""
+        if not factor > 0:
+            raise ValueError(f"factor must be > 0, got {factor}")
+        self._next_factor = factor
+        self._soon()
+
+    def flaky(self, calls: int) -> None:
+        """The next `calls` calls of `generate` fail with `ReplicaError`."""
+        self._flaky = calls
+
+    def late_abort(self, seconds: float) -> None:
+        """`abort` and `pause` take effect that much later, from now on; the fence rises at once all the same."""
+        self._late = seconds
+
+    def lost_abort(self) -> None:
+        """The next `abort` or `pause(ABORT)` never reaches the engine, its fence included."""
+        self._lost_aborts += 1
+
+    def fail_load(self, calls: int) -> None:
+        """The next `calls` calls of `load_weights` fail with `ReplicaError`."""
+        self._failing_loads = calls
+
+    @property
+    def generating(self) -> bool:
+        """Requests are being decoded, or prefilled, right now."""
+        return bool(self._running) and not self._frozen and self._hung_at is None
+
+    @property
+    def last_generation_time(self) -> float:
+        """When the last token was written; minus infinity before the first."""
+        self._advance(self._now())
+        return self._last_token
+
+    def check(self) -> None:
+        """Assert everything that must hold between two calls."""
+        held = sum(sequence.held + self._young(sequence) for sequence in self._flight.values())
+        discarded = sum(self.discarded.values())
+        assert self.generated == self.returned + discarded + held, (self.generated, self.returned, discarded, held)
+        running = self._running.values()
+        assert self._kv == sum(s.request.context + s.held + self._young(s) for s in running) <= self.kv_capacity
+        assert self._idle_tokens == sum(self._idle.values()) and all(tokens > 0 for tokens in self._idle.values())
+        assert len(self._running) <= self.cost.max_running
+        assert not self._running.keys() & self._waiting.keys()
+        assert self._running.keys() | self._waiting.keys() <= self._flight.keys()
+        assert self._aborts.keys() <= self._running.keys()
+        assert sum(self._members.values()) == sum(1 for s in running if s.prompt)
+        live = {(end, s.request.id) for end, ticket, s in self._ends if s.ticket == ticket}
+        assert live == {(s.since + s.target - s.held, s.request.id) for s in running}
+        assert all(self._steps < end or self._due <= self._now() for end, _ in live)
+        assert 0 <= self._owed(self._now()) <= self._prefilled
+        assert (self._timer is not None) >= (bool(self._running) and not self._frozen)
+        assert self._asked <= (self._timer is not None)
+
+    # -- the engine: one boundary, in the order in which things happen at it ----------------------------------------
+
+    def _act(self, now: float) -> None:
+        self._asked = False
+        if self._ends and self._ends[0][0] <= self._steps:
+            self._complete()
+        if self._aborts or self._pending is PauseMode.ABORT:
+            self._withdraw(self._owed(now))
+        if not self._running:
+            self._cut_prefill(now)
+        if self._next_factor != self._factor:
+            self._change_speed(now)
+        if self._pending is not None or self._loading:
+            self._settle(now)
+        if not self._frozen:
+            if self._kv + len(self._running) + self._idle_tokens > self.kv_capacity:
+                self._make_room()
+            if self._waiting:
+                self._admit()
+        self._set_alarm()
+
+    def _complete(self) -> None:
+        ends = self._ends
+        while ends and ends[0][0] <= self._steps:
+            _, ticket, sequence = heappop(ends)
+            if sequence.ticket == ticket:
+                self._leave(sequence, sequence.finish)
+
+    def _withdraw(self, owed: int) -> None:
+        """End the requests that were called back. Of a prefill still going on, only the computed part stays cached."""
+        computed = self._prefilled - owed
+        if self._pending is PauseMode.ABORT:
+            leaving = [*self._running.values(), *self._waiting.values()]
+        else:
+            leaving = [self._running[request_id] for request_id in self._aborts]
+        for sequence in leaving:
+            missing = min(max(sequence.mark - computed, 0), sequence.fresh)
+            self._leave(sequence, Finish.ABORT, missing=missing)
+
+    def _cut_prefill(self, now: float) -> None:
+        """Nobody is left who needs the rest of the prefill."""
+        self._prefilled -= self._owed(now)
+        self._start = now
+        self._debt = 0.0
+        self._ends.clear()
+
+    def _change_speed(self, now: float) -> None:
+        ratio = self._next_factor / self._factor
+        self._factor = self._next_factor
+        self._debt *= ratio
+        if self._start > now:
+            self._start = now + (self._start - now) * ratio
+
+    def _settle(self, now: float) -> None:
+        """Freeze the engine for a pause or for new weights, if this is the time to."""
+        if self._pending is not None and (self._pending is not PauseMode.DRAIN or self._drained()):
+            self._pending = None
+            self._paused = True
+        if (self._paused or self._loading) and not self._frozen:
+            self._frozen = True
+            self._debt = max(0.0, self._start - now)
+        if self._paused:
+            self._notify("paused")
+        if self._frozen:
+            self._notify("frozen")
+
+    def _make_room(self) -> None:
+        """The next step writes a token per sequence: idle contexts give way first, then whoever joined last."""
+        self._evict()
+        while self._kv + len(self._running) > self.kv_capacity:
+            self._preempt()
+
+    def _preempt(self) -> None:
+        """Send the last one back to the head of the queue, with its tokens, to be prefilled again."""
+        _, sequence = self._running.popitem()
+        sequence.spans = self._spans(sequence)
+        sequence.held += self._steps - sequence.since
+        self._kv -= sequence.request.context + sequence.held
+        sequence.ticket = 0
+        self._release_prompt(sequence, 0)
+        self._waiting[sequence.request.id] = sequence
+        self._waiting.move_to_end(sequence.request.id, last=False)
+        self._emit("preempt", sequence)
+
+    def _admit(self) -> None:
+        """First come, first served, while the context and one more token of everybody fit."""
+        waiting, running = self._waiting, self._running
+        while waiting and len(running) < self.cost.max_running:
+            sequence = next(iter(waiting.values()))
+            request = sequence.request
+            context = request.context + sequence.held
+            room = self.kv_capacity - self._kv - context - len(running) - 1
+            if room < 0 or (self._pending is PauseMode.DRAIN and sequence.arrival > self._drain_until):
+                break
+            del waiting[request.id]
+            running[request.id] = sequence
+            sequence.fresh = context - self._reuse(sequence, context)
+            self._kv += context
+            if self._idle_tokens > room:
+                self._evict()
+            self._prefilled += sequence.fresh
+            self._start += self.cost.p * self._factor * sequence.fresh
+            self._tickets += 1
+            sequence.mark = self._prefilled
+            sequence.ticket = self._tickets
+            sequence.since = self._steps
+            heappush(self._ends, (self._steps + sequence.target - sequence.held, self._tickets, sequence))
+            if self.on_event is not None:
+                self._emit("join", sequence)
+
+    def _leave(self, sequence: _Sequence, finish: Finish, cause: str = "unclaimed", missing: int = 0) -> None:
+        """Answer a request. Its context stays cached, but for the last `missing` tokens."""
+        request = sequence.request
+        written = sequence.held
+        spans = sequence.spans
+        if sequence.ticket:
+            spans = self._spans(sequence)
+            written += self._steps - sequence.since
+            context = request.context + written
+            self._kv -= context
+            del self._running[request.id]
+            sequence.ticket = 0
+            computed = 0 if self._kv_outdated else context - missing
+            self._release_prompt(sequence, computed)
+            self._cache(2 * request.session, computed)
+        else:
+            self._waiting.pop(request.id, None)
+        if self._aborts:
+            cause = self._aborts.pop(request.id, cause)
+        del self._flight[request.id]
+        self._answered += 1
+        if sequence.future.done():
+            self._discard(cause, written)
+        else:
+            self.returned += written
+            tokens, logprobs = drawn(request.seed, request.offset, written, self.vocab)
+            sequence.future.set_result(Generation(tokens, logprobs, spans, finish))
+        if self.on_event is not None:
+            self._emit("abort" if finish is Finish.ABORT else "finish", sequence)
+
+    # -- the timeline --------------------------------------------------------------------------------------------------
+
+    def _soon(self) -> None:
+        """Act at the next boundary: at the end of the step in progress, or now if there is none."""
+        if self._asked or self._lost is not None:
+            return
+        if self._hung_at is not None:
+            self._inbox.append(self._soon)
+            return
+        now = self._loop.time()
+        self._asked = self._timer is not None and self._due <= now  # then it is about to fire
+        if self._asked:
+            return
+        self._advance(now)
+        if not self._running or self._frozen or now <= self._start:
+            self._act(now)
+            return
+        self._asked = True
+        if self._steps + 1 < self._due_step:
+            self._arm(self._start + self._seconds(1), self._steps + 1)
+
+    def _set_alarm(self) -> None:
+        """Sleep until the next completion or overflow."""
+        if self._frozen or not self._running:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            return
+        ends = self._ends
+        while ends[0][2].ticket != ends[0][1]:
+            heappop(ends)
+        running = len(self._running)
+        steps = min(ends[0][0] - self._steps, (self.kv_capacity - self._kv) // running)
+        self._arm(self._start + self._factor * self.cost.decode(steps, running, self._kv), self._steps + steps)
+
+    def _arm(self, when: float, step: int) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = when
+        self._due_step = step
+        self._timer = self._loop.call_at(when, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self._pass(self._due_step - self._steps, self._due)
+        self._act(self._due)
+
+    def _advance(self, now: float) -> None:
+        """Count the steps complete by `now`, up to the one for which the timer stands."""
+        if self._timer is None or now <= self._start or self._frozen or not self._running:
+            return
+        if self._due <= now:
+            self._pass(self._due_step - self._steps, self._due)
+            return
+        within = self.cost.steps_within((now - self._start) / self._factor, len(self._running), self._kv)
+        steps = min(within, self._due_step - self._steps - 1)
+        self._pass(steps, self._start + self._seconds(steps))
+
+    def _pass(self, steps: int, when: float) -> None:
+        if steps > 0:
+            tokens = steps * len(self._running)
+            self._steps += steps
+            self._kv += tokens
+            self.generated += tokens
+            self._start = self._last_token = when
+
+    def _seconds(self, steps: int) -> float:
+        return self._factor * self.cost.decode(steps, len(self._running), self._kv)
+
+    def _now(self) -> float:
+        return self._loop.time() if self._hung_at is None else self._hung_at
+
+    def _owed(self, now: float) -> int:
+        """Tokens of prefill that were ordered and are not computed yet."""
+        seconds = self._debt if self._frozen else self._start - now
+        rate = self.cost.p * self._factor
+        return min(math.ceil(seconds / rate - 1e-6), self._prefilled) if seconds > 0 < rate else 0
+
+    def _thaw(self) -> None:
+        """Go on after a pause or a load, unless there is another reason to stand still."""
+        if self._hung_at is not None:
+            self._inbox.append(self._thaw)
+        elif self._frozen and not self._paused and not self._loading and self._lost is None:
+            now = self._loop.time()
+            if self._kv_outdated:
+                self._prefilled -= self._owed(now)
+                self._debt = self.cost.p * self._factor * self._kv
+                for sequence in self._running.values():
+                    sequence.fresh = sequence.request.context + sequence.held + self._young(sequence)
+                    self._prefilled += sequence.fresh
+                    sequence.mark = self._prefilled
+                self._kv_outdated = False
+            self._frozen = False
+            self._start = now + self._debt
+            self._soon()
+
+    # -- requests, versions, the cache ---------------------------------------------------------------------------------
+
+    def _arrive(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        if self._hung_at is not None:
+            self._inbox.append(partial(self._arrive, sequence))
+        elif self._flight.get(request.id) is not sequence:
+            return  # aborted on the way, or the replica is dead
+        elif request.epoch < self.fence:
+            self._refuse(sequence, StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}"))
+        elif self._asleep:
+            self._refuse(sequence, ReplicaError(f"{self.name} is asleep"))
+        elif request.context >= self.kv_capacity or request.max_tokens < 1:
+            self._refuse(
+                sequence,
+                ReplicaError(
+                    f"{self.name}: request {request.id} has {request.context} tokens of context and may write "
+                    f"{request.max_tokens}; the KV cache holds {self.kv_capacity}"
+                ),
+            )
+        else:
+            remaining = max(1, self.length(request) - request.offset)
+            sequence.target = min(remaining, request.max_tokens, self.kv_capacity - request.context)
+            sequence.finish = Finish.STOP if sequence.target == remaining else Finish.LENGTH
+            self._arrivals += 1
+            sequence.arrival = self._arrivals
+            self._waiting[request.id] = sequence
+            if self.on_event is not None:
+                self._emit("start", sequence)
+            if len(self._waiting) == 1 and not self._frozen:  # otherwise the head is blocked, or asked already
+                self._soon()
+
+    def _refuse(self, sequence: _Sequence, error: ReplicaError) -> None:
+        del self._flight[sequence.request.id]
+        if not sequence.future.done():
+            sequence.future.set_exception(error)
+
+    def _abort(self, request_id: int, cause: str) -> None:
+        if self._hung_at is not None:
+            self._inbox.append(partial(self._abort, request_id, cause))
+        elif request_id in self._running:
+            self._aborts[request_id] = cause
+            self._soon()
+        elif request_id in self._flight:
+            self._leave(self._flight[request_id], Finish.ABORT, cause)
+            self._soon()
+
+    def _die(self, cause: str, text: str) -> None:
+        if self._lost is not None:
+            return
+        self._advance(self._now())
+        self._lost = text
+        self._hung_at = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for sequence in self._flight.values():
+            self._discard(cause, sequence.held + self._young(sequence))
+            sequence.ticket = 0
+            if not sequence.future.done():
+                sequence.future.set_exception(ReplicaLost(text))
+        for container in (self._flight, self._waiting, self._running, self._ends, self._aborts, self._members, self._inbox):
+            container.clear()
+        self._kv = 0
+        self._asked = False
+        self._forget()
+        self._cut_prefill(self._loop.time())
+        for event in list(self._waiters):
+            self._notify(event, ReplicaLost(text))
+
+    def _discard(self, cause: str, tokens: int) -> None:
+        if tokens:
+            self.discarded[cause] = self.discarded.get(cause, 0) + tokens
+
+    def _drained(self) -> bool:
+        head = next(iter(self._waiting.values()), None)
+        return not self._running and (head is None or head.arrival > self._drain_until)
+
+    def _young(self, sequence: _Sequence) -> int:
+        """Tokens written since the last join."""
+        return self._steps - sequence.since if sequence.ticket else 0
+
+    def _spans(self, sequence: _Sequence) -> tuple[Span, ...]:
+        """Who wrote the tokens of a running sequence."""
+        start = sequence.since
+        if start >= self._eras[-1][0] and not sequence.spans:
+            return (Span(self.version, self._steps - start),) if self._steps > start else ()
+        spans = list(sequence.spans)
+        for era in range(bisect_right(self._eras, (start, math.inf)) - 1, len(self._eras)):
+            version = self._eras[era][1]
+            until = self._eras[era + 1][0] if era + 1 < len(self._eras) else self._steps
+            if spans and spans[-1].version == version:
+                spans[-1] = Span(version, spans[-1].length + until - start)
+            elif until > start:
+                spans.append(Span(version, until - start))
+            start = until
+        return tuple(spans)
+
+    def _adopt(self, version: int) -> None:
+        if self._eras[-1][0] == self._steps:
+            self._eras.pop()
+        self._eras.append((self._steps, version))
+        self.version = version
+        if not self.keep_kv:
+            self._forget()
+            self._kv_outdated = bool(self._running)
+
+    def _reuse(self, sequence: _Sequence, context: int) -> int:
+        """Take what the cache holds of a context. Its last token is always computed: the next one comes from it."""
+        request = sequence.request
+        cached = self._take(2 * request.session)
+        sequence.prompt = len(request.chunks[0]) if request.chunks else 0
+        if sequence.prompt:
+            members = self._members.get(request.group, 0)
+            self._members[request.group] = members + 1
+            cached = max(cached, sequence.prompt if members else min(sequence.prompt, self._take(2 * request.group + 1)))
+        return min(cached, max(0, context - 1))
+
+    def _release_prompt(self, sequence: _Sequence, computed: int) -> None:
+        """The last running member leaves the prompt of its group to the cache."""
+        if sequence.prompt:
+            members = self._members.pop(sequence.request.group) - 1
+            if members:
+                self._members[sequence.request.group] = members
+            else:
+                self._cache(2 * sequence.request.group + 1, min(sequence.prompt, computed))
+
+    def _take(self, key: int) -> int:
+        tokens = self._idle.pop(key, 0)
+        self._idle_tokens -= tokens
+        return tokens
+
+    def _cache(self, key: int, tokens: int) -> None:
+        if tokens > 0:
+            self._idle_tokens += tokens - self._idle.pop(key, 0)
+            self._idle[key] = tokens
+
+    def _evict(self) -> None:
+        """Idle tokens give way to the running: the least recently used first, from its end."""
+        excess = self._kv + len(self._running) + self._idle_tokens - self.kv_capacity
+        while excess > 0 and self._idle:
+            key, tokens = self._idle.popitem(last=False)
+            if tokens > excess:
+                self._idle[key] = tokens - excess
+                self._idle.move_to_end(key, last=False)
+            self._idle_tokens -= min(tokens, excess)
+            excess -= tokens
+
+    def _forget(self) -> None:
+        self._idle.clear()
+        self._idle_tokens = 0
+
+    def _emit(self, kind: str, sequence: _Sequence) -> None:
+        if self.on_event is not None:
+            self.on_event(self._loop.time(), kind, sequence.request)
+
+    async def _reach(self) -> None:
+        """A call reaches the engine: at once, when it stops hanging, or never because it is dead."""
+        while self._hung_at is not None:
+            await self._until("unhung")
+        if self._lost is not None:
+            raise ReplicaLost(self._lost)
+
+    async def _until(self, event: str, seconds: float | None = None) -> None:
+        """Wait for an event, or for a time; `kill` ends every wait with `ReplicaLost`."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        waiters = self._waiters.setdefault(event, [])
+        waiters.append(future)
+        timer = None if seconds is None else self._loop.call_later(seconds, _settled, future)
+        try:
+            await future
+        finally:
+            waiters.remove(future)
+            if timer is not None:
+                timer.cancel()
+
+    def _notify(self, event: str, error: ReplicaError | None = None) -> None:
+        for future in self._waiters.pop(event, ()):
+            _settled(future, error)
+
+
+def _settled(future: asyncio.Future[None], error: ReplicaError | None = None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
