@@ -185,9 +185,7 @@ class FakeReplica:
 class _Running:
     """A request under way: its tokens come at an even pace."""
 
-    def __init__(
-        self, request: Request, future: asyncio.Future[Generation], tokens: Tokens, seconds: float
-    ) -> None:
+    def __init__(self, request: Request, future: asyncio.Future[Generation], tokens: Tokens, seconds: float) -> None:
         self.request = request
         self.future = future
         self.tokens = tokens

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cadenza.data import DataProto
-from cadenza.ragged import Array, Ragged
-from cadenza.schema import TRAIN_BATCH, Column, Schema, SchemaError
+from cadenza.data.ragged import Array, Ragged
+from cadenza.data.schema import TRAIN_BATCH, Column, Schema, SchemaError
 
 
 def rows_of(*lengths: int) -> list[Array]:
@@ -153,7 +153,7 @@ def test_torch_is_not_imported_until_a_tensor_is_read() -> None:
     program = """
 import sys, numpy as np
 from cadenza.data import DataProto
-from cadenza.schema import TRAIN_BATCH
+from cadenza.data.schema import TRAIN_BATCH
 data = DataProto({"ids": [np.array([1, 2]), np.array([3])]}, {"task": ["a", "b"]})
 data, _ = DataProto.concat(data.repeat(2).chunk(2)).reorder([3, 2, 1, 0]).pad_to_multiple(3)
 data.batch.numpy("ids"), data.group_by("task"), repr(data), data == data

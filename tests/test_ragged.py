@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.ragged import Array, Ragged
+from cadenza.data.ragged import Array, Ragged
 
 
 def padded_slowly(ragged: Ragged) -> Array:

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.data import DataProto
+from cadenza.data import DataProto, Ragged
 from cadenza.inference.replica import Finish
-from cadenza.ragged import Ragged
 from cadenza.rollout.records import Trajectory, Turn
 
 FINISH = {Finish.STOP: 0, Finish.LENGTH: 1, Finish.ABORT: 2}
@@ -51,13 +50,13 @@ def collate(trajectories: Sequence[Trajectory]) -> DataProto:
         prompt_lengths[number] = prompts
     offsets = np.concatenate(([0], np.cumsum(lengths)))
     input_ids = Ragged(np.concatenate(pieces), offsets)
-    response = np.array(is_response)
+    responses = np.array(is_response)
     batch: dict[str, Any] = {
         "input_ids": input_ids,
         "attention_mask": Ragged.from_runs(np.ones(len(rows), bool), lengths, offsets),
-        "position_ids": Ragged(_positions(lengths, offsets), offsets),
-        "response_mask": Ragged.from_runs(response, counts, offsets),
-        "prompt_mask": Ragged.from_runs(~response, counts, offsets),
+        "position_ids": Ragged(_positions(lengths), offsets),
+        "response_mask": Ragged.from_runs(responses, counts, offsets),
+        "prompt_mask": Ragged.from_runs(~responses, counts, offsets),
         "infer_logprobs": Ragged(np.concatenate(logprobs), offsets),
         "versions": Ragged.from_runs(np.array(versions, np.int32), counts, offsets, pad=-1),
         "lengths": lengths,
@@ -95,11 +94,10 @@ def _contexts(turns: list[Turn]) -> list[list[Turn]]:
     return contexts
 
 
-def _positions(lengths: Any, offsets: Any) -> Any:
+def _positions(lengths: Any) -> Any:
     """0, 1, 2 ... in every row."""
-    positions = np.arange(offsets[-1], dtype=np.int32)
-    positions -= np.repeat(offsets[:-1].astype(np.int32), lengths)
-    return positions
+    longest = np.arange(lengths.max(), dtype=np.int32)
+    return np.concatenate([longest[:length] for length in lengths])
 
 
 def _column(rows: list[tuple[Trajectory, list[Turn]]], name: str, dtype: Any) -> Any:

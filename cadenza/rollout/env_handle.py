@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -10,26 +11,44 @@ from cadenza.rollout.leases import Leases
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory
 
+UNBEGUN = "slot"
+
+
+class Run:
+    """An attempt under way: its task, and the place where it is, for whoever stops it or asks why it failed."""
+
+    __slots__ = ("place", "task")
+
+    def __init__(self) -> None:
+        self.place = UNBEGUN
+        self.task: asyncio.Task[None] | None = None
+
 
 class EnvHandle:
     """One env for one attempt."""
 
-    __slots__ = ("_attempt", "_env", "_leases", "_max_turns", "_type", "done", "place", "reward", "trajectory")
+    __slots__ = ("_attempt", "_env", "_leases", "_max_turns", "_run", "_type", "done", "reward", "trajectory")
 
     def __init__(
-        self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, leases: Leases, max_turns: int
+        self,
+        env: Any,
+        type: EnvType,
+        attempt: Attempt,
+        run: Run,
+        trajectory: Trajectory,
+        leases: Leases,
+        max_turns: int,
     ) -> None:
         self._env = env
         self._type = type
         self._attempt = attempt
+        self._run = run
         self._leases = leases
         self._max_turns = max_turns
         self.trajectory = trajectory
         self.done = False
         self.reward = 0.0
         """Of the last step."""
-        self.place = "rollout"
-        """Where the attempt is, for whoever asks why it failed."""
 
     @property
     def info(self) -> dict[str, Any]:
@@ -62,9 +81,9 @@ class EnvHandle:
         self.done = True
 
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
-        self.place = place
+        self._run.place = place
         self._leases.renew(self._attempt)
         result = await self._type.call(method)(*args)
         self._leases.renew(self._attempt)
-        self.place = "rollout"
+        self._run.place = "rollout"
         return result

@@ -14,12 +14,13 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from cadenza import envs, rewards
+import cadenza.envs as envs
+import cadenza.rewards as rewards
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import InfrastructureError
 from cadenza.rollout import plays
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_handle import EnvHandle
+from cadenza.rollout.env_handle import UNBEGUN, EnvHandle, Run
 from cadenza.rollout.failures import logger
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.leases import Leases
@@ -59,16 +60,12 @@ class EnvWorker:
         self._max_reward_tries = max_reward_tries
         self._play = plays.make(config.rollout)
         self._types = {
-            name: EnvType(name, envs.make(domain.env), dict(domain.env_args))
-            for name, domain in config.domains.items()
+            name: EnvType(name, envs.make(domain.env), dict(domain.env_args)) for name, domain in config.domains.items()
         }
         self._rewards = {
             name: rewards.make(domain.reward) for name, domain in config.domains.items() if domain.reward is not None
         }
         self._free = list(range(config.slots - 1, -1, -1))
-        self._tasks: dict[Attempt, asyncio.Task[None]] = {}
-        self._unbegun: set[Attempt] = set()
-        self._handles: dict[Attempt, EnvHandle] = {}
         self._leases = Leases(config.lease_seconds, self._expire)
         queue.stop = self.stop
         queue.refill = self.fill
@@ -79,64 +76,56 @@ class EnvWorker:
             self._free.pop()
             self.busy += 1
             self._leases.renew(attempt)
-            self._unbegun.add(attempt)
-            self._tasks[attempt] = self._spawn(self._run(attempt), attempt.key)
+            run = attempt.runner = Run()
+            run.task = self._spawn(self._run(attempt, run), attempt.key)
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end its task."""
         self._leases.drop(attempt)
-        task = self._tasks.get(attempt)
-        if task is None:
+        run = attempt.runner
+        if not isinstance(run, Run) or run.task is None:
             return
-        task.cancel()
-        if attempt in self._unbegun:  # its coroutine will never run, so nobody else frees the slot
-            self._unbegun.remove(attempt)
-            del self._tasks[attempt]
+        run.task.cancel()
+        if run.place == UNBEGUN:  # its coroutine will never run, so nobody else frees the slot
+            attempt.runner = None
             self._vacate(attempt)
 
     def close(self) -> None:
         self._leases.close()
 
-    async def _run(self, attempt: Attempt) -> None:
-        self._unbegun.discard(attempt)
-        try:
-            trajectory = await self._episode(attempt)
-            if trajectory is not None and attempt.fate is None:
-                await self._score(attempt, trajectory)
-        finally:
-            self._tasks.pop(attempt, None)
-
-    async def _episode(self, attempt: Attempt) -> Trajectory | None:
-        """Run the rollout in its slot; None when the attempt failed."""
+    async def _run(self, attempt: Attempt, run: Run) -> None:
+        """The life of an attempt: the rollout in its slot, then the reward without one."""
         task = attempt.group.task
         type = self._types[task.domain]
         trajectory = Trajectory(
             attempt.id, task, attempt.group.id, attempt.member, attempt.number, attempt.slot, self._key(attempt),
             started=attempt.started,
         )  # fmt: skip
+        run.place = "init"
         env: Any = None
-        handle: EnvHandle | None = None
         try:
             env = await type.make()
-            handle = EnvHandle(env, type, attempt, trajectory, self._leases, self.config.max_turns)
-            model = Model(
-                attempt, trajectory, self._sampler, self._codec, self.config.sampling, self.config.max_context,
-                self._leases,
+            run.place = "rollout"
+            await self._play(
+                task,
+                EnvHandle(env, type, attempt, run, trajectory, self._leases, self.config.max_turns),
+                Model(
+                    attempt, trajectory, self._sampler, self._codec, self.config.sampling, self.config.max_context,
+                    self._leases, self._queue.ledger.events,
+                ),
             )  # fmt: skip
-            self._handles[attempt] = handle
-            await self._play(task, handle, model)
             if not trajectory.turns:
                 raise ValueError("the rollout returned without one turn of the model")
         except Exception as error:  # noqa: BLE001 - user code: counted, shown once, bounded by a budget
-            self._failed(attempt, "init" if handle is None else handle.place, error)
-            return None
+            self._failed(attempt, run.place, error)
         finally:
             self._leases.drop(attempt)
-            self._handles.pop(attempt, None)
             if env is not None and hasattr(env, "close"):
                 await self._close_env(type, env)
             self._vacate(attempt)
-        return trajectory
+        if attempt.fate is None:
+            await self._score(attempt, trajectory)
+        attempt.runner = None
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """Compute the reward, and hand the episode over."""
@@ -182,10 +171,9 @@ class EnvWorker:
     def _expire(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends."""
         self.expired += 1
-        handle = self._handles.get(attempt)
-        place = "init" if handle is None else handle.place
+        run = attempt.runner
         error = TimeoutError(f"no progress within lease_seconds {self._leases.seconds}")
-        self._failed(attempt, place, error)
+        self._failed(attempt, run.place if isinstance(run, Run) else "slot", error)
         self.stop(attempt)
 
     async def _close_env(self, type: EnvType, env: Any) -> None:
@@ -213,5 +201,3 @@ class EnvWorker:
             key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
             key ^= key >> 31
         return key
-
-

@@ -24,10 +24,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal
 
 from cadenza.config import load
-from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
-from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, Stalled, StalenessError, UserErrors
-from cadenza.rollout.ledger import Attempt, EventSink, Group, GroupState, Ledger, LedgerError
+from cadenza.observe.events import EventSink
 from cadenza.off_loop import as_async
+from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
+from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, StalenessError, Stalled, UserErrors
+from cadenza.rollout.ledger import Attempt, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.tasks import Domains
 
@@ -230,7 +231,7 @@ class GroupQueueManager:
         per_batch, extra = self.config.groups_per_batch, self.config.extra_groups
         oldest = self.version - self.config.max_staleness
         ready = self._unconsumed if if_all_were_ready else self._ready_by_version
-        left = 0
+        left = 0.0
         for begun in sorted(self._unconsumed):
             taken = min(groups, ready[begun])
             groups -= taken

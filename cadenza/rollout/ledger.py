@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple
 
+from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.records import Fate, Task, Trajectory
 
 
@@ -38,24 +37,12 @@ class LedgerError(AssertionError):
     """The ledger does not add up: a bug in the scheduler, never in user code."""
 
 
-class Event(NamedTuple):
-    """One line of a schedule: what happened to whom, when."""
-
-    time: float
-    kind: str
-    subject: str
-    detail: str
-
-
-EventSink = Callable[[Event], None]
-
-
 class Attempt:
     """One try at a trajectory."""
 
     __slots__ = (
-        "cause", "ended", "fate", "group", "id", "member", "newest", "number", "oldest", "reward", "slot", "started",
-        "state", "tokens", "trajectory", "turns",
+        "cause", "ended", "fate", "group", "id", "member", "newest", "number", "oldest", "reward", "runner", "slot",
+        "started", "state", "tokens", "trajectory", "turns",
     )  # fmt: skip
 
     def __init__(self, id: int, group: Group, member: int, number: int, slot: int, started: float) -> None:
@@ -77,6 +64,8 @@ class Attempt:
         """Oldest and newest version that wrote a token, -1 before the first."""
         self.newest = -1
         self.trajectory: Trajectory | None = None
+        self.runner: object = None
+        """Whatever runs it keeps its handle here; the ledger does not look at it."""
 
     @property
     def key(self) -> str:
@@ -88,8 +77,19 @@ class Group:
     """The trajectories of one task."""
 
     __slots__ = (
-        "attempts", "begun", "cause", "closed", "fate", "finished", "id", "key64", "opened", "state", "task", "tries",
+        "attempts",
+        "begun",
+        "cause",
+        "closed",
+        "fate",
+        "finished",
+        "id",
+        "key64",
+        "opened",
+        "state",
+        "task",
         "trained",
+        "tries",
     )  # fmt: skip
 
     def __init__(self, id: int, task: Task, begun: int, opened: float) -> None:

@@ -11,7 +11,7 @@ suspension, a replica that leaves or dies) is not seen by the rollout: the turn 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ from cadenza.inference.replica import (
     StaleEpoch,
     Tokens,
 )
+from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.leases import Leases
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
@@ -82,8 +83,8 @@ class Model:
     """The model, as one attempt sees it."""
 
     __slots__ = (
-        "_attempt", "_cached", "_chunks", "_codec", "_context", "_leases", "_max_context", "_sampler", "_sampling",
-        "_seat", "trajectory",
+        "_attempt", "_cached", "_chunks", "_codec", "_context", "_events", "_leases", "_max_context", "_sampler",
+        "_sampling", "_seat", "trajectory",
     )  # fmt: skip
 
     def __init__(
@@ -95,6 +96,7 @@ class Model:
         sampling: Sampling,
         max_context: int,
         leases: Leases,
+        events: EventSink | None = None,
     ) -> None:
         self.trajectory = trajectory
         self._attempt = attempt
@@ -103,6 +105,7 @@ class Model:
         self._sampling = sampling
         self._max_context = max_context
         self._leases = leases
+        self._events = events
         self._chunks: tuple[Tokens, ...] = ()
         self._context = 0
         self._seat: Seat | None = None
@@ -113,16 +116,15 @@ class Model:
         """Tokens that still fit into the context."""
         return self._max_context - self._context
 
-    async def chat(self, observation: Observation, *, fresh: bool = False) -> Reply:
-        """Say something to the model and return its answer. `fresh` forgets the conversation before."""
-        if isinstance(observation, np.ndarray):
-            return await self.generate(observation, fresh=fresh)
-        tokens = self._codec.encode(observation, first=fresh or not self._chunks)
-        return await self.generate(tokens, fresh=fresh)
+    def chat(self, observation: Observation, *, fresh: bool = False) -> Awaitable[Reply]:
+        """Say something to the model and await its answer. `fresh` forgets the conversation before."""
+        if not isinstance(observation, np.ndarray):
+            observation = np.asarray(self._codec.encode(observation, first=fresh or not self._chunks), np.int32)
+        return self.generate(observation, fresh=fresh)
 
     async def generate(self, tokens: Sequence[int] | Tokens, *, fresh: bool = False) -> Reply:
         """The same in tokens: append them to the context, and let the model go on."""
-        attempt, trajectory = self._attempt, self.trajectory
+        attempt = self._attempt
         fresh = fresh or not self._chunks
         if fresh:
             self._chunks, self._context = (), 0
@@ -138,29 +140,28 @@ class Model:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
-        whole = await self._whole(min(room, self._sampling.max_tokens))
+        limit = min(room, self._sampling.max_tokens)
+        answer = await self._part(self._chunks, limit, 0)
+        if answer.finish is Finish.ABORT:
+            answer = await self._continue(answer, limit)
         self._leases.renew(attempt)
-        if len(whole.tokens):
-            self._chunks = (*self._chunks, whole.tokens)
-            self._context += len(whole.tokens)
-        turn = Turn(prompt, whole.tokens, whole.logprobs, whole.spans, whole.finish, fresh, asked, loop.time())
+        if len(answer.tokens):
+            self._chunks = (*self._chunks, answer.tokens)
+            self._context += len(answer.tokens)
+        turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
         attempt.turns += 1
         return Reply(turn, self._codec)
 
-    async def _whole(self, limit: int) -> Generation:
-        """An answer of at most `limit` tokens, over as many interruptions as come."""
-        part = await self._part(self._chunks, limit, 0)
-        if part.finish is not Finish.ABORT:
-            return part
-        whole = part
-        while whole.finish is Finish.ABORT:
-            done = len(whole.tokens)
+    async def _continue(self, answer: Generation, limit: int) -> Generation:
+        """Go on from the tokens of an interrupted answer, over as many interruptions as come."""
+        while answer.finish is Finish.ABORT:
+            done = len(answer.tokens)
             if done >= limit:
-                return Generation(whole.tokens, whole.logprobs, whole.spans, Finish.LENGTH)
-            chunks = (*self._chunks, whole.tokens) if done else self._chunks
-            whole = _join(whole, await self._part(chunks, limit - done, done))
-        return whole
+                return Generation(answer.tokens, answer.logprobs, answer.spans, Finish.LENGTH)
+            chunks = (*self._chunks, answer.tokens) if done else self._chunks
+            answer = _join(answer, await self._part(chunks, limit - done, done))
+        return answer
 
     async def _part(self, chunks: tuple[Tokens, ...], limit: int, done: int) -> Generation:
         """One answer of one replica: whole, or the beginning of it."""
@@ -172,24 +173,34 @@ class Model:
                 sampler.next_id(), chunks, context, limit, self._sampling, seed, done, attempt.id, attempt.group.id,
                 sampler.epoch,
             )  # fmt: skip
+            if self._events is not None:
+                self._tell("ask", seat.replica.name)
             try:
                 part = await seat.submit(request)
             except asyncio.CancelledError:
                 seat.replica.abort(request.id, attempt.cause or "cancelled")
                 raise
             except StaleEpoch:
+                self._tell("answer", "refused")
                 continue
             except ReplicaError as error:
+                self._tell("answer", "error")
                 sampler.report(seat, error)
                 continue
             finally:
                 sampler.release(seat, request.id, context)
+            if self._events is not None:
+                self._tell("answer", f"{part.finish.value} {len(part.tokens)}")
             seat.failures = 0
             self._seat = seat
             self._cached = context + len(part.tokens)
             attempt.tokens += len(part.tokens)
             return part
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
+
+    def _tell(self, kind: str, detail: str) -> None:
+        if self._events is not None:
+            self._events(Event(asyncio.get_running_loop().time(), kind, self._attempt.key, detail))
 
 
 def _join(first: Generation, then: Generation) -> Generation:

@@ -22,8 +22,9 @@ from typing import Any
 from pydantic import Field
 
 from cadenza.config import Config
-from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaLost, ReplicaStats
 from cadenza.errors import InfrastructureError
+from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaLost, ReplicaStats
+from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.router import Router, Seat, SeatState
 
@@ -64,6 +65,8 @@ class Sampler:
         """Called when a version is fully published."""
         self.on_lost: list[Callable[[str, str], None]] = []
         """Called when a replica is given up."""
+        self.events: EventSink | None = None
+        """Told of everything that happens to the gate, the version and the replicas."""
         self._replicas = tuple(replicas)
         self._seats: list[Seat] = []
         self._weights: object = None
@@ -124,11 +127,13 @@ class Sampler:
             self._gate.clear()
             if self._suspended:
                 return
+            self._tell("suspend", "sampler", mode.value)
             self.epoch += 1
             epoch = self.epoch
             deadline = None if mode is PauseMode.DRAIN else self.config.control_seconds
             await self._each(self._active(), lambda seat: seat.replica.pause(epoch, mode), deadline, "pause")
             self._suspended = True
+            self._tell("suspended", "sampler", "")
 
     async def resume(self) -> None:
         """Open the gate."""
@@ -141,6 +146,7 @@ class Sampler:
                 seconds = self.config.control_seconds
                 await self._each(self._active(), lambda seat: seat.replica.resume(), seconds, "resume")
                 self._suspended = False
+                self._tell("resume", "sampler", "")
             self._open_gate()
 
     async def load_weights(self, version: int, weights: object = None) -> None:
@@ -159,6 +165,7 @@ class Sampler:
                 raise NoReplicas(f"no replica took version {version}: {self._losses()}")
             self.version = version
             self._weights = weights
+            self._tell("publish", "sampler", str(version))
         for callback in self.on_version:
             callback(version)
 
@@ -187,6 +194,7 @@ class Sampler:
                 seat.state = SeatState.LEAVING
             self.router.rebuild(self._seats)
             await self._each(leaving, lambda seat: self._put_to_sleep(seat, epoch), None, "shrink")
+            self._tell("shrink", "sampler", str(sorted(devices)))
         return self._report(leaving, SeatState.ASLEEP, started, moved=moved)
 
     async def expand(self, devices: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
@@ -201,6 +209,7 @@ class Sampler:
                 raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
             if not self._suspended:
                 self._open_gate()
+            self._tell("expand", "sampler", str(sorted(devices)))
         return self._report(coming, SeatState.ACTIVE, started)
 
     async def close(self) -> None:
@@ -331,6 +340,7 @@ class Sampler:
             return
         logger.warning("replica %s is given up: %s", seat.replica.name, cause)
         seat.state = SeatState.LOST
+        self._tell("lost", seat.replica.name, cause)
         self.lost[seat.replica.name] = cause
         self.router.rebuild(self._seats)
         seat.replica.kill("replica_lost")
@@ -343,6 +353,10 @@ class Sampler:
             callback(seat.replica.name, cause)
         if not self._active():
             self._gate.clear()
+
+    def _tell(self, kind: str, subject: str, detail: str) -> None:
+        if self.events is not None:
+            self.events(Event(asyncio.get_running_loop().time(), kind, subject, detail))
 
     async def _watch(self) -> None:
         """Give up replicas that have work and make no progress."""
@@ -376,8 +390,9 @@ class Sampler:
 async def _until_gone(seat: Seat, call: Coroutine[Any, Any, None], seconds: float | None) -> None:
     """Await a call to a replica, but not longer than the replica lives."""
     task = asyncio.ensure_future(call)
+    either: list[asyncio.Future[Any]] = [task, seat.gone]
     try:
-        await asyncio.wait([task, seat.gone], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
             task.cancel()

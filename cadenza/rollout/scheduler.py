@@ -14,12 +14,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from cadenza.data import DataProto
+from cadenza.observe.events import EventSink
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
 from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.failures import SchedulerClosed, Stalled
 from cadenza.rollout.group_queue import GroupQueueManager, Mode
-from cadenza.rollout.ledger import EventSink, Ledger
+from cadenza.rollout.ledger import Ledger
 from cadenza.rollout.metrics import rollout_metrics
 from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Trajectory

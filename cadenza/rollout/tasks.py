@@ -65,9 +65,10 @@ class Domains:
         """The domain whose admitted group waits longest for a slot that it may have."""
         oldest: Domain | None = None
         for domain in self._list:
-            if domain.pending and domain.has_room():
-                if oldest is None or domain.pending[0][0].id < oldest.pending[0][0].id:
-                    oldest = domain
+            if not domain.pending or not domain.has_room():
+                continue
+            if oldest is None or domain.pending[0][0].id < oldest.pending[0][0].id:
+                oldest = domain
         return oldest
 
     def draw(self) -> tuple[Domain, Task] | None:

@@ -61,6 +61,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     _ready: Any
     _scheduled: Any
+    _timer_cancelled_count: int
 
     def __init__(
         self,
@@ -95,7 +96,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise VirtualTimeout(f"virtual time would pass {self._max_time} s\n{self.who_waits()}")
         self._now = max(self._now, when)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(  # type: ignore[override]  # typeshed binds args to func by a TypeVarTuple
+        self, executor: Any, func: Callable[..., T], *args: Any
+    ) -> asyncio.Future[T]:
         """Run `func` now, and deliver its result after its stated cost."""
         cost = self._executor_cost(func) if callable(self._executor_cost) else self._executor_cost
         future: asyncio.Future[T] = self.create_future()

@@ -1,16 +1,16 @@
 """An inference replica made of the cost model: it costs no GPU, and under virtual time no time either.
 
-Invariant: every token written is returned to a client, discarded under a cause, or held by a request in flight:
-`generated == returned + sum(discarded) + held`. The engine changes its mind only at a boundary: between two decode
-steps, during prefill (while nothing decodes), or when idle. What is asked in the middle of a step waits for the end of it.
+Invariant: every token written is returned to a client, discarded under a cause, or held by a request in flight
+(`generated == returned + sum(discarded) + held`), and the engine changes its mind only at a boundary: between two
+decode steps, during prefill (all sequences wait for it), or when idle. What is asked in the middle of a step takes
+effect at its end. Only death does not wait: the step in progress is then lost, and its tokens were never written.
 
     generate --(transport)--> fence --> waiting --> running --> Generation
                                            ^            |
-                                           +- preempted +      (recompute, its tokens kept)
+                                           +- preempted +      (recompute; its tokens are kept)
 
-One timer is armed: for the next completion, the next overflow of the KV cache, or the next boundary when something asks
-for one. Between two timers n steps pass at once, so a request costs O(log B) however long it is. Only `kill` and `crash`
-act in the middle of a step; the step in progress is then lost and none of its tokens count as written.
+One timer stands at the next completion, the next overflow of the KV cache, or the next boundary if something asks
+for it. The steps in between are counted, not taken: a request costs O(log B), however long it is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TABLE_BITS = 20
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What one replica costs: a decode step of B sequences with C context tokens takes `a + b*B + c*C` seconds."""
+    """A decode step of B sequences with C tokens of context takes `a + b*B + c*C` seconds."""
 
     a: float
     """Seconds per decode step."""
@@ -88,9 +88,9 @@ A100_QWEN25_7B = CostModel(a=11.2e-3, b=4.4e-6, c=54.8e-9, p=81e-6, kv_capacity=
 
 
 def drawn(seed: int, offset: int, count: int, vocab: int) -> tuple[Tokens, Logprobs]:
-    """Tokens `offset` to `offset + count` of the turn with this seed, and their logprobs: read-only views of a table.
+    """Tokens `offset` to `offset + count` of a turn, and their logprobs: read-only views of a table, so they are free.
 
-    They depend on (seed, position) only, so a turn continued elsewhere reads the same as one never interrupted.
+    They depend on seed and position only: a turn continued elsewhere reads like one that was never interrupted.
     """
     tokens, logprobs = _table(vocab)
     start = ((seed * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> (64 - _TABLE_BITS)) + offset
@@ -118,7 +118,8 @@ class _Sequence:
     """A request in flight: on its way, waiting, or running."""
 
     __slots__ = (
-        "arrival", "end", "finish", "fresh", "future", "held", "mark", "prompt", "request", "since", "spans", "target", "ticket",
+        "arrival", "finish", "fresh", "future", "held", "mark",
+        "prompt", "request", "since", "spans", "target", "ticket",
     )  # fmt: skip
 
     def __init__(self, request: Request, future: asyncio.Future[Generation]) -> None:
@@ -136,13 +137,51 @@ class _Sequence:
         self.mark = 0  # the replica's count of prefilled tokens that completes them
 
 
+class _PrefixCache:
+    """Contexts that nobody uses now, least recently used first. They give way whenever room is needed."""
+
+    __slots__ = ("_lengths", "tokens")
+
+    def __init__(self) -> None:
+        self._lengths: OrderedDict[int, int] = OrderedDict()
+        self.tokens = 0
+
+    def put(self, key: int, length: int) -> None:
+        if length > 0:
+            self.tokens += length - self._lengths.pop(key, 0)
+            self._lengths[key] = length
+
+    def take(self, key: int) -> int:
+        length = self._lengths.pop(key, 0)
+        self.tokens -= length
+        return length
+
+    def shrink(self, tokens: int) -> None:
+        """Keep at most `tokens`; of the last context to give way the beginning stays."""
+        while self.tokens > max(0, tokens):
+            key, length = self._lengths.popitem(last=False)
+            kept = max(0, length - (self.tokens - max(0, tokens)))
+            self.tokens -= length - kept
+            if kept:
+                self._lengths[key] = kept
+                self._lengths.move_to_end(key, last=False)
+
+    def clear(self) -> None:
+        self._lengths.clear()
+        self.tokens = 0
+
+    def check(self) -> None:
+        assert self.tokens == sum(self._lengths.values())
+        assert all(length > 0 for length in self._lengths.values())
+
+
 class SimReplica:
     """A `Replica` under the cost model, with faults that a test or a simulation switches on.
 
-    `length(request)` is the length of the whole turn, the `offset` tokens that are already there included. At least one
-    token is written; a response ends early with `Finish.LENGTH` at `max_tokens` or when it alone fills the KV cache.
-    `arrival_delay` is the time between `generate` and the engine, where the fence stands. Without `keep_kv` new weights
-    drop the cache, and frozen requests are prefilled again before they go on.
+    `length(request)` is the length of the whole turn, the `offset` tokens already there included. At least one token
+    is written; `max_tokens`, or a KV cache that the request fills alone, ends a response with `Finish.LENGTH`.
+    `arrival_delay` is the way from `generate` to the engine; the fence stands at its end. Without `keep_kv`, new
+    weights drop the cache, and frozen requests are prefilled again before they go on.
     `on_event(time, kind, request)` hears of "start", "join", "preempt", "finish" and "abort".
     """
 
@@ -181,11 +220,11 @@ class SimReplica:
         self._flight: dict[int, _Sequence] = {}  # every unanswered request
         self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
         self._running: dict[int, _Sequence] = {}  # in the order of joining
-        self._ends: list[tuple[int, int, _Sequence]] = []  # heap of (step, ticket, sequence); a changed ticket voids it
+        self._ends: list[tuple[int, int, _Sequence]] = []  # a heap; another ticket voids an entry
         self._aborts: dict[int, str] = {}  # running requests to end at the next boundary, with their cause
         self._arrivals = self._tickets = self._answered = 0
         self._prefilled = 0  # prefill ordered so far; `_owed` of it is still to be computed
-        # The timeline: `_steps` are complete, the next one starts at `_start`, the timer stands at step `_due_step`.
+        # The timeline: `_steps` are complete, the next one starts at `_start`, the timer stands at `_due_step`.
         self._steps = 0
         self._start = 0.0
         self._debt = 0.0  # prefill seconds that were left when the engine was frozen
@@ -195,10 +234,8 @@ class SimReplica:
         self._due = math.inf
         self._due_step = 0
         self._asked = False  # the timer stands at the next boundary
-        # The KV cache: tokens of the running, and what idles in least-recently-used order, by 2*session or 2*group+1.
-        self._kv = 0
-        self._idle: OrderedDict[int, int] = OrderedDict()
-        self._idle_tokens = 0
+        self._kv = 0  # tokens of the running
+        self._idle = _PrefixCache()  # contexts under 2 * session, prompts under 2 * group + 1
         self._members: dict[int, int] = {}  # running members by group: they hold its prompt
         self.version = version
         self._eras = [(0, version)]  # (first step, version)
@@ -214,7 +251,7 @@ class SimReplica:
         self._flaky = self._lost_aborts = self._failing_loads = 0
         self._late = 0.0
 
-    # -- the replica protocol ------------------------------------------------------------------------------------------
+    # The replica protocol.
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         future: asyncio.Future[Generation] = self._loop.create_future()
@@ -297,11 +334,11 @@ class SimReplica:
             return
         if not self._paused or self._running or self._waiting:
             raise RuntimeError(
-                f"{self.name} must be paused and empty to sleep: paused is {self._paused}, {len(self._running)} running, "
-                f"{len(self._waiting)} waiting; call pause(epoch, PauseMode.ABORT) first"
+                f"{self.name} must be paused and empty to sleep, but paused is {self._paused}, "
+                f"{len(self._running)} running, {len(self._waiting)} waiting: pause it with PauseMode.ABORT"
             )
         self._asleep = True
-        self._forget()
+        self._idle.clear()
 
     async def wake(self) -> None:
         await self._reach()
@@ -334,7 +371,7 @@ class SimReplica:
     def kill(self, cause: str) -> None:
         self._die(cause, f"{self.name} was killed: {cause}")
 
-    # -- faults, and the truth for monitors ----------------------------------------------------------------------------
+    # Faults, and the truth for monitors.
 
     def hang(self) -> None:
         """Time stands still in the engine; only `stats` answers."""
@@ -373,7 +410,7 @@ class SimReplica:
         self._flaky = calls
 
     def late_abort(self, seconds: float) -> None:
-        """`abort` and `pause` take effect that much later, from now on; the fence rises at once all the same."""
+        """From now on `abort` and `pause` take effect that much later; the fence rises at once all the same."""
         self._late = seconds
 
     def lost_abort(self) -> None:
@@ -399,10 +436,11 @@ class SimReplica:
         """Assert everything that must hold between two calls."""
         held = sum(sequence.held + self._young(sequence) for sequence in self._flight.values())
         discarded = sum(self.discarded.values())
-        assert self.generated == self.returned + discarded + held, (self.generated, self.returned, discarded, held)
+        assert self.generated == self.returned + discarded + held, (self.generated, self.returned, held)
         running = self._running.values()
-        assert self._kv == sum(s.request.context + s.held + self._young(s) for s in running) <= self.kv_capacity
-        assert self._idle_tokens == sum(self._idle.values()) and all(tokens > 0 for tokens in self._idle.values())
+        contexts = sum(sequence.request.context + sequence.held + self._young(sequence) for sequence in running)
+        assert self._kv == contexts <= self.kv_capacity
+        self._idle.check()
         assert len(self._running) <= self.cost.max_running
         assert not self._running.keys() & self._waiting.keys()
         assert self._running.keys() | self._waiting.keys() <= self._flight.keys()
@@ -415,7 +453,7 @@ class SimReplica:
         assert (self._timer is not None) >= (bool(self._running) and not self._frozen)
         assert self._asked <= (self._timer is not None)
 
-    # -- the engine: one boundary, in the order in which things happen at it ----------------------------------------
+    # The engine: one boundary, in the order in which things happen at it.
 
     def _act(self, now: float) -> None:
         self._asked = False
@@ -430,7 +468,7 @@ class SimReplica:
         if self._pending is not None or self._loading:
             self._settle(now)
         if not self._frozen:
-            if self._kv + len(self._running) + self._idle_tokens > self.kv_capacity:
+            if self._kv + len(self._running) + self._idle.tokens > self.kv_capacity:
                 self._make_room()
             if self._waiting:
                 self._admit()
@@ -444,7 +482,7 @@ class SimReplica:
                 self._leave(sequence, sequence.finish)
 
     def _withdraw(self, owed: int) -> None:
-        """End the requests that were called back. Of a prefill still going on, only the computed part stays cached."""
+        """End the requests that were called back; of a prefill in progress only the computed part stays cached."""
         computed = self._prefilled - owed
         if self._pending is PauseMode.ABORT:
             leaving = [*self._running.values(), *self._waiting.values()]
@@ -483,7 +521,7 @@ class SimReplica:
 
     def _make_room(self) -> None:
         """The next step writes a token per sequence: idle contexts give way first, then whoever joined last."""
-        self._evict()
+        self._idle.shrink(self.kv_capacity - self._kv - len(self._running))
         while self._kv + len(self._running) > self.kv_capacity:
             self._preempt()
 
@@ -513,8 +551,8 @@ class SimReplica:
             running[request.id] = sequence
             sequence.fresh = context - self._reuse(sequence, context)
             self._kv += context
-            if self._idle_tokens > room:
-                self._evict()
+            if self._idle.tokens > room:
+                self._idle.shrink(room)
             self._prefilled += sequence.fresh
             self._start += self.cost.p * self._factor * sequence.fresh
             self._tickets += 1
@@ -539,7 +577,7 @@ class SimReplica:
             sequence.ticket = 0
             computed = 0 if self._kv_outdated else context - missing
             self._release_prompt(sequence, computed)
-            self._cache(2 * request.session, computed)
+            self._idle.put(2 * request.session, computed)
         else:
             self._waiting.pop(request.id, None)
         if self._aborts:
@@ -555,7 +593,7 @@ class SimReplica:
         if self.on_event is not None:
             self._emit("abort" if finish is Finish.ABORT else "finish", sequence)
 
-    # -- the timeline --------------------------------------------------------------------------------------------------
+    # The timeline.
 
     def _soon(self) -> None:
         """Act at the next boundary: at the end of the step in progress, or now if there is none."""
@@ -651,7 +689,7 @@ class SimReplica:
             self._start = now + self._debt
             self._soon()
 
-    # -- requests, versions, the cache ---------------------------------------------------------------------------------
+    # Requests, versions, the cache.
 
     def _arrive(self, sequence: _Sequence) -> None:
         request = sequence.request
@@ -660,17 +698,13 @@ class SimReplica:
         elif self._flight.get(request.id) is not sequence:
             return  # aborted on the way, or the replica is dead
         elif request.epoch < self.fence:
-            self._refuse(sequence, StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}"))
+            text = f"{self.name}: epoch {request.epoch} is behind fence {self.fence}"
+            self._refuse(sequence, StaleEpoch(text))
         elif self._asleep:
             self._refuse(sequence, ReplicaError(f"{self.name} is asleep"))
         elif request.context >= self.kv_capacity or request.max_tokens < 1:
-            self._refuse(
-                sequence,
-                ReplicaError(
-                    f"{self.name}: request {request.id} has {request.context} tokens of context and may write "
-                    f"{request.max_tokens}; the KV cache holds {self.kv_capacity}"
-                ),
-            )
+            text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
+            self._refuse(sequence, ReplicaError(f"{text} do not fit a KV cache of {self.kv_capacity}"))
         else:
             remaining = max(1, self.length(request) - request.offset)
             sequence.target = min(remaining, request.max_tokens, self.kv_capacity - request.context)
@@ -680,7 +714,8 @@ class SimReplica:
             self._waiting[request.id] = sequence
             if self.on_event is not None:
                 self._emit("start", sequence)
-            if len(self._waiting) == 1 and not self._frozen:  # otherwise the head is blocked, or asked already
+            # Behind others there is nothing to do: the head is blocked, or a boundary is asked for already.
+            if len(self._waiting) == 1 and not self._frozen:
                 self._soon()
 
     def _refuse(self, sequence: _Sequence, error: ReplicaError) -> None:
@@ -712,11 +747,14 @@ class SimReplica:
             sequence.ticket = 0
             if not sequence.future.done():
                 sequence.future.set_exception(ReplicaLost(text))
-        for container in (self._flight, self._waiting, self._running, self._ends, self._aborts, self._members, self._inbox):
-            container.clear()
+        for requests in (self._flight, self._waiting, self._running):
+            requests.clear()
+        self._aborts.clear()
+        self._members.clear()
+        self._inbox.clear()
         self._kv = 0
         self._asked = False
-        self._forget()
+        self._idle.clear()
         self._cut_prefill(self._loop.time())
         for event in list(self._waiters):
             self._notify(event, ReplicaLost(text))
@@ -755,18 +793,19 @@ class SimReplica:
         self._eras.append((self._steps, version))
         self.version = version
         if not self.keep_kv:
-            self._forget()
+            self._idle.clear()
             self._kv_outdated = bool(self._running)
 
     def _reuse(self, sequence: _Sequence, context: int) -> int:
-        """Take what the cache holds of a context. Its last token is always computed: the next one comes from it."""
+        """Take what the cache holds of a context; its last token is always computed, for the next comes from it."""
         request = sequence.request
-        cached = self._take(2 * request.session)
+        cached = self._idle.take(2 * request.session)
         sequence.prompt = len(request.chunks[0]) if request.chunks else 0
         if sequence.prompt:
             members = self._members.get(request.group, 0)
             self._members[request.group] = members + 1
-            cached = max(cached, sequence.prompt if members else min(sequence.prompt, self._take(2 * request.group + 1)))
+            prompt = sequence.prompt if members else self._idle.take(2 * request.group + 1)
+            cached = max(cached, min(prompt, sequence.prompt))
         return min(cached, max(0, context - 1))
 
     def _release_prompt(self, sequence: _Sequence, computed: int) -> None:
@@ -776,32 +815,7 @@ class SimReplica:
             if members:
                 self._members[sequence.request.group] = members
             else:
-                self._cache(2 * sequence.request.group + 1, min(sequence.prompt, computed))
-
-    def _take(self, key: int) -> int:
-        tokens = self._idle.pop(key, 0)
-        self._idle_tokens -= tokens
-        return tokens
-
-    def _cache(self, key: int, tokens: int) -> None:
-        if tokens > 0:
-            self._idle_tokens += tokens - self._idle.pop(key, 0)
-            self._idle[key] = tokens
-
-    def _evict(self) -> None:
-        """Idle tokens give way to the running: the least recently used first, from its end."""
-        excess = self._kv + len(self._running) + self._idle_tokens - self.kv_capacity
-        while excess > 0 and self._idle:
-            key, tokens = self._idle.popitem(last=False)
-            if tokens > excess:
-                self._idle[key] = tokens - excess
-                self._idle.move_to_end(key, last=False)
-            self._idle_tokens -= min(tokens, excess)
-            excess -= tokens
-
-    def _forget(self) -> None:
-        self._idle.clear()
-        self._idle_tokens = 0
+                self._idle.put(2 * sequence.request.group + 1, min(sequence.prompt, computed))
 
     def _emit(self, kind: str, sequence: _Sequence) -> None:
         if self.on_event is not None:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cadenza.columns import StoredColumn
-from cadenza.ragged import Array, Ragged
+from cadenza.data.columns import StoredColumn
+from cadenza.data.ragged import Array, Ragged
 
 _FORMAT = 1
 

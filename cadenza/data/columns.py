@@ -10,7 +10,7 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
-from cadenza.ragged import Array, Ragged, same_array, same_scalar
+from cadenza.data.ragged import Array, Ragged, same_array, same_scalar
 
 StoredColumn: TypeAlias = Array | Ragged
 

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from cadenza import columns, disk
-from cadenza.columns import StoredColumn
-from cadenza.ragged import Array, Ragged
+from cadenza.data import columns, disk
+from cadenza.data.columns import StoredColumn
+from cadenza.data.ragged import Array, Ragged
 
 if TYPE_CHECKING:
     import torch

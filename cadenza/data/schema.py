@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from cadenza.columns import StoredColumn, describe
-from cadenza.data import DataProto
-from cadenza.ragged import Ragged
+from cadenza.data.columns import StoredColumn, describe
+from cadenza.data.proto import DataProto
+from cadenza.data.ragged import Ragged
 
 Kind = Literal["dense", "ragged", "object"]
 

@@ -1,0 +1,1 @@
+"""Benchmarks: what the library costs, as tables for people and JSON for scripts."""

@@ -1,0 +1,120 @@
+"""The command line: each command imports what it needs, so that `cadenza --help` is quick.
+
+Exit codes: 0 done; 1 the run failed, or a check found something; 2 the command was wrong; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter, validators
+
+from cadenza import __version__
+
+app = App(
+    name="cadenza",
+    help="Reinforcement-learning post-training for large language models.",
+    version=__version__,
+    version_flags=["--version"],
+)
+bench = App(name="bench", help="Measure this installation.")
+app.command(bench)
+
+Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
+Seed = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+
+
+@app.command
+def demo(*, out: Path = Path("runs/demo"), seed: Seed = 0, fast: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """Watch a simulated run: progress, a timeline and the ledger.
+
+    Parameters
+    ----------
+    out
+        Where the timeline goes, as PNG and as HTML.
+    seed
+        Another seed is another run; the same seed is the same run.
+    fast
+        Do not slow the run down to the speed of the eye.
+    """
+    from cadenza.simulation.demo import show
+
+    return show(out, seed=seed, fast=fast)
+
+
+@app.command
+def fuzz(
+    *,
+    schedules: Count = 2000,
+    seed: Seed = 0,
+    replay: Seed | None = None,
+    json: Annotated[bool, Parameter(negative="")] = False,
+) -> int:
+    """Run random schedules with faults and check the invariants; a failure prints the seed that replays it.
+
+    Parameters
+    ----------
+    schedules
+        How many.
+    seed
+        Where the random numbers start.
+    replay
+        Run the one schedule of this seed again.
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.simulation.fuzz import cli_fuzz
+
+    return cli_fuzz(schedules, seed, replay, json)
+
+
+@bench.command
+def control_plane(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+    """CPU time and memory of the scheduler per trajectory, route and batch.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.simulation.bench import control_plane as measure
+
+    return measure(json)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    try:
+        code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
+    except CycloptsError as error:
+        return _complain(f"{error}\nTry: {_usage(error)} --help", 2)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 130)
+    except BrokenPipeError:  # the reader of the output, `head` for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if not _is_expected(error):
+            raise
+        return _complain(str(error), 1)
+    return code if isinstance(code, int) else 0
+
+
+def _is_expected(error: Exception) -> bool:
+    """Whether the message alone says what happened: an error of the scheduler, of a file, of a missing extra."""
+    from cadenza.rollout.failures import RolloutError
+
+    return isinstance(error, (RolloutError, OSError, ModuleNotFoundError))
+
+
+def _usage(error: CycloptsError) -> str:
+    return " ".join(["cadenza", *(error.command_chain or ())])
+
+
+def _complain(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(f"cadenza: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,1 @@
+"""Observation: events, metrics, plots."""

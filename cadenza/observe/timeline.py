@@ -1,0 +1,198 @@
+"""When every attempt ran, where, and what became of it: the events of a run as intervals.
+
+The events are those of one scheduler and its sampler, in the order in which they happened. What has no end when
+they stop (a request in flight, a closed gate, an attempt without a fate) ends at the last event.
+
+    events --intervals()--> Timeline --> timeline_png: a picture;  timeline_html: a page to explore
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from cadenza.observe.events import Event
+
+FATES = {
+    "trained": "#2f9e6e",
+    "validated": "#3f7fc1",
+    "filtered": "#e0a92e",
+    "surplus": "#a86fc0",
+    "stale": "#b5713a",
+    "failed": "#d63a3a",
+    "cancelled": "#9097a0",
+    "running": "#c3c8ce",
+}
+"""What an attempt can come to, and its colour; 'running' is no fate yet."""
+
+VERSIONS = ("#3568b0", "#86c5c0", "#6d4fa3", "#8fbbe8", "#22808a", "#bfa8e0")
+"""Colours of the versions, over and over: neighbours are easy to tell apart."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One request on one replica."""
+
+    replica: str
+    start: float
+    end: float
+    outcome: str = "cut off"
+    """stop, length or abort; refused or error; 'cut off' when the attempt ended first."""
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class Life:
+    """One attempt."""
+
+    key: str
+    task: str
+    version: int
+    """Published version when its group began."""
+    slot: int
+    start: float
+    end: float
+    """When the slot was free again."""
+    closed: float
+    """When it got its fate."""
+    fate: str = "running"
+    cause: str = ""
+    reward: float | None = None
+    calls: list[Call] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens that it received."""
+        return sum(call.tokens for call in self.calls)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """A run."""
+
+    lives: list[Life] = field(default_factory=list)
+    replicas: list[str] = field(default_factory=list)
+    """Those that were asked or lost, by name, numbers in their natural order."""
+    suspensions: list[tuple[float, float]] = field(default_factory=list)
+    """From the closing of the gate to its opening."""
+    published: list[tuple[float, int]] = field(default_factory=list)
+    """Time and version."""
+    cuts: list[tuple[float, int]] = field(default_factory=list)
+    """Time and trajectories of every batch."""
+    lost: list[tuple[float, str, str]] = field(default_factory=list)
+    """Time, replica and cause."""
+    start: float = 0.0
+    end: float = 0.0
+
+    @property
+    def slots(self) -> int:
+        return 1 + max((life.slot for life in self.lives), default=-1)
+
+
+def intervals(events: Iterable[Event]) -> Timeline:
+    """What the events say, as intervals."""
+    reader = _Reader()
+    for event in events:
+        reader.read(event)
+    return reader.close()
+
+
+class _Reader:
+    """Holds what has begun and not ended."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self._first: float | None = None
+        self._groups: dict[str, tuple[str, int]] = {}
+        self._lives: dict[str, Life] = {}
+        self._calls: dict[str, Call] = {}
+        self._suspended: float | None = None
+        self._replicas: set[str] = set()
+
+    def read(self, event: Event) -> None:
+        time, kind, subject, detail = event
+        timeline = self.timeline
+        self._first = time if self._first is None else self._first
+        timeline.end = max(timeline.end, time)
+        if kind == "open":
+            task, _, version = detail.rpartition(" at version ")
+            self._groups[subject] = (task, int(version))
+        elif kind == "issue":
+            self._issue(time, subject, int(detail.removeprefix("slot ")))
+        elif kind == "suspend":
+            self._suspended = time
+        elif kind == "resume":
+            self._resume(time)
+        elif kind == "publish":
+            timeline.published.append((time, int(detail)))
+        elif kind == "lost":
+            timeline.lost.append((time, subject, detail))
+            self._replicas.add(subject)
+        elif (life := self._lives.get(subject)) is not None:
+            self._live(life, time, kind, detail)
+
+    def close(self) -> Timeline:
+        timeline = self.timeline
+        timeline.start = 0.0 if self._first is None else self._first
+        self._resume(timeline.end)
+        for life in list(self._lives.values()):
+            self._close(life, timeline.end, life.fate, "")
+        timeline.replicas = sorted(self._replicas, key=_natural)
+        _free_slots(timeline.lives)
+        return timeline
+
+    def _issue(self, time: float, key: str, slot: int) -> None:
+        task, version = self._groups.get(key.partition(".")[0], ("", 0))
+        self._lives[key] = life = Life(key, task, version, slot, time, end=-1.0, closed=time)
+        self.timeline.lives.append(life)
+
+    def _live(self, life: Life, time: float, kind: str, detail: str) -> None:
+        if kind == "ask":
+            self._calls[life.key] = call = Call(detail, time, time)
+            self._replicas.add(detail)
+            life.calls.append(call)
+        elif kind == "answer":
+            call = self._calls.pop(life.key)
+            call.outcome, _, tokens = detail.partition(" ")
+            call.tokens = int(tokens or 0)
+            call.end = time
+        elif kind == "finish":
+            life.end = time
+            life.reward = float(detail.removeprefix("reward "))
+        elif kind in FATES:
+            self._close(life, time, kind, detail)
+
+    def _close(self, life: Life, time: float, fate: str, cause: str) -> None:
+        life.fate, life.cause, life.closed = fate, cause, time
+        if life.end < 0:
+            life.end = time
+        if call := self._calls.pop(life.key, None):
+            call.end = time
+        del self._lives[life.key]
+        if fate in ("trained", "validated"):
+            cuts = self.timeline.cuts
+            if cuts and cuts[-1][0] == time:
+                cuts[-1] = (time, cuts[-1][1] + 1)
+            else:
+                cuts.append((time, 1))
+
+    def _resume(self, time: float) -> None:
+        if self._suspended is not None:
+            self.timeline.suspensions.append((self._suspended, time))
+            self._suspended = None
+
+
+def _free_slots(lives: list[Life]) -> None:
+    """A slot is free before the reward is known: at the latest when the next attempt takes it."""
+    latest: dict[int, Life] = {}
+    for life in lives:
+        before = latest.get(life.slot)
+        if before is not None:
+            before.end = min(before.end, life.start)
+        latest[life.slot] = life
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """r2 before r10."""
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]

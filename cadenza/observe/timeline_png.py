@@ -1,0 +1,175 @@
+"""A run as a picture: what every replica carried, and what became of every attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cadenza.observe.timeline import FATES, VERSIONS, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, FAINT, SHADE = "#22272e", "#8a929c", "#f0d9a8"
+COLUMNS = 1500
+"""Columns in which the requests in flight are averaged: more than this nobody can see."""
+
+
+def write_png(timeline: Timeline, path: Path, *, title: str = "cadenza") -> None:
+    """Draw the run."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a timeline as PNG needs matplotlib: pip install 'cadenza[plot]'") from error
+    lanes = len(timeline.replicas)
+    swim = float(np.clip(0.045 * timeline.slots, 2.0, 8.0))
+    heights = [0.4, *[0.62] * lanes, 0.62, swim]
+    figure = Figure(figsize=(15, sum(heights) + 1.5), dpi=120, layout="constrained", facecolor="white")
+    figure.get_layout_engine().set(h_pad=0.02, hspace=0.0, w_pad=0.08)  # type: ignore[union-attr]
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for ax in axes:
+        _plain(ax, timeline)
+    _headline(axes[0], timeline)
+    edges = np.linspace(timeline.start, max(timeline.end, timeline.start + 1e-9), COLUMNS + 1)
+    _replicas(axes[1:-2], timeline, edges)
+    _busy(axes[-2], timeline, edges)
+    _swim(axes[-1], timeline)
+    _words(figure, timeline, title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def concurrency(spans: Iterable[tuple[float, float]], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """How many of the spans are open, averaged over each column between two edges."""
+    pairs = np.array(list(spans), dtype=np.float64).reshape(-1, 2)
+    starts, ends = np.sort(pairs[:, 0]), np.sort(pairs[:, 1])
+    return np.diff(_area(starts, edges) - _area(ends, edges)) / np.diff(edges)
+
+
+def _area(times: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Integral, up to each edge, of the number of times passed."""
+    passed = np.searchsorted(times, edges)
+    sums = np.concatenate(([0.0], np.cumsum(times)))
+    area: NDArray[np.float64] = passed * edges - sums[passed]
+    return area
+
+
+def _plain(ax: Axes, timeline: Timeline) -> None:
+    """An axis without furniture, with the suspensions and versions that all lanes show."""
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color("#d5d9de")
+    ax.tick_params(axis="both", length=0, labelsize=8, colors=FAINT)
+    ax.set_xlim(timeline.start, max(timeline.end, timeline.start + 1e-9))
+    for start, end in timeline.suspensions:
+        ax.axvspan(start, end, color=SHADE, alpha=0.7, linewidth=0, zorder=0)
+    for time, _ in timeline.published:
+        ax.axvline(time, color=INK, linewidth=0.5, alpha=0.35, zorder=1)
+
+
+def _headline(ax: Axes, timeline: Timeline) -> None:
+    """Names of the versions, and the batches that were cut for them."""
+    ax.set_ylim(0, 1)
+    ax.set_yticks([])
+    ax.spines["bottom"].set_visible(False)
+    every = max(1, len(timeline.published) // 40)
+    for time, version in timeline.published[::every]:
+        style = {"color": _version(version), "fontsize": 9, "fontweight": "bold"}
+        ax.text(time, 0.95, f" v{version}", ha="left", va="top", **style)
+    ax.plot([time for time, _ in timeline.cuts], [0.14] * len(timeline.cuts), "v", color=INK, markersize=5, clip_on=False)
+    _name(ax, "batches ▾", y=0.12)
+
+
+def _replicas(axes: Any, timeline: Timeline, edges: NDArray[np.float64]) -> None:
+    """Requests in flight per replica, stacked by the version at which their groups began."""
+    spans: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in timeline.replicas}
+    for life in timeline.lives:
+        for call in life.calls:
+            spans[call.replica].setdefault(life.version, []).append((call.start, call.end))
+    middles = (edges[1:] + edges[:-1]) / 2
+    lost = {name: (time, cause) for time, name, cause in timeline.lost}
+    top = 1.0
+    for ax, name in zip(axes, timeline.replicas, strict=True):
+        layers = [(version, concurrency(spans[name][version], edges)) for version in sorted(spans[name])]
+        if layers:
+            colours = [_version(version) for version, _ in layers]
+            ax.stackplot(middles, [layer for _, layer in layers], colors=colours, step="mid", linewidth=0, zorder=2)
+            top = max(top, float(sum(layer for _, layer in layers).max()))
+        if name in lost:
+            _tombstone(ax, timeline, *lost[name])
+        _name(ax, name)
+    for ax in axes:
+        ax.set_ylim(0, top * 1.08)
+        ax.set_yticks([0, round(top)])
+
+
+def _tombstone(ax: Axes, timeline: Timeline, time: float, cause: str) -> None:
+    ax.axvspan(time, timeline.end, facecolor="#fbeeee", edgecolor=FATES["failed"], alpha=0.4, hatch="//", linewidth=0)
+    text = f"lost: {cause}" if len(cause) <= 60 else f"lost: {cause[:57]}..."
+    late = time > timeline.start + 0.75 * (timeline.end - timeline.start)
+    ax.text(
+        time, 0.5, f"  {text}  ", transform=ax.get_xaxis_transform(), ha="right" if late else "left", va="center",
+        fontsize=9, color=FATES["failed"], zorder=4,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1.5},
+    )  # fmt: skip
+
+
+def _busy(ax: Axes, timeline: Timeline, edges: NDArray[np.float64]) -> None:
+    busy = concurrency([(life.start, life.end) for life in timeline.lives], edges)
+    ax.stackplot((edges[1:] + edges[:-1]) / 2, [busy], colors=["#b9c2cc"], step="mid", linewidth=0, zorder=2)
+    ax.axhline(timeline.slots, color=FAINT, linewidth=0.6, linestyle=":")
+    ax.set_ylim(0, max(timeline.slots, 1) * 1.12)
+    ax.set_yticks([0, timeline.slots])
+    _name(ax, "slots busy")
+
+
+def _swim(ax: Axes, timeline: Timeline) -> None:
+    """One bar per attempt, in the row of its slot."""
+    from matplotlib.collections import PolyCollection
+
+    bars = [
+        [(life.start, low), (life.end, low), (life.end, low + 0.86), (life.start, low + 0.86)]
+        for life in timeline.lives
+        for low in [life.slot + 0.07]
+    ]
+    colours = [FATES[life.fate] for life in timeline.lives]
+    ax.add_collection(PolyCollection(bars, facecolors=colours, edgecolors="white", linewidths=0.35, zorder=2))
+    ax.set_ylim(max(timeline.slots, 1), 0)
+    ax.set_yticks([])
+    ax.tick_params(axis="x", labelsize=9, colors=INK)
+    ax.set_xlabel("seconds", fontsize=9, color=INK)
+    _name(ax, "slots")
+
+
+def _words(figure: Figure, timeline: Timeline, title: str) -> None:
+    """Title, legend, and how to read the colours."""
+    from matplotlib.patches import Patch
+
+    counts = {fate: sum(life.fate == fate for life in timeline.lives) for fate in FATES}
+    handles = [Patch(color=FATES[fate], label=f"{fate} {count:,}") for fate, count in counts.items() if count]
+    handles.append(Patch(color=SHADE, label="gate closed"))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9, labelcolor=INK,
+        handlelength=1.1,
+    )  # fmt: skip
+    tokens = sum(life.tokens for life in timeline.lives)
+    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    figure.text(
+        0.013, 1 - 0.36 / figure.get_figheight(),
+        f"{len(timeline.lives):,} attempts, {tokens:,} tokens, {len(timeline.cuts)} batches in "
+        f"{timeline.end - timeline.start:,.0f} s. Replicas: requests in flight, in the colour of the version at which "
+        "their group began. Slots: one bar per attempt, in the colour of its fate.",
+        fontsize=9, color=FAINT, va="top",
+    )  # fmt: skip
+
+
+def _name(ax: Axes, name: str, y: float = 0.5) -> None:
+    ax.set_ylabel(name, rotation=0, ha="right", va="center", y=y, labelpad=22, fontsize=9, color=INK)
+
+
+def _version(version: int) -> str:
+    return VERSIONS[version % len(VERSIONS)]
