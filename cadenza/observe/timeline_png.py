@@ -159,7 +159,7 @@ def _words(figure: Figure, timeline: Timeline, title: str) -> None:
     tokens = sum(life.tokens for life in timeline.lives)
     figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.text(
-        0.013, 1 - 0.36 / figure.get_figheight(),
+        0.013, 1 - 0.31 / figure.get_figheight(),
         f"{len(timeline.lives):,} attempts, {tokens:,} tokens, {len(timeline.cuts)} batches in "
         f"{timeline.end - timeline.start:,.0f} s. Replicas: requests in flight, in the colour of the version at which "
         "their group began. Slots: one bar per attempt, in the colour of its fate.",

@@ -16,6 +16,12 @@ from cadenza.rollout.records import Trajectory, Turn
 
 FINISH = {Finish.STOP: 0, Finish.LENGTH: 1, Finish.ABORT: 2}
 """Finish reasons as numbers."""
+SCALARS: dict[str, Any] = {
+    "scores": np.float32, "episode_scores": np.float32, "traj_group_id": np.int64, "traj_id": np.int64,
+    "env_ids": np.int64, "attempt": np.int64, "seed": np.int64, "started": np.float64, "ended": np.float64,
+    "finish_reason": np.int64, "truncated": np.bool_,
+}  # fmt: skip
+"""Columns with one number per row. `seed` is the 64-bit key, moved into the signed range."""
 
 
 def collate(trajectories: Sequence[Trajectory]) -> DataProto:
@@ -49,39 +55,44 @@ def collate(trajectories: Sequence[Trajectory]) -> DataProto:
         lengths[number] = length
         prompt_lengths[number] = prompts
     offsets = np.concatenate(([0], np.cumsum(lengths)))
-    input_ids = Ragged(np.concatenate(pieces), offsets)
     responses = np.array(is_response)
+    scalars = list(zip(*[_scalars(trajectory, turns) for trajectory, turns in rows], strict=True))
     batch: dict[str, Any] = {
-        "input_ids": input_ids,
+        "input_ids": Ragged(np.concatenate(pieces), offsets),
         "attention_mask": Ragged.from_runs(np.ones(len(rows), bool), lengths, offsets),
         "position_ids": Ragged(_positions(lengths), offsets),
         "response_mask": Ragged.from_runs(responses, counts, offsets),
         "prompt_mask": Ragged.from_runs(~responses, counts, offsets),
         "infer_logprobs": Ragged(np.concatenate(logprobs), offsets),
         "versions": Ragged.from_runs(np.array(versions, np.int32), counts, offsets, pad=-1),
+        "step_scores": _step_scores(rows),
         "lengths": lengths,
         "response_lengths": lengths - prompt_lengths,
-        "step_scores": Ragged.from_rows(
-            [np.array([turn.reward for turn in t.turns], np.float32) for t, _ in rows], pad=float("nan")
-        ),
-        "scores": _column(rows, "score", np.float32),
-        "episode_scores": _column(rows, "episode_score", np.float32),
-        "traj_group_id": _column(rows, "group", np.int64),
-        "traj_id": _column(rows, "id", np.int64),
-        "env_ids": _column(rows, "slot", np.int64),
-        "attempt": _column(rows, "attempt", np.int64),
-        "seed": _column(rows, "seed", np.uint64).view(np.int64),
-        "started": _column(rows, "started", np.float64),
-        "ended": _column(rows, "ended", np.float64),
-        "finish_reason": np.array([FINISH[turns[-1].finish] for _, turns in rows], np.int64),
-        "truncated": _column(rows, "truncated", bool),
     }
+    for (name, dtype), values in zip(SCALARS.items(), scalars, strict=True):
+        batch[name] = np.array(values, dtype)
     names: dict[str, Any] = {
         "task_id": [t.task.id for t, _ in rows],
         "domain": [t.task.domain for t, _ in rows],
         "traj_key": [f"g{t.group}.{t.member}#{t.attempt}" for t, _ in rows],
     }
     return DataProto(batch, names, {})
+
+
+def _scalars(trajectory: Trajectory, turns: list[Turn]) -> tuple[Any, ...]:
+    """The values of one row, in the order of `SCALARS`."""
+    return (
+        trajectory.score, trajectory.episode_score, trajectory.group, trajectory.id, trajectory.slot,
+        trajectory.attempt, trajectory.seed - (1 << 63), trajectory.started, trajectory.ended,
+        FINISH[turns[-1].finish], trajectory.truncated,
+    )  # fmt: skip
+
+
+def _step_scores(rows: list[tuple[Trajectory, list[Turn]]]) -> Ragged:
+    """What the env paid, turn by turn, for the whole trajectory of each row."""
+    counts = [len(trajectory.turns) for trajectory, _ in rows]
+    values = np.array([turn.reward for trajectory, _ in rows for turn in trajectory.turns], np.float32)
+    return Ragged(values, np.concatenate(([0], np.cumsum(counts))), pad=float("nan"))
 
 
 def _contexts(turns: list[Turn]) -> list[list[Turn]]:
@@ -98,7 +109,3 @@ def _positions(lengths: Any) -> Any:
     """0, 1, 2 ... in every row."""
     longest = np.arange(lengths.max(), dtype=np.int32)
     return np.concatenate([longest[:length] for length in lengths])
-
-
-def _column(rows: list[tuple[Trajectory, list[Turn]]], name: str, dtype: Any) -> Any:
-    return np.array([getattr(trajectory, name) for trajectory, _ in rows], dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -11,30 +10,17 @@ from cadenza.rollout.leases import Leases
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory
 
-UNBEGUN = "slot"
-
-
-class Run:
-    """An attempt under way: its task, and the place where it is, for whoever stops it or asks why it failed."""
-
-    __slots__ = ("place", "task")
-
-    def __init__(self) -> None:
-        self.place = UNBEGUN
-        self.task: asyncio.Task[None] | None = None
-
 
 class EnvHandle:
     """One env for one attempt."""
 
-    __slots__ = ("_attempt", "_env", "_leases", "_max_turns", "_run", "_type", "done", "reward", "trajectory")
+    __slots__ = ("_attempt", "_env", "_leases", "_max_turns", "_type", "done", "reward", "trajectory")
 
     def __init__(
         self,
         env: Any,
         type: EnvType,
         attempt: Attempt,
-        run: Run,
         trajectory: Trajectory,
         leases: Leases,
         max_turns: int,
@@ -42,7 +28,6 @@ class EnvHandle:
         self._env = env
         self._type = type
         self._attempt = attempt
-        self._run = run
         self._leases = leases
         self._max_turns = max_turns
         self.trajectory = trajectory
@@ -81,9 +66,9 @@ class EnvHandle:
         self.done = True
 
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
-        self._run.place = place
+        self._attempt.place = place
         self._leases.renew(self._attempt)
         result = await self._type.call(method)(*args)
         self._leases.renew(self._attempt)
-        self._run.place = "rollout"
+        self._attempt.place = "rollout"
         return result

@@ -20,7 +20,7 @@ from cadenza.envs.protocol import EnvType
 from cadenza.errors import InfrastructureError
 from cadenza.rollout import plays
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_handle import UNBEGUN, EnvHandle, Run
+from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.leases import Leases
@@ -76,24 +76,21 @@ class EnvWorker:
             self._free.pop()
             self.busy += 1
             self._leases.renew(attempt)
-            run = attempt.runner = Run()
-            run.task = self._spawn(self._run(attempt, run), attempt.key)
+            attempt.runner = self._spawn(self._run(attempt), attempt.key)
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end its task."""
         self._leases.drop(attempt)
-        run = attempt.runner
-        if not isinstance(run, Run) or run.task is None:
-            return
-        run.task.cancel()
-        if run.place == UNBEGUN:  # its coroutine will never run, so nobody else frees the slot
-            attempt.runner = None
-            self._vacate(attempt)
+        if isinstance(attempt.runner, asyncio.Task):
+            attempt.runner.cancel()
+            if attempt.place == "slot":  # its coroutine will never run, so nobody else frees the slot
+                attempt.runner = None
+                self._vacate(attempt)
 
     def close(self) -> None:
         self._leases.close()
 
-    async def _run(self, attempt: Attempt, run: Run) -> None:
+    async def _run(self, attempt: Attempt) -> None:
         """The life of an attempt: the rollout in its slot, then the reward without one."""
         task = attempt.group.task
         type = self._types[task.domain]
@@ -101,14 +98,14 @@ class EnvWorker:
             attempt.id, task, attempt.group.id, attempt.member, attempt.number, attempt.slot, self._key(attempt),
             started=attempt.started,
         )  # fmt: skip
-        run.place = "init"
+        attempt.place = "init"
         env: Any = None
         try:
             env = await type.make()
-            run.place = "rollout"
+            attempt.place = "rollout"
             await self._play(
                 task,
-                EnvHandle(env, type, attempt, run, trajectory, self._leases, self.config.max_turns),
+                EnvHandle(env, type, attempt, trajectory, self._leases, self.config.max_turns),
                 Model(
                     attempt, trajectory, self._sampler, self._codec, self.config.sampling, self.config.max_context,
                     self._leases, self._queue.ledger.events,
@@ -117,7 +114,7 @@ class EnvWorker:
             if not trajectory.turns:
                 raise ValueError("the rollout returned without one turn of the model")
         except Exception as error:  # noqa: BLE001 - user code: counted, shown once, bounded by a budget
-            self._failed(attempt, run.place, error)
+            self._failed(attempt, attempt.place, error)
         finally:
             self._leases.drop(attempt)
             if env is not None and hasattr(env, "close"):
@@ -130,6 +127,7 @@ class EnvWorker:
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """Compute the reward, and hand the episode over."""
         self._queue.score(attempt)
+        attempt.place = "reward"
         domain = attempt.group.task.domain
         reward = self._rewards.get(domain)
         trajectory.ended = asyncio.get_running_loop().time()
@@ -171,9 +169,8 @@ class EnvWorker:
     def _expire(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends."""
         self.expired += 1
-        run = attempt.runner
         error = TimeoutError(f"no progress within lease_seconds {self._leases.seconds}")
-        self._failed(attempt, run.place if isinstance(run, Run) else "slot", error)
+        self._failed(attempt, attempt.place, error)
         self.stop(attempt)
 
     async def _close_env(self, type: EnvType, env: Any) -> None:

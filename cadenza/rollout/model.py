@@ -176,7 +176,7 @@ class Model:
             if self._events is not None:
                 self._tell("ask", seat.replica.name)
             try:
-                part = await seat.submit(request)
+                part = await seat.replica.generate(request)
             except asyncio.CancelledError:
                 seat.replica.abort(request.id, attempt.cause or "cancelled")
                 raise
@@ -188,7 +188,7 @@ class Model:
                 sampler.report(seat, error)
                 continue
             finally:
-                sampler.release(seat, request.id, context)
+                sampler.release(seat, context)
             if self._events is not None:
                 self._tell("answer", f"{part.finish.value} {len(part.tokens)}")
             seat.failures = 0

@@ -15,7 +15,7 @@ import asyncio
 import heapq
 from enum import Enum
 
-from cadenza.inference.replica import Generation, Replica, Request
+from cadenza.inference.replica import Replica
 
 SEQUENCE_WEIGHT = 128
 """What a running sequence costs besides its context, in tokens of context (b/c of the cost model)."""
@@ -48,7 +48,8 @@ class Seat:
         """Tokens of context in flight, each sequence with its fixed weight."""
         self.pressure = 0.0
         """load / capacity."""
-        self.inflight: dict[int, asyncio.Future[Generation]] = {}
+        self.inflight = 0
+        """Requests granted and not released."""
         self.gone = gone
         """Resolves with the cause when the replica is given up."""
         self.served = 0
@@ -58,12 +59,6 @@ class Seat:
         self.strikes = 0
         """Health checks in a row without progress."""
         self.progress = -1
-
-    def submit(self, request: Request) -> asyncio.Future[Generation]:
-        """Hand a request to the replica."""
-        future = self.replica.generate(request)
-        self.inflight[request.id] = future
-        return future
 
 
 class Router:
@@ -103,10 +98,12 @@ class Router:
 
     def add(self, seat: Seat, context: int) -> None:
         """A request goes there."""
+        seat.inflight += 1
         self._weigh(seat, context + SEQUENCE_WEIGHT)
 
     def remove(self, seat: Seat, context: int) -> None:
         """A request left."""
+        seat.inflight -= 1
         self._weigh(seat, -context - SEQUENCE_WEIGHT)
 
     def _weigh(self, seat: Seat, tokens: int) -> None:

@@ -98,9 +98,8 @@ class Sampler:
             self.router.add(seat, context)
             return seat
 
-    def release(self, seat: Seat, request_id: int, context: int) -> None:
+    def release(self, seat: Seat, context: int) -> None:
         """The request is over, whatever came of it."""
-        seat.inflight.pop(request_id, None)
         seat.served += 1
         self.router.remove(seat, context)
 
@@ -189,7 +188,7 @@ class Sampler:
                 )
             self.epoch += 1
             epoch = self.epoch
-            moved = sum(len(seat.inflight) for seat in leaving)
+            moved = sum(seat.inflight for seat in leaving)
             for seat in leaving:
                 seat.state = SeatState.LEAVING
             self.router.rebuild(self._seats)
@@ -346,9 +345,6 @@ class Sampler:
         seat.replica.kill("replica_lost")
         if not seat.gone.done():
             seat.gone.set_result(cause)
-        for future in list(seat.inflight.values()):
-            if not future.done():
-                future.set_exception(ReplicaLost(f"replica {seat.replica.name}: {cause}"))
         for callback in self.on_lost:
             callback(seat.replica.name, cause)
         if not self._active():

@@ -1,0 +1,58 @@
+"""A run as one page: no network, no build, one file to send to somebody."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from cadenza.observe.timeline import FATES, VERSIONS, Life, Timeline
+
+
+def write_html(timeline: Timeline, path: Path, *, title: str = "cadenza") -> None:
+    """Write the page."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render(timeline, title), encoding="utf-8")
+
+
+def render(timeline: Timeline, title: str) -> str:
+    """The page as text."""
+    template = resources.files("cadenza.observe").joinpath("timeline.html").read_text(encoding="utf-8")
+    head, middle, tail = template.replace("__TITLE__", html.escape(title)).partition("__DATA__")
+    assert middle, "timeline.html has lost its place for the data"
+    return head + _script_json(_data(timeline)) + tail
+
+
+def _data(timeline: Timeline) -> dict[str, Any]:
+    replicas = {name: number for number, name in enumerate(timeline.replicas)}
+    return {
+        "start": timeline.start,
+        "end": timeline.end,
+        "slots": timeline.slots,
+        "replicas": timeline.replicas,
+        "suspensions": timeline.suspensions,
+        "published": timeline.published,
+        "cuts": timeline.cuts,
+        "lost": [(time, replicas[name], cause) for time, name, cause in timeline.lost],
+        "fates": FATES,
+        "versions": VERSIONS,
+        "lives": [_life(life, replicas) for life in timeline.lives],
+    }
+
+
+def _life(life: Life, replicas: dict[str, int]) -> list[Any]:
+    """Columns as `timeline.html` reads them; times to a tenth of a millisecond."""
+    calls = [
+        (replicas[call.replica], round(call.start, 4), round(call.end, 4), call.outcome, call.tokens)
+        for call in life.calls
+    ]
+    times = [round(time, 4) for time in (life.start, life.end, life.closed)]
+    return [life.key, life.task, life.version, life.slot, *times, life.fate, life.cause, life.reward, calls]
+
+
+def _script_json(data: Any) -> str:
+    """JSON that no text in it can break out of: neither the script element nor a line of it."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
