@@ -25,8 +25,8 @@ from builders import (
     pool,
     publish,
     responses,
-    simulate,
     sims,
+    simulate,
     stepping,
     timed,
 )
@@ -123,9 +123,7 @@ def test_beat_03_a_filtered_group_is_replaced_by_all_free_slots() -> None:
 
     async def main() -> float:
         replica = fake(by_attempt(*STAGGERED, *STAGGERED))
-        async with playing(
-            [replica], group_size=8, batch_size=8, slots=8, group_filter=all_but_the_first
-        ) as scheduler:
+        async with playing([replica], group_size=8, batch_size=8, slots=8, group_filter=all_but_the_first) as scheduler:
             batch = await got(scheduler, 8)
             assert set(column(batch, "traj_group_id")) == {1}
             assert fates(scheduler) == {"filtered": 8, "trained": 8}
@@ -185,8 +183,8 @@ def test_beat_04_one_exception_in_one_env_costs_one_attempt() -> None:
     assert simulate(main) == (2.0, {"failed": 1, "trained": 8})
 
 
-@pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError("of its own")])
-def test_beat_04_what_is_not_an_exception_costs_one_attempt_too(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError])
+def test_beat_04_what_is_not_an_exception_costs_one_attempt_too(error: type[BaseException]) -> None:
     """An env that exits, or whose own task was cancelled, is a failed env and not the end of the run."""
 
     async def die() -> None:
@@ -479,4 +477,3 @@ def test_beat_13_a_batch_is_never_padded_by_duplicates() -> None:
             assert await get(scheduler, 8, 2) is None
 
     simulate(main)
-

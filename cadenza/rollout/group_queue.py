@@ -218,7 +218,9 @@ class GroupQueueManager:
         config = self.config
         if self.mode == "val":
             return self.consumed + (self._demand or 0)
-        ahead = math.floor(config.alpha * config.groups_per_batch) + config.extra_groups
+        ahead = math.floor(config.alpha * config.groups_per_batch)
+        if config.alpha or self.consumed == self._base or self._demand is not None:
+            ahead += config.extra_groups  # else they would begin after the cut, and on-policy that is too early
         limit: float = self._base + config.groups_per_batch + ahead
         if self._demand is not None:  # a batch of another size, or a second one for the same version
             limit = max(limit, self.consumed + self._demand + ahead)
@@ -254,7 +256,7 @@ class GroupQueueManager:
             return None
         batch: list[Group] = []
         now = self._now()
-        self._demand = 0.0
+        self._demand = None
         while len(batch) < groups:
             _, group = heapq.heappop(self._ready)
             if group.state is GroupState.READY:

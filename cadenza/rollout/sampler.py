@@ -72,6 +72,9 @@ class Sampler:
         self._weights: object = None
         self._gate = asyncio.Event()
         self._suspended = False
+        """The replicas are paused; the gate is closed a little earlier and opened a little later."""
+        self._holders: set[object] = set()
+        """Who wants the gate closed."""
         self._control = asyncio.Lock()
         self._ids = itertools.count()
         self._health: asyncio.Task[None] | None = None
@@ -118,10 +121,12 @@ class Sampler:
     def suspended(self) -> bool:
         return not self._gate.is_set()
 
-    async def suspend(self, mode: PauseMode = PauseMode.ABORT) -> None:
-        """Close the gate; returns when no token is being generated."""
+    async def suspend(self, mode: PauseMode = PauseMode.ABORT, holder: object = None) -> None:
+        """Close the gate; returns when no token is being generated. It stays closed until `holder`, and whoever
+        else holds it, resumes."""
         self._seat_all()
         self._gate.clear()
+        self._holders.add(holder)
         async with self._control:
             self._gate.clear()
             if self._suspended:
@@ -134,19 +139,29 @@ class Sampler:
             self._suspended = True
             self._tell("suspended", "sampler", "")
 
-    async def resume(self) -> None:
-        """Open the gate."""
+    async def resume(self, holder: object = None) -> None:
+        """Let go of the gate; it opens when nobody else holds it."""
         self._seat_all()
         if self._health is None:
             self._health = asyncio.get_running_loop().create_task(self._watch(), name="sampler health")
             self._health.add_done_callback(self._watch_ended)
+        self._holders.discard(holder)
+        if self._gate.is_set():
+            return
         async with self._control:
+            if self._holders:
+                return
             if self._suspended:
                 seconds = self.config.control_seconds
                 await self._each(self._active(), lambda seat: seat.replica.resume(), seconds, "resume")
                 self._suspended = False
                 self._tell("resume", "sampler", "")
-            self._open_gate()
+            if not self._holders:  # somebody may have suspended meanwhile, and waits for the lock
+                self._open_gate()
+
+    def held_by(self, holder: object) -> bool:
+        """Whether this one keeps the gate closed."""
+        return holder in self._holders
 
     async def load_weights(self, version: int, weights: object = None) -> None:
         """Publish a version. Behind a closed gate all replicas load at once; with the gate open they are updated
@@ -206,7 +221,7 @@ class Sampler:
             if behind := [seat for seat in coming if seat.state is SeatState.ASLEEP]:
                 versions = {seat.replica.name: seat.version for seat in behind}
                 raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
-            if not self._suspended:
+            if not self._suspended and not self._holders:
                 self._open_gate()
             self._tell("expand", "sampler", str(sorted(devices)))
         return self._report(coming, SeatState.ACTIVE, started)

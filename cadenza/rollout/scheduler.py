@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from cadenza.data import DataProto
@@ -97,7 +98,7 @@ class RolloutScheduler:
             loop = asyncio.get_running_loop()
             asked = loop.time()
             await self._start()
-            await self.sampler.resume()
+            await self.sampler.resume(holder=self)
             cut = await self._taken(groups)
             if not cut:
                 return None
@@ -113,13 +114,14 @@ class RolloutScheduler:
             return batch
 
     async def suspend(self) -> None:
-        """Close the gate; returns when no token is being generated, here and in whatever shares the sampler."""
-        await self.sampler.suspend(self.config.suspend_mode)
+        """Close the gate; returns when no token is being generated, here and in whatever shares the sampler. It
+        stays closed until this scheduler resumes or takes a batch."""
+        await self.sampler.suspend(self.config.suspend_mode, holder=self)
 
     async def resume(self) -> None:
         """Open the gate; turns go on from the tokens they had."""
         await self._start()
-        await self.sampler.resume()
+        await self.sampler.resume(holder=self)
 
     async def shrink_sampler(self, target_gpus: Sequence[int]) -> dict[str, Any]:
         """Take the replicas off these devices; their requests move to the others with their tokens."""
@@ -137,6 +139,9 @@ class RolloutScheduler:
         if self._advance in self.sampler.on_version:
             self.sampler.on_version.remove(self._advance)
             self.sampler.on_lost.remove(self._lost)
+        if self.sampler.held_by(self):
+            with suppress(NoReplicas):
+                await self.sampler.resume(holder=self)
         self._closing.set()
         if self._root is not None:
             await asyncio.wait([self._root])

@@ -1,0 +1,297 @@
+"""Simulated envs, rewards, filters and a trainer, and the truth about them.
+
+Invariant: the world knows everything that its envs and rewards were asked and what they answered, and learns it from
+nobody else. Each observation begins with the number of its env, so a row of a batch leads back to the truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from cadenza.inference.replica import Tokens
+from cadenza.rollout.records import Trajectory
+from cadenza.simulation.faults import CLOSE, FOREVER, Fault, FaultPlan
+from cadenza.simulation.scenario import DomainPlan, Scenario, latency, mixed
+
+Outcome = tuple[Any, float, bool, bool, dict[str, Any]]
+
+
+class SimulatedFault(RuntimeError):
+    """What a simulated env or reward raises when it is told to."""
+
+
+class Episode:
+    """What one env did."""
+
+    __slots__ = ("attempt", "broken", "calls", "closed", "observations", "rewards", "scheduler")
+
+    def __init__(self, scheduler: str, attempt: str) -> None:
+        self.scheduler = scheduler
+        self.attempt = attempt
+        """The key of the attempt that made it."""
+        self.calls = 0
+        self.closed = 0
+        self.broken = ""
+        """The fault that ended it."""
+        self.observations: list[Tokens] = []
+        self.rewards: list[float] = []
+
+
+class World:
+    """The envs and rewards of one schedule, and all that happened to them."""
+
+    def __init__(self, scenario: Scenario, plan: FaultPlan) -> None:
+        self.scenario = scenario
+        self.plan = plan
+        self.episodes: list[Episode] = []
+        self.scores: dict[tuple[str, int], float] = {}
+        """What the reward said, by scheduler and trajectory."""
+        self.hits: dict[tuple[str, str], str] = {}
+        """The fault that met an attempt in its env or reward, by scheduler and attempt."""
+        self.verdicts: dict[int, bool] = {}
+        """What the filter said, by group."""
+        self.on_verdict: Callable[[int, bool, float], None] = lambda group, keep, delay: None
+        """Told of each verdict and of the seconds until it is known."""
+        self.off_loop_seconds: dict[str, float] = {}
+        self._judged: dict[tuple[str, int], list[int]] = {}
+
+    def open(self, scheduler: str) -> int:
+        """An env is made; returns its number."""
+        self.episodes.append(Episode(scheduler, _attempt()))
+        return len(self.episodes) - 1
+
+    def hit(self, scheduler: str, fault: Fault) -> None:
+        self.hits[scheduler, _attempt()] = fault.kind
+
+    # -- rewards -------------------------------------------------------------------------------------------------------
+
+    def reward(self, domain: DomainPlan, scheduler: str) -> Callable[..., Any] | None:
+        """The reward function of a domain."""
+        if domain.reward == "none":
+            return None
+        judge = _Judge(self, domain, scheduler)
+        return judge.asynchronous if domain.reward == "async" else judge
+
+    def judge(self, scheduler: str, trajectory: Trajectory) -> tuple[int, Fault | None]:
+        """Another call for a trajectory: its number among the judged, and what goes wrong."""
+        number, calls = self._judged.setdefault((scheduler, trajectory.id), [len(self._judged), 0])
+        self._judged[scheduler, trajectory.id][1] += 1
+        fault = self.plan.of_reward(number, calls)
+        if fault is not None:
+            self.hit(scheduler, fault)
+        return number, fault
+
+    def score(self, scheduler: str, trajectory: Trajectory) -> float:
+        value = (mixed(trajectory.seed, 5) % 65 - 32) / 16
+        self.scores[scheduler, trajectory.id] = value
+        return value
+
+    # -- the filter ----------------------------------------------------------------------------------------------------
+
+    def group_filter(self) -> Callable[..., Any] | None:
+        kind, seconds = self.scenario.filter, self.scenario.filter_seconds
+        if kind == "none":
+            return None
+
+        async def on_loop(group: list[Trajectory]) -> bool:
+            if kind == "slow":
+                await asyncio.sleep(latency(seconds, 0.25, self.scenario.seed, group[0].group, 3))
+            return self._keep(group, 0.0)
+
+        return on_loop if kind == "instant" or kind == "slow" else _OffLoopFilter(self)
+
+    def _keep(self, group: list[Trajectory], delay: float) -> bool:
+        chance = (mixed(self.scenario.seed, group[0].task.seed, len(group[0].task.id), 4) % 1000) / 1000
+        keep = chance >= self.scenario.filter_rate
+        self.verdicts[group[0].group] = keep
+        self.on_verdict(group[0].group, keep, delay)
+        return keep
+
+
+class _OffLoopFilter:
+    """A plain filter: the loop runs it off the loop, at its cost."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.calls = 0
+
+    def seconds(self) -> float:
+        scenario = self.world.scenario
+        return latency(scenario.filter_seconds, 0.25, scenario.seed, self.calls, 3)
+
+    def __call__(self, group: list[Trajectory]) -> bool:
+        seconds = self.seconds()
+        self.calls += 1
+        return self.world._keep(group, seconds)
+
+
+class _Judge:
+    """A reward function, in both forms."""
+
+    def __init__(self, world: World, domain: DomainPlan, scheduler: str) -> None:
+        self.world = world
+        self.domain = domain
+        self.scheduler = scheduler
+        self.calls = 0
+        self.hanging = False
+
+    def seconds(self) -> float:
+        """What the next call off the loop costs."""
+        return latency(self.domain.reward_seconds, self.domain.grid, self.world.scenario.seed, self.calls, 2)
+
+    async def asynchronous(self, trajectory: Trajectory) -> float:
+        number, fault = self.world.judge(self.scheduler, trajectory)
+        seed = self.world.scenario.seed
+        await asyncio.sleep(latency(self.domain.reward_seconds, self.domain.grid, seed, number, 2))
+        if fault is not None:
+            if fault.kind == "reward_hang":
+                await asyncio.sleep(FOREVER)
+            raise SimulatedFault("the reward was told to raise")
+        return self.world.score(self.scheduler, trajectory)
+
+    def __call__(self, trajectory: Trajectory) -> float:
+        self.calls += 1
+        _, fault = self.world.judge(self.scheduler, trajectory)
+        if fault is not None:
+            if fault.kind == "reward_hang":
+                raise Hang
+            raise SimulatedFault("the reward was told to raise")
+        return self.world.score(self.scheduler, trajectory)
+
+
+class Hang(Exception):
+    """Off the loop, a call that never returns: its outcome is due when nobody waits any more."""
+
+
+class SimEnv:
+    """An env whose latencies, rewards and length follow from the scenario; async."""
+
+    def __init__(self, world: World, domain: DomainPlan, scheduler: str) -> None:
+        self.world = world
+        self.domain = domain
+        self.number = world.open(scheduler)
+        self.episode = world.episodes[self.number]
+        self._task = 0
+
+    async def reset(self, seed: int) -> Tokens:
+        await self._pass(self.episode.calls)
+        return self._begin(seed)
+
+    async def step(self, action: str) -> Outcome:
+        await self._pass(self.episode.calls)
+        return self._move(action)
+
+    async def close(self) -> None:
+        self.episode.closed += 1
+        await self._pass(CLOSE)
+
+    async def _pass(self, call: int) -> None:
+        fault = self.world.plan.of_env(self.number, call)
+        await asyncio.sleep(self._seconds(call, fault))
+        self._suffer(fault)
+
+    def _seconds(self, call: int, fault: Fault | None) -> float:
+        domain = self.domain
+        if fault is not None and fault.kind == "env_hang":
+            self._mark(fault)
+            return FOREVER
+        if call == CLOSE:
+            return domain.close_seconds
+        slower = fault.amount if fault is not None and fault.kind == "env_slow" else 0.0
+        return slower + latency(domain.seconds, domain.grid, self.world.scenario.seed, self.number, call, 1)
+
+    def _suffer(self, fault: Fault | None) -> None:
+        if fault is not None and fault.kind == "env_exception":
+            self._mark(fault)
+            raise SimulatedFault("the env was told to raise")
+
+    def _mark(self, fault: Fault) -> None:
+        if fault.after != CLOSE:  # the episode is over by then
+            self.episode.broken = fault.kind
+            self.world.hit(self.episode.scheduler, fault)
+
+    def _begin(self, seed: int) -> Tokens:
+        self._task = seed
+        return self._observe()
+
+    def _move(self, action: str) -> Outcome:
+        scenario = self.world.scenario
+        turn = len(self.episode.rewards) + 1
+        reward = (mixed(self._task, turn, len(action)) % 33 - 16) / 16
+        self.episode.rewards.append(reward)
+        done = turn >= 1 + mixed(scenario.seed, self.number, 6) % self.domain.turns
+        return self._observe(), reward, done, False, {}
+
+    def _observe(self) -> Tokens:
+        self.episode.calls += 1
+        size = 3 + mixed(self.number, self.episode.calls, 7) % 6
+        observation = np.full(size, self.episode.calls, np.int32)
+        observation[0] = self.number
+        observation[1] = self._task
+        self.episode.observations.append(observation)
+        return observation
+
+
+class SyncSimEnv(SimEnv):
+    """The same env as plain code: the loop runs it off the loop, at the cost that it states beforehand."""
+
+    def reset(self, seed: int) -> Tokens:  # type: ignore[override]
+        self._suffer(self._fault)
+        return self._begin(seed)
+
+    def step(self, action: str) -> Outcome:  # type: ignore[override]
+        self._suffer(self._fault)
+        return self._move(action)
+
+    def close(self) -> None:  # type: ignore[override]
+        self.episode.closed += 1
+
+    _fault: Fault | None = None
+
+    def seconds(self, method: str) -> float:
+        """What the next call costs; it meets its fault, if it has one."""
+        call = CLOSE if method == "close" else self.episode.calls
+        self._fault = self.world.plan.of_env(self.number, call)
+        return self._seconds(call, self._fault)
+
+
+def executor_cost(function: Callable[..., Any]) -> float:
+    """What a piece of work off the loop costs in virtual seconds."""
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, SyncSimEnv):
+        return owner.seconds(function.__name__)
+    if isinstance(owner, (_Judge, _OffLoopFilter)):
+        return owner.seconds()
+    return 0.0
+
+
+class Words:
+    """A codec for observations that are tokens already; what the model says is told by its length."""
+
+    def encode(self, observation: object, *, first: bool) -> Tokens:
+        raise TypeError(f"simulated envs observe tokens, got {observation!r}")
+
+    def decode(self, tokens: Tokens) -> str:
+        return "x" * len(tokens)
+
+
+class SimTrainer:
+    """Takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.trained = 0
+
+    async def train(self, batch: Any) -> None:
+        self.trained += 1
+        await asyncio.sleep(self.seconds)
+
+
+def _attempt() -> str:
+    """The name of the running task: an attempt runs in a task that is called like it."""
+    task = asyncio.current_task()
+    return "" if task is None else task.get_name()

@@ -1,0 +1,319 @@
+"""A random schedule, drawn from one integer.
+
+Invariant: everything that happens in a schedule is a function of its scenario, and the scenario is a function of its
+seed. What varies is what users vary: shapes, latencies, the order of the program, who shares the sampler, what fails.
+Times are small numbers, often on a grid, so that things happen at the same instant as often as they can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Literal
+
+from cadenza.simulation.faults import FOREVER, Fault, draw_faults
+
+ALPHAS = (0.0, 0.5, 1.0, 2.0, 4.0)
+MIN_TRAJECTORIES = 64
+"""A schedule issues at least so many attempts, and unless it ends in an error trains so many."""
+MIN_VERSIONS = 3
+LAST_CALL = 4
+"""Versions that are published before all replicas may be killed."""
+
+Order = Literal["resume_first", "resume_last", "no_resume", "rolling"]
+"""suspend-update-resume-get_batch-train; suspend-update-get_batch-train-resume; suspend-update-get_batch-train;
+update with the gate open."""
+FilterKind = Literal["none", "instant", "slow", "off_loop"]
+RewardForm = Literal["none", "async", "sync"]
+
+MASK64 = (1 << 64) - 1
+
+
+def mixed(*parts: int) -> int:
+    """64 random bits that depend on nothing but the parts."""
+    x = 0
+    for part in parts:
+        x = ((x ^ part) + 0x9E3779B97F4A7C15) & MASK64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+        x ^= x >> 31
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class DomainPlan:
+    """One kind of task and its envs."""
+
+    name: str
+    weight: float
+    max_envs: int | None
+    tasks: int | None
+    turns: int
+    """Longest episode."""
+    sync: bool
+    """The env is plain code that runs off the loop."""
+    seconds: float
+    """Mean of a reset or a step."""
+    grid: float
+    """Latencies are multiples of it; 0 is continuous."""
+    close_seconds: float
+    reward: RewardForm
+    reward_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationPlan:
+    """A second scheduler on the same sampler."""
+
+    domain: DomainPlan
+    group_size: int
+    groups: int | None
+    """Of one batch; None asks for everything."""
+    every: int
+    """Steps between two validations."""
+    slots: int
+    abrupt: bool
+    """It is shut down in the middle of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Take devices away, and bring them back."""
+
+    after: int
+    """Attempts issued."""
+    delay: float
+    devices: tuple[int, ...]
+    away: float
+    """Seconds."""
+    skip_load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A whole schedule."""
+
+    seed: int
+    shuffle: int | None
+    """Seed of the order in which callbacks that are ready together run."""
+    replicas: int
+    protected: int
+    """The replica that no ordinary schedule loses."""
+    step_seconds: float
+    """Of one decode step."""
+    load_cost: float
+    """Share of the other costs of the cost model; 0 keeps all times on the grid."""
+    kv_capacity: int
+    max_running: int
+    length: float
+    """Mean tokens of a response."""
+    arrival_delay: float
+    """Longest time between client and engine."""
+    load_seconds: float
+    wake_seconds: float
+    keep_kv: bool
+    slots: int
+    group_size: int
+    groups: int
+    """Of a batch."""
+    steps: int
+    alpha: float
+    staleness: Literal["wait", "drop"]
+    extra_members: int
+    extra_groups: int
+    max_attempts: int
+    filter: FilterKind
+    filter_rate: float
+    filter_seconds: float
+    domains: tuple[DomainPlan, ...]
+    play: Literal["trajectory", "step"]
+    suspend_mode: Literal["abort", "drain", "keep"]
+    order: Order
+    train_seconds: float
+    validation: ValidationPlan | None
+    resizes: tuple[Resize, ...]
+    take_all: bool
+    """The last call asks for everything that is left."""
+    doomed: bool
+    """All replicas are killed in the end."""
+    faults: tuple[Fault, ...]
+
+    @property
+    def batch_size(self) -> int:
+        return self.group_size * self.groups
+
+    @property
+    def bound(self) -> int:
+        """The largest staleness that may be trained."""
+        return math.ceil(self.alpha)
+
+    @property
+    def tasks(self) -> int | None:
+        """Groups that the tasks give; None when they never run out."""
+        tasks = [domain.tasks for domain in self.domains]
+        return None if None in tasks else sum(task for task in tasks if task is not None)
+
+    @classmethod
+    def draw(cls, seed: int) -> Scenario:
+        """The scenario of this seed."""
+        return _draw(seed, Random(seed))
+
+
+def _draw(seed: int, rng: Random) -> Scenario:
+    group_size = rng.randint(1, 8)
+    alpha = rng.choice(ALPHAS)
+    groups = max(1, rng.randint(8, 20 if alpha < 4 else 12) // group_size)
+    batch = group_size * groups
+    doomed = rng.random() < 0.03
+    steps = max(MIN_VERSIONS + rng.randint(0, 3), math.ceil(MIN_TRAJECTORIES / batch)) + (LAST_CALL if doomed else 0)
+    filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
+    filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.15, 0.3))
+    finite = not doomed and rng.random() < 0.4
+    needed = int(steps * groups * (1 + 2 * filter_rate)) + groups + 4
+    domains = _domains(rng, needed if finite else None)
+    replicas = rng.randint(1, 6)
+    protected = rng.randrange(replicas)
+    slots = max(2, int(batch * rng.choice((0.3, 0.7, 1.0, 1.5, 2.5))))
+    on_grid = rng.random() < 0.4
+    order: Order = rng.choice(("resume_first", "resume_last", "no_resume", "rolling"))
+    faults = draw_faults(
+        rng,
+        replicas=replicas,
+        protected=protected,
+        versions=MIN_VERSIONS,
+        envs=MIN_TRAJECTORIES - 16,
+        turns=min(domain.turns for domain in domains),
+        rewards=any(domain.reward != "none" for domain in domains),
+    )
+    if doomed:
+        faults += tuple(
+            Fault("kill", index, MIN_TRAJECTORIES, rng.choice((0.0, rng.random() * 2)), version=LAST_CALL)
+            for index in range(replicas)
+        )
+    return Scenario(
+        seed=seed,
+        shuffle=rng.getrandbits(32) if rng.random() < 0.5 else None,
+        replicas=replicas,
+        protected=protected,
+        step_seconds=2.0**-7 if on_grid else rng.uniform(0.004, 0.02),
+        load_cost=0.0 if on_grid else 1.0,
+        kv_capacity=rng.choice((320, 640, 4096)),
+        max_running=rng.choice((4, 8, 64)),
+        length=rng.choice((4.0, 8.0, 16.0)),
+        arrival_delay=rng.choice((0.0, 0.0, 0.01, 0.3)),
+        load_seconds=rng.choice((0.0, 0.1, 0.5)),
+        wake_seconds=rng.choice((0.0, 0.3)),
+        keep_kv=rng.random() < 0.7,
+        slots=slots,
+        group_size=group_size,
+        groups=groups,
+        steps=steps,
+        alpha=alpha,
+        staleness="wait" if rng.random() < 0.8 else "drop",
+        extra_members=rng.choice((0, 0, 0, 1, 2)),
+        extra_groups=rng.choice((0, 0, 0, 1, 2)),
+        max_attempts=rng.choice((1, 2, 3)),
+        filter=filter_kind,
+        filter_rate=filter_rate,
+        filter_seconds=rng.choice((0.0, 0.25, 1.0)),
+        domains=domains,
+        play=rng.choice(("trajectory", "trajectory", "step")),
+        suspend_mode=rng.choice(("abort", "abort", "drain", "keep")),
+        order=order,
+        train_seconds=rng.choice((0.0, 0.25, 1.0, 4.0)),
+        validation=_validation(rng) if rng.random() < 0.25 else None,
+        resizes=_resizes(rng, replicas, protected),
+        take_all=finite and rng.random() < 0.5,
+        doomed=doomed,
+        faults=faults,
+    )
+
+
+def _domains(rng: Random, tasks: int | None) -> tuple[DomainPlan, ...]:
+    count = rng.choice((1, 1, 2, 3))
+    share = None if tasks is None else tasks // count + 1
+    return tuple(_domain(rng, f"d{number}", share) for number in range(count))
+
+
+def _domain(rng: Random, name: str, tasks: int | None) -> DomainPlan:
+    return DomainPlan(
+        name=name,
+        weight=rng.choice((1.0, 1.0, 2.0, 0.5)),
+        max_envs=rng.choice((None, None, None, 3, 8)),
+        tasks=tasks,
+        turns=rng.choice((1, 1, 1, 2, 2, 3, 4)),
+        sync=rng.random() < 0.2,
+        seconds=rng.choice((0.0, 0.1, 0.5, 1.0)),
+        grid=rng.choice((0.0, 0.25, 0.5)),
+        close_seconds=rng.choice((0.0, 0.0, 0.25)),
+        reward=rng.choice(("none", "none", "async", "sync")),
+        reward_seconds=rng.choice((0.0, 0.25, 1.0)),
+    )
+
+
+def _validation(rng: Random) -> ValidationPlan:
+    group_size = rng.choice((1, 1, 2))
+    everything = rng.random() < 0.4
+    domain = _domain(rng, "val", rng.randint(2, 6) if everything else None)
+    return ValidationPlan(
+        domain=domain,
+        group_size=group_size,
+        groups=None if everything else rng.randint(1, 4),
+        every=rng.randint(1, 3),
+        slots=rng.randint(1, 6),
+        abrupt=rng.random() < 0.3,
+    )
+
+
+def _resizes(rng: Random, replicas: int, protected: int) -> tuple[Resize, ...]:
+    movable = [index for index in range(replicas) if index != protected]
+    if not movable or rng.random() < 0.6:
+        return ()
+    return tuple(
+        Resize(
+            after=rng.randrange(1, MIN_TRAJECTORIES),
+            delay=rng.choice((0.0, rng.random())),
+            devices=tuple(sorted(rng.sample(movable, rng.randint(1, len(movable))))),
+            away=rng.choice((0.0, 0.5, 3.0)),
+            skip_load=rng.random() < 0.3,
+        )
+        for _ in range(rng.choice((1, 1, 2)))
+    )
+
+
+def latency(seconds: float, grid: float, *key: int) -> float:
+    """A random time with this mean, the same for the same key: heavy-tailed, or a multiple of the grid."""
+    if not seconds:
+        return 0.0
+    drawn = -math.log(1.0 - (mixed(*key) >> 12) / (1 << 52)) * seconds
+    drawn = min(drawn, 5 * seconds)
+    return round(drawn / grid) * grid if grid else drawn
+
+
+def settings() -> dict[str, Any]:
+    """Deadlines of every simulated scheduler: short, and far enough apart to tell which one expired."""
+    return {
+        "lease_seconds": 20.0,
+        "reward_seconds": 8.0,
+        "close_seconds": 3.0,
+        "stall_seconds": 400.0,
+        "control_seconds": 5.0,
+        "load_seconds": 6.0,
+        "heartbeat_seconds": 2.0,
+        "max_strikes": 3,
+    }
+
+
+def length_of(scenario: Scenario) -> Callable[[Any], int]:
+    """Tokens of a whole turn, from the key of its randomness."""
+    mean = scenario.length
+
+    def length(request: Any) -> int:
+        return 1 + int(min(-math.log(1.0 - (mixed(request.seed) >> 12) / (1 << 52)) * mean, 5 * mean))
+
+    return length
+
+
+__all__ = ["ALPHAS", "FOREVER", "DomainPlan", "Resize", "Scenario", "ValidationPlan", "latency", "length_of", "mixed"]
