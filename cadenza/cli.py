@@ -19,6 +19,7 @@ app = App(
     help="Reinforcement-learning post-training for large language models.",
     version=__version__,
     version_flags=["--version"],
+    suppress_keyboard_interrupt=False,
 )
 bench = App(name="bench", help="Measure this installation.")
 app.command(bench)
@@ -80,7 +81,7 @@ def control_plane(*, json: Annotated[bool, Parameter(negative="")] = False) -> i
     json
         Print one JSON object and nothing else.
     """
-    from cadenza.simulation.bench import control_plane as measure
+    from cadenza.benchmarks.control_plane import control_plane as measure
 
     return measure(json)
 
@@ -107,7 +108,7 @@ def _is_expected(error: Exception) -> bool:
     """Whether the message alone says what happened: an error of the scheduler, of a file, of a missing extra."""
     from cadenza.rollout.failures import RolloutError
 
-    return isinstance(error, (RolloutError, OSError, ModuleNotFoundError))
+    return isinstance(error, (RolloutError, OSError, ImportError))
 
 
 def _usage(error: CycloptsError) -> str:

@@ -26,7 +26,7 @@ from cadenza.inference.replica import (
     Span,
     StaleEpoch,
 )
-from cadenza.simulation.clock import Deadlock, run
+from cadenza.simulation.clock import Deadlock, VirtualLoop, run
 from cadenza.simulation.replica import H100_QWEN3_8B, CostModel, SimReplica, drawn
 
 T = TypeVar("T")
@@ -474,6 +474,37 @@ def test_new_weights_drop_the_cache_unless_it_is_kept(keep_kv: bool, prefilled: 
     simulate(main)
 
 
+def test_a_context_computed_with_old_weights_is_not_kept_for_new_ones() -> None:
+    async def main() -> None:
+        replica = make(50, keep_kv=False)
+        replica.generate(ask(1, 100))
+        await asyncio.sleep(alone(100, 10))
+        await replica.pause(1, PauseMode.KEEP)
+        await replica.load_weights(1, None)
+        await replica.pause(2, PauseMode.ABORT)
+        await replica.resume()
+        await replica.generate(ask(2, 105, session=1, epoch=2))
+        assert (await replica.stats()).prefilled == 100 + 105
+
+    simulate(main)
+
+
+def test_who_joins_first_pushes_out_what_who_joins_next_could_have_used() -> None:
+    async def main() -> None:
+        replica = make(10, CostModel(1.0, 0, 0, 0, kv_capacity=300))
+        await replica.generate(ask(1, 50))
+        await replica.generate(ask(2, 90))
+        await replica.pause(1, PauseMode.DRAIN)
+        before = (await replica.stats()).prefilled
+        first, second = replica.generate(ask(3, 150, epoch=1)), replica.generate(ask(4, 61, session=1, epoch=1))
+        await replica.resume()
+        await asyncio.gather(first, second)
+        # 60 and 100 tokens idle, 149 stay when the first has joined: 49 of the older context.
+        assert (await replica.stats()).prefilled - before == 150 + 61 - 49
+
+    simulate(main)
+
+
 def test_a_prefill_cut_short_leaves_only_its_computed_part_in_the_cache() -> None:
     async def main() -> None:
         replica = make(50, CostModel(1.0, 0, 0, 0.5, kv_capacity=1000))
@@ -510,14 +541,26 @@ def test_a_pause_that_aborts_returns_partial_tokens_of_running_and_waiting_reque
 
 def test_a_pause_that_drains_waits_for_who_is_there_and_not_for_who_comes() -> None:
     async def main() -> None:
-        replica = make(10, CostModel(1.0, 0, 0, 0, kv_capacity=1000, max_running=1))
-        futures = [replica.generate(ask(1)), replica.generate(ask(2))]
-        asyncio.get_running_loop().call_later(3.0, lambda: futures.append(replica.generate(ask(3, epoch=1))))
+        replica = make(10, CostModel(1.0, 0, 0, 0, kv_capacity=1000, max_running=2))
+        futures = [replica.generate(ask(id)) for id in (1, 2, 3)]
+        asyncio.get_running_loop().call_later(3.0, lambda: futures.append(replica.generate(ask(4, epoch=1))))
         await replica.pause(1, PauseMode.DRAIN)
         assert now() == 20.0
-        assert [future.done() for future in futures] == [True, True, False]
+        assert [future.done() for future in futures] == [True, True, True, False]
+        assert replica.generated == 30
         await replica.resume()
-        assert (await timed(futures[2]))[1] == 30.0
+        assert (await timed(futures[3]))[1] == 30.0
+
+    simulate(main)
+
+
+def test_an_older_pause_does_not_lower_the_fence() -> None:
+    async def main() -> None:
+        replica = make()
+        await replica.pause(5, PauseMode.ABORT)
+        await replica.pause(3, PauseMode.ABORT)
+        with pytest.raises(StaleEpoch):
+            await replica.generate(ask(epoch=4))
 
     simulate(main)
 
@@ -632,10 +675,14 @@ def test_a_pause_that_a_resume_overtakes_fails() -> None:
         replica.generate(ask())
         draining = asyncio.ensure_future(replica.pause(1, PauseMode.DRAIN))
         await asyncio.sleep(1.0)
+        replica.generate(ask(2, epoch=1))
+        await asyncio.sleep(1.0)
+        assert (await replica.stats()).waiting == 1
         await replica.resume()
         with pytest.raises(ReplicaError, match="resumed before"):
             await draining
-        assert replica.generating
+        await asyncio.sleep(1.0)
+        assert (await replica.stats()).running == 2
 
     simulate(main)
 
@@ -721,6 +768,7 @@ def test_a_hung_replica_stands_still_and_only_stats_answers() -> None:
         assert not any([first.done(), late.done(), pausing.done(), replica.generating])
         pausing.cancel()
         replica.unhang()
+        assert (await replica.stats()).generated == 30
         replica.abort(2, "test")
         assert len((await late).tokens) == 0
         assert (await timed(first))[1] == pytest.approx(50.0 + alone(10, 100))
@@ -771,6 +819,19 @@ def test_a_slow_replica_costs_its_factor_from_the_next_step_on() -> None:
         asyncio.get_running_loop().call_later(0.5, replica.slow, 2.0)  # half of the prefill is left
         asyncio.get_running_loop().call_later(5.0, replica.slow, 1.0)  # in the second step
         assert (await timed(future))[1] == pytest.approx(0.5 + 2 * 0.5 + 2 * 2.0 + 8 * 1.0)
+
+    simulate(main)
+
+
+def test_a_prefill_that_a_pause_interrupts_is_slow_too() -> None:
+    async def main() -> None:
+        replica = make(10, CostModel(1.0, 0, 0, 0.1, kv_capacity=1000))
+        future = replica.generate(ask(1, 10))
+        await asyncio.sleep(0.5)
+        await replica.pause(1, PauseMode.KEEP)
+        replica.slow(2.0)
+        await replica.resume()
+        assert (await timed(future))[1] == pytest.approx(0.5 + 2 * 0.5 + 10 * 2.0)
 
     simulate(main)
 
@@ -862,6 +923,20 @@ def test_monitors_hear_what_happens_and_when() -> None:
         assert heard[:4] == [(0.0, "start", 1), (0.0, "join", 1), (0.0, "start", 2), (0.0, "join", 2)]
         assert heard[4:] == [(4.0, "abort", 2), (10.0, "finish", 1)]
         assert replica.last_generation_time == 10.0
+
+    simulate(main)
+
+
+def test_a_loop_that_is_late_skips_no_boundary() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        replica = make(3, CostModel(1.0, 0, 0, 0, kv_capacity=1000))
+        first = replica.generate(ask(1))
+        loop._now = 5.5  # the timer for the end of the first should have fired at 3
+        second = replica.generate(ask(2))
+        assert [len((await first).tokens), len((await second).tokens)] == [3, 3]
+        replica.check()
 
     simulate(main)
 

@@ -40,17 +40,18 @@ AnyEnv = Env | AsyncEnv
 class EnvType:
     """How to make and call the envs of one domain; looked up once, not for every episode."""
 
-    __slots__ = ("_args", "_async", "_factory", "name")
+    __slots__ = ("_args", "_factory", "_made_on_loop", "_on_loop", "name")
 
     def __init__(self, name: str, factory: Callable[..., Any], args: dict[str, Any]) -> None:
         self.name = name
         self._factory = factory
         self._args = args
-        self._async = is_async(getattr(factory, "step", factory))
+        self._made_on_loop = is_async(getattr(factory, "step", factory))
+        self._on_loop: dict[str, bool] = {}
 
     async def make(self) -> Any:
         """A new env; that of an async class is made on the loop."""
-        if self._async:
+        if self._made_on_loop:
             return self._factory(**self._args)
         loop = asyncio.get_running_loop()
         made: asyncio.Future[Any] = loop.run_in_executor(THREADS, lambda: self._factory(**self._args))
@@ -62,12 +63,15 @@ class EnvType:
         for method in ("reset", "step"):
             if not callable(getattr(env, method, None)):
                 raise EnvError(f"env '{self.name}' is a {type(env).__name__} without a method '{method}'")
-        self._async = is_async(env.step)
+        self._made_on_loop = is_async(env.step)
         return env
 
-    def call(self, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-        """The async form of a bound method of an env."""
-        return method if self._async else as_async(method)
+    def call(self, name: str, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
+        """The async form of the method `name` of an env."""
+        on_loop = self._on_loop.get(name)
+        if on_loop is None:
+            on_loop = self._on_loop[name] = is_async(method)
+        return method if on_loop else as_async(method)
 
     def check_observation(self, observation: Any, where: str) -> Any:
         if observation is None:
@@ -95,11 +99,12 @@ class EnvType:
 
 
 def _close_late(made: asyncio.Future[Any]) -> None:
-    """Nobody waits any more for an env that was made in a thread: it is closed in one."""
-    if not made.cancelled() and made.exception() is None:
-        close = getattr(made.result(), "close", None)
-        if close is not None and not is_async(close):
-            THREADS.submit(close)
+    """Nobody waits any more for an env that was made in a thread: it is closed all the same."""
+    if made.cancelled() or made.exception() is not None:
+        return
+    close = getattr(made.result(), "close", None)
+    if close is not None:
+        asyncio.ensure_future(as_async(close)())  # noqa: RUF006 - nobody is left to wait for it
 
 
 def _short(value: Any) -> str:

@@ -60,15 +60,10 @@ class EnvHandle:
         self.done = terminated or truncated
         return observation
 
-    def truncate(self) -> None:
-        """End the episode here."""
-        self.trajectory.truncated = True
-        self.done = True
-
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
         self._attempt.place = place
         self._leases.renew(self._attempt)
-        result = await self._type.call(method)(*args)
+        result = await self._type.call(place, method)(*args)
         self._leases.renew(self._attempt)
         self._attempt.place = "rollout"
         return result

@@ -25,11 +25,15 @@ from cadenza.rollout.failures import logger
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.leases import Leases
 from cadenza.rollout.ledger import Attempt
-from cadenza.rollout.model import GOLDEN, MASK64, Codec, Model
+from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import Sampler
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+LEFT = "left"
+"""The place of an attempt that has given its slot back."""
 
 
 class EnvWorker:
@@ -87,6 +91,11 @@ class EnvWorker:
                 attempt.runner = None
                 self._vacate(attempt)
 
+    @property
+    def patience(self) -> float:
+        """How long attempts that are stopped may take to end."""
+        return 2 * self.config.close_seconds
+
     def close(self) -> None:
         self._leases.close()
 
@@ -101,28 +110,33 @@ class EnvWorker:
         attempt.place = "init"
         env: Any = None
         try:
-            env = await type.make()
-            attempt.place = "rollout"
-            await self._play(
-                task,
-                EnvHandle(env, type, attempt, trajectory, self._leases, self.config.max_turns),
-                Model(
-                    attempt, trajectory, self._sampler, self._codec, self.config.sampling, self.config.max_context,
-                    self._leases, self._queue.ledger.events,
-                ),
-            )  # fmt: skip
-            if not trajectory.turns:
-                raise ValueError("the rollout returned without one turn of the model")
-        except Exception as error:  # noqa: BLE001 - user code: counted, shown once, bounded by a budget
-            self._failed(attempt, attempt.place, error)
+            try:
+                env = await type.make()
+                attempt.place = "rollout"
+                await self._play(
+                    task,
+                    EnvHandle(env, type, attempt, trajectory, self._leases, self.config.max_turns),
+                    Model(
+                        attempt, trajectory, self._sampler, self._codec, self.config.sampling,
+                        self.config.max_context, self._leases, self._queue.ledger.events,
+                    ),
+                )  # fmt: skip
+                if not trajectory.turns:
+                    raise ValueError("the rollout returned without one turn of the model")
+            except Exception as error:  # noqa: BLE001 - user code: counted, shown once, bounded by a budget
+                if isinstance(error, ContextFull) and trajectory.turns:
+                    trajectory.truncated = True
+                else:
+                    self._failed(attempt, attempt.place, error)
+            finally:
+                self._leases.drop(attempt)
+                if env is not None and hasattr(env, "close"):
+                    await self._close_env(type, env)
+                self._vacate(attempt)
+            if attempt.fate is None:
+                await self._score(attempt, trajectory)
         finally:
-            self._leases.drop(attempt)
-            if env is not None and hasattr(env, "close"):
-                await self._close_env(type, env)
-            self._vacate(attempt)
-        if attempt.fate is None:
-            await self._score(attempt, trajectory)
-        attempt.runner = None
+            attempt.runner = None
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """Compute the reward, and hand the episode over."""
@@ -172,11 +186,19 @@ class EnvWorker:
         error = TimeoutError(f"no progress within lease_seconds {self._leases.seconds}")
         self._failed(attempt, attempt.place, error)
         self.stop(attempt)
+        asyncio.get_running_loop().call_later(self.patience, self._abandon, attempt)
+
+    def _abandon(self, attempt: Attempt) -> None:
+        """Its env does not even let itself be cancelled: the slot goes on without it."""
+        if attempt.runner is not None and attempt.place != LEFT:
+            self.leaked_envs += 1
+            logger.warning("%s does not end after its lease; its env is left behind, its slot is not", attempt.key)
+            self._vacate(attempt)
 
     async def _close_env(self, type: EnvType, env: Any) -> None:
         try:
             async with asyncio.timeout(self.config.close_seconds):
-                await type.call(env.close)()
+                await type.call("close", env.close)()
         except TimeoutError:
             self.leaked_envs += 1
             logger.warning("close of an env of domain '%s' did not return in time; it is left behind", type.name)
@@ -185,6 +207,10 @@ class EnvWorker:
             self._queue.errors.add(f"close of domain '{type.name}'", error)
 
     def _vacate(self, attempt: Attempt) -> None:
+        """Free the slot, once."""
+        if attempt.place == LEFT:
+            return
+        attempt.place = LEFT
         self._queue.vacate(attempt)
         self._free.append(attempt.slot)
         self.busy -= 1

@@ -54,7 +54,7 @@ class Codec(Protocol):
 
 
 class ContextFull(Exception):
-    """There is no room for another token; the default rollouts end the episode as truncated."""
+    """There is no room for another token: the episode ends here, truncated."""
 
 
 class Reply:
@@ -141,10 +141,12 @@ class Model:
         asked = loop.time()
         self._leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
         limit = min(room, self._sampling.max_tokens)
-        answer = await self._part(self._chunks, limit, 0)
-        if answer.finish is Finish.ABORT:
-            answer = await self._continue(answer, limit)
-        self._leases.renew(attempt)
+        try:
+            answer = await self._part(self._chunks, limit, 0)
+            if answer.finish is Finish.ABORT:
+                answer = await self._continue(answer, limit)
+        finally:
+            self._leases.renew(attempt)
         if len(answer.tokens):
             self._chunks = (*self._chunks, answer.tokens)
             self._context += len(answer.tokens)

@@ -1,7 +1,7 @@
 """Rollouts are plain async functions of (task, env, model); these two ship.
 
 Write your own like these: whatever the function says to the model is recorded as turns, whatever the env pays is
-recorded with them, and when it returns the episode is over.
+recorded with them, and when it returns the episode is over. One that fills its context ends there, truncated.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from cadenza.config import load
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.model import ContextFull, Model
+from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
 
 Play = Callable[[Task, EnvHandle, Model], Awaitable[None]]
@@ -20,11 +20,7 @@ async def trajectory(task: Task, env: EnvHandle, model: Model) -> None:
     """One growing context: every turn sees all turns before it."""
     observation = await env.reset(task.seed)
     while not env.done:
-        try:
-            reply = await model.chat(observation)
-        except ContextFull:
-            env.truncate()
-            return
+        reply = await model.chat(observation)
         observation = await env.step(reply.text)
 
 

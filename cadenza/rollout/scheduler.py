@@ -19,7 +19,7 @@ from cadenza.observe.events import EventSink
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
 from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.failures import SchedulerClosed, Stalled
+from cadenza.rollout.failures import SchedulerClosed, Stalled, logger
 from cadenza.rollout.group_queue import GroupQueueManager, Mode
 from cadenza.rollout.ledger import Ledger
 from cadenza.rollout.metrics import rollout_metrics
@@ -144,8 +144,12 @@ class RolloutScheduler:
                 await self.sampler.resume(holder=self)
         self._closing.set()
         if self._root is not None:
-            await asyncio.wait([self._root])
+            await asyncio.wait([self._root], timeout=self._worker.patience)
             self._worker.close()
+            if not self._root.done():
+                logger.error("%d attempts do not end; they are left behind", self._worker.busy)
+                self._root.cancel()
+                return
             self._root.result()
 
     # -- what an operator asks -----------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def worth_training(group: list[Trajectory]) -> bool:
 class BatchLine:
     """One batch."""
 
+    time: float
     step: int
     version: int
     wait_seconds: float
@@ -173,21 +174,32 @@ class DemoRun:
     replicas: list[SimReplica] = field(init=False)
     scheduler: RolloutScheduler = field(init=False)
     _faults: Faults = field(init=False)
+    _main: asyncio.Task[None] | None = None
     _step: int = 0
     _phase: str = "starting"
 
     async def play(self, watch: Callable[[Snapshot], None]) -> None:
         """Run it from the first step to the shutdown."""
+        self._main = asyncio.current_task()
         self._build()
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._watch(watch), name="watch")
-            await self._train(tasks)
-            watching.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self._watch(watch), name="watch")
+                await self._train(tasks)
+                watching.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await self.scheduler.shutdown()
+            await asyncio.sleep(TICK)  # the engines end the step they are in
+            await self.scheduler.sampler.close()
         self._phase = "done"
-        await self.scheduler.shutdown()
-        await asyncio.sleep(TICK)  # the engines end the step they are in
-        await self.scheduler.sampler.close()
         watch(await self._snapshot())
+
+    def stop(self) -> None:
+        """End the run early: `play` shuts down and raises CancelledError."""
+        if self._main is not None:
+            self._main.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
         """The controller's program."""
@@ -265,6 +277,7 @@ class DemoRun:
         staleness = batch.meta_info["version"] - oldest
         self.batches.append(
             BatchLine(
+                time=asyncio.get_running_loop().time(),
                 step=self._step,
                 version=batch.meta_info["version"],
                 wait_seconds=batch.meta_info["wait_seconds"],
@@ -285,9 +298,9 @@ def _in_words(event: Event, before: str) -> str:
     """The event as a sentence if it is worth one; the members of one filtered group get one together."""
     time, kind, subject, detail = event
     if kind == "lost":
-        return f"{subject} lost: {detail}; its requests go on elsewhere"
+        return f"{subject} lost: {detail}, its requests move"
     if kind == "failed":
-        return f"{subject} failed: {detail}"
+        return f"{subject} failed: {detail.rpartition(': ')[2]}"
     if kind == "issue" and not subject.endswith("#0"):
         return f"{subject} issued: the next try"
     if kind == "filtered":

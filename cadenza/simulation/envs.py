@@ -56,8 +56,7 @@ class World:
         """What the filter said, by group."""
         self.on_verdict: Callable[[int, bool, float], None] = lambda group, keep, delay: None
         """Told of each verdict and of the seconds until it is known."""
-        self.off_loop_seconds: dict[str, float] = {}
-        self._judged: dict[tuple[str, int], list[int]] = {}
+        self._judged: dict[tuple[str, str], list[int]] = {}
 
     def open(self, scheduler: str) -> int:
         """An env is made; returns its number."""
@@ -76,11 +75,12 @@ class World:
         judge = _Judge(self, domain, scheduler)
         return judge.asynchronous if domain.reward == "async" else judge
 
-    def judge(self, scheduler: str, trajectory: Trajectory) -> tuple[int, Fault | None]:
-        """Another call for a trajectory: its number among the judged, and what goes wrong."""
-        number, calls = self._judged.setdefault((scheduler, trajectory.id), [len(self._judged), 0])
-        self._judged[scheduler, trajectory.id][1] += 1
-        fault = self.plan.of_reward(number, calls)
+    def judge(self, scheduler: str) -> tuple[int, Fault | None]:
+        """Another call for an attempt: its number among the judged, and what goes wrong."""
+        judged = self._judged.setdefault((scheduler, _attempt()), [len(self._judged), 0])
+        number, call = judged
+        judged[1] += 1
+        fault = self.plan.of_reward(number, call)
         if fault is not None:
             self.hit(scheduler, fault)
         return number, fault
@@ -100,11 +100,11 @@ class World:
         async def on_loop(group: list[Trajectory]) -> bool:
             if kind == "slow":
                 await asyncio.sleep(latency(seconds, 0.25, self.scenario.seed, group[0].group, 3))
-            return self._keep(group, 0.0)
+            return self.keep(group, 0.0)
 
-        return on_loop if kind == "instant" or kind == "slow" else _OffLoopFilter(self)
+        return on_loop if kind in ("instant", "slow") else _OffLoopFilter(self)
 
-    def _keep(self, group: list[Trajectory], delay: float) -> bool:
+    def keep(self, group: list[Trajectory], delay: float) -> bool:
         chance = (mixed(self.scenario.seed, group[0].task.seed, len(group[0].task.id), 4) % 1000) / 1000
         keep = chance >= self.scenario.filter_rate
         self.verdicts[group[0].group] = keep
@@ -118,15 +118,17 @@ class _OffLoopFilter:
     def __init__(self, world: World) -> None:
         self.world = world
         self.calls = 0
+        self._cost = 0.0
 
     def seconds(self) -> float:
+        """What the next call costs."""
         scenario = self.world.scenario
-        return latency(scenario.filter_seconds, 0.25, scenario.seed, self.calls, 3)
+        self.calls += 1
+        self._cost = latency(scenario.filter_seconds, 0.25, scenario.seed, self.calls, 3)
+        return self._cost
 
     def __call__(self, group: list[Trajectory]) -> bool:
-        seconds = self.seconds()
-        self.calls += 1
-        return self.world._keep(group, seconds)
+        return self.world.keep(group, self._cost)
 
 
 class _Judge:
@@ -136,35 +138,28 @@ class _Judge:
         self.world = world
         self.domain = domain
         self.scheduler = scheduler
-        self.calls = 0
-        self.hanging = False
+        self._fault: Fault | None = None
 
     def seconds(self) -> float:
-        """What the next call off the loop costs."""
-        return latency(self.domain.reward_seconds, self.domain.grid, self.world.scenario.seed, self.calls, 2)
+        """What the next call costs; it meets its fault, if it has one."""
+        number, self._fault = self.world.judge(self.scheduler)
+        if self._fault is not None and self._fault.kind == "reward_hang":
+            return FOREVER
+        return latency(self.domain.reward_seconds, self.domain.grid, self.world.scenario.seed, number, 2)
 
     async def asynchronous(self, trajectory: Trajectory) -> float:
-        number, fault = self.world.judge(self.scheduler, trajectory)
-        seed = self.world.scenario.seed
-        await asyncio.sleep(latency(self.domain.reward_seconds, self.domain.grid, seed, number, 2))
-        if fault is not None:
-            if fault.kind == "reward_hang":
-                await asyncio.sleep(FOREVER)
-            raise SimulatedFault("the reward was told to raise")
-        return self.world.score(self.scheduler, trajectory)
+        seconds = self.seconds()
+        fault = self._fault
+        await asyncio.sleep(seconds)
+        return self._say(trajectory, fault)
 
     def __call__(self, trajectory: Trajectory) -> float:
-        self.calls += 1
-        _, fault = self.world.judge(self.scheduler, trajectory)
-        if fault is not None:
-            if fault.kind == "reward_hang":
-                raise Hang
+        return self._say(trajectory, self._fault)
+
+    def _say(self, trajectory: Trajectory, fault: Fault | None) -> float:
+        if fault is not None and fault.kind == "reward_exception":
             raise SimulatedFault("the reward was told to raise")
         return self.world.score(self.scheduler, trajectory)
-
-
-class Hang(Exception):
-    """Off the loop, a call that never returns: its outcome is due when nobody waits any more."""
 
 
 class SimEnv:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal, get_args
@@ -186,16 +186,18 @@ class FaultPlan:
                 replica.lost_abort()
 
 
-class FaultyReplica(SimReplica):
-    """A simulated replica that tells when a fault of it takes effect, and remembers what it was asked."""
+OnAsk = Callable[["FaultyReplica", Request, "asyncio.Future[Generation]"], None]
 
-    def __init__(self, plan: FaultPlan, *args: Any, **options: Any) -> None:
+
+class FaultyReplica(SimReplica):
+    """A simulated replica that tells what it is asked, and when a fault of it takes effect."""
+
+    def __init__(self, plan: FaultPlan, on_ask: OnAsk, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.dead = False
         self.asleep = False
-        self.asked: list[tuple[Request, asyncio.Future[Generation]]] = []
-        """Every request and its answer, in order."""
         self._plan = plan
+        self._on_ask = on_ask
         self._told_late = False
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
@@ -203,7 +205,7 @@ class FaultyReplica(SimReplica):
         future = super().generate(request)
         if self._flaky < flaky:
             self._plan.injected["flaky"] += 1
-        self.asked.append((request, future))
+        self._on_ask(self, request, future)
         return future
 
     def abort(self, request_id: int, cause: str) -> None:

@@ -603,7 +603,7 @@ class SimReplica:
             self._inbox.append(self._soon)
             return
         now = self._loop.time()
-        self._asked = self._timer is not None and self._due <= now  # then it is about to fire
+        self._asked = self._timer is not None and self._due <= now  # the timer is about to fire
         if self._asked:
             return
         self._advance(now)
@@ -621,11 +621,8 @@ class SimReplica:
                 self._timer.cancel()
                 self._timer = None
             return
-        ends = self._ends
-        while ends[0][2].ticket != ends[0][1]:
-            heappop(ends)
         running = len(self._running)
-        steps = min(ends[0][0] - self._steps, (self.kv_capacity - self._kv) // running)
+        steps = min(self._ends[0][0] - self._steps, (self.kv_capacity - self._kv) // running)
         self._arm(self._start + self._factor * self.cost.decode(steps, running, self._kv), self._steps + steps)
 
     def _arm(self, when: float, step: int) -> None:
@@ -788,8 +785,6 @@ class SimReplica:
         return tuple(spans)
 
     def _adopt(self, version: int) -> None:
-        if self._eras[-1][0] == self._steps:
-            self._eras.pop()
         self._eras.append((self._steps, version))
         self.version = version
         if not self.keep_kv:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Literal
 
-from cadenza.simulation.faults import FOREVER, Fault, draw_faults
+from cadenza.simulation.faults import Fault, draw_faults
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0, 4.0)
 MIN_TRAJECTORIES = 64
@@ -28,6 +28,28 @@ update with the gate open."""
 FilterKind = Literal["none", "instant", "slow", "off_loop"]
 RewardForm = Literal["none", "async", "sync"]
 
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Of every simulated scheduler, in seconds: short, and far enough apart to tell which one expired."""
+
+    lease: float = 20.0
+    reward: float = 8.0
+    close: float = 3.0
+    stall: float = 400.0
+    control: float = 5.0
+    load: float = 6.0
+    heartbeat: float = 2.0
+    strikes: int = 3
+
+    @property
+    def fault(self) -> float:
+        """What one fault may cost: whatever it hits is noticed by one of these."""
+        health = self.heartbeat * (self.strikes + 3)
+        return self.lease + self.close + health + 2 * self.control + 2 * self.load + 3 * self.reward
+
+
+DEADLINES = Deadlines()
 MASK64 = (1 << 64) - 1
 
 
@@ -148,6 +170,17 @@ class Scenario:
     def bound(self) -> int:
         """The largest staleness that may be trained."""
         return math.ceil(self.alpha)
+
+    @property
+    def time_limit(self) -> float:
+        """Virtual seconds that suffice: everything that must be done, one after the other at the lowest speed, and
+        the deadline of every fault and of every control call."""
+        turns = max(domain.turns for domain in self.domains)
+        env = max(5 * domain.seconds + domain.close_seconds + 5 * domain.reward_seconds for domain in self.domains)
+        turn = 8 * (5 * self.length + 1) * (self.step_seconds + 1e-3) + self.arrival_delay + env
+        attempts = 2 * (self.steps + self.bound + 2) * self.batch_size + 100
+        step = 2 * DEADLINES.control + 2 * DEADLINES.load + self.train_seconds + 5 * self.filter_seconds
+        return attempts * turns * turn + self.steps * step + (len(self.faults) + 1) * DEADLINES.fault
 
     @property
     def tasks(self) -> int | None:
@@ -292,20 +325,6 @@ def latency(seconds: float, grid: float, *key: int) -> float:
     return round(drawn / grid) * grid if grid else drawn
 
 
-def settings() -> dict[str, Any]:
-    """Deadlines of every simulated scheduler: short, and far enough apart to tell which one expired."""
-    return {
-        "lease_seconds": 20.0,
-        "reward_seconds": 8.0,
-        "close_seconds": 3.0,
-        "stall_seconds": 400.0,
-        "control_seconds": 5.0,
-        "load_seconds": 6.0,
-        "heartbeat_seconds": 2.0,
-        "max_strikes": 3,
-    }
-
-
 def length_of(scenario: Scenario) -> Callable[[Any], int]:
     """Tokens of a whole turn, from the key of its randomness."""
     mean = scenario.length
@@ -315,5 +334,3 @@ def length_of(scenario: Scenario) -> Callable[[Any], int]:
 
     return length
 
-
-__all__ = ["ALPHAS", "FOREVER", "DomainPlan", "Resize", "Scenario", "ValidationPlan", "latency", "length_of", "mixed"]
