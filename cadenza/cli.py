@@ -26,10 +26,11 @@ app.command(bench)
 
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Seed = Annotated[int, Parameter(validator=validators.Number(gte=0))]
+Flag = Annotated[bool, Parameter(negative="")]
 
 
 @app.command
-def demo(*, out: Path = Path("runs/demo"), seed: Seed = 0, fast: Annotated[bool, Parameter(negative="")] = False) -> int:
+def demo(*, out: Path = Path("runs/demo"), seed: Seed = 0, fast: Flag = False) -> int:
     """Watch a simulated run: progress, a timeline and the ledger.
 
     Parameters
@@ -52,7 +53,7 @@ def fuzz(
     schedules: Count = 2000,
     seed: Seed = 0,
     replay: Seed | None = None,
-    json: Annotated[bool, Parameter(negative="")] = False,
+    json: Flag = False,
 ) -> int:
     """Run random schedules with faults and check the invariants; a failure prints the seed that replays it.
 
@@ -73,7 +74,7 @@ def fuzz(
 
 
 @bench.command
-def control_plane(*, json: Annotated[bool, Parameter(negative="")] = False) -> int:
+def control_plane(*, json: Flag = False) -> int:
     """CPU time and memory of the scheduler per trajectory, route and batch.
 
     Parameters

@@ -1,5 +1,7 @@
 """Errors that user code may raise or meet, below everything that raises them."""
 
+import asyncio
+
 
 class InfrastructureError(Exception):
     """Something under the rollout broke: a process, a network, a time-out. It is retried elsewhere and never becomes
@@ -12,3 +14,15 @@ class EnvError(Exception):
 
 class RewardError(Exception):
     """A reward function broke its contract."""
+
+
+USER_CODE = (Exception, SystemExit, asyncio.CancelledError)
+"""What user code may raise and the run survives: an env that calls `sys.exit`, or awaits something that was cancelled,
+ends its attempt and not the job."""
+
+
+def raise_if_stopped(error: BaseException) -> None:
+    """A cancellation from outside is not user code's: it goes on."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error

@@ -120,9 +120,7 @@ def test_the_inverse_order_undoes_a_reorder(data: DataProto, random: Any) -> Non
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=protos())
-def test_a_batch_comes_back_from_disk_as_it_went(
-    tmp_path_factory: pytest.TempPathFactory, data: DataProto
-) -> None:
+def test_a_batch_comes_back_from_disk_as_it_went(tmp_path_factory: pytest.TempPathFactory, data: DataProto) -> None:
     directory = tmp_path_factory.mktemp("disk") / "batch"
     data.to_disk(directory)
     loaded = DataProto.from_disk(directory)
@@ -234,9 +232,7 @@ def test_a_padded_result_assigned_like_a_ragged_column_shrinks_with_it() -> None
     data.batch.assign_like("advantages", data.batch["input_ids"] * 0.5, like="input_ids")
     part = data[:2]
     assert part.batch["advantages"].shape == part.batch["input_ids"].shape == (2, 2)
-    with pytest.raises(
-        ValueError, match=r"column 'advantages' is \[2, 3\], 'input_ids' is padded to \[2, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"column 'advantages' is \[2, 3\], 'input_ids' is padded to \[2, 2\]"):
         part.batch.assign_like("advantages", torch.ones(2, 3), like="input_ids")
 
 

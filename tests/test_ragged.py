@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.data.ragged import Array, Ragged
+from cadenza.data.ragged import Array, Positions, Ragged
 
 
 def padded_slowly(ragged: Ragged) -> Array:
@@ -38,9 +38,7 @@ def runs(draw: st.DrawFn) -> tuple[Ragged, Ragged]:
     total = int(counts.sum())
     cuts = sorted(draw(st.lists(st.integers(0, total), max_size=6)))
     offsets = [0, *cuts, total]
-    return Ragged.from_runs(values, counts, offsets, pad=-1), Ragged(
-        np.repeat(values, counts), offsets, pad=-1
-    )
+    return Ragged.from_runs(values, counts, offsets, pad=-1), Ragged(np.repeat(values, counts), offsets, pad=-1)
 
 
 @given(raggeds())
@@ -60,9 +58,7 @@ def test_taking_and_slicing_rows_gives_those_rows(ragged: Ragged, data: st.DataO
     taken = ragged.take(np.array(rows, np.int64))
     assert [row.tolist() for row in taken] == [ragged[i].tolist() for i in rows]
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(ragged))] * 2)))
-    assert [row.tolist() for row in ragged.slice(start, stop)] == [
-        ragged[i].tolist() for i in range(start, stop)
-    ]
+    assert [row.tolist() for row in ragged.slice(start, stop)] == [ragged[i].tolist() for i in range(start, stop)]
 
 
 @given(runs(), st.data())
@@ -154,3 +150,20 @@ def test_a_row_outside_is_an_index_error() -> None:
     assert ragged[-1].tolist() == [2, 3]
     with pytest.raises(IndexError, match="row 2 of a ragged column with 2 rows"):
         ragged[2]
+
+
+@given(lengths=st.lists(st.integers(0, 9), max_size=8))
+def test_positions_count_from_zero_in_every_row_and_store_only_the_offsets(lengths: list[int]) -> None:
+    offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
+    plain = Ragged.from_rows([np.arange(length, dtype=np.int32) for length in lengths], dtype=np.int32)
+    positions = Positions(offsets)
+    assert positions == plain
+    assert np.array_equal(positions.padded, plain.padded)
+    assert positions.nbytes == offsets.nbytes
+    rows = np.arange(len(lengths))[::-1]
+    assert isinstance(positions.take(rows), Positions)
+    assert positions.take(rows) == plain.take(rows)
+    assert Ragged.concat([positions, positions]) == Ragged.concat([plain, plain])
+    assert pickle.loads(pickle.dumps(positions)) == plain
+    if lengths:
+        assert positions.slice(1, len(lengths)) == plain.slice(1, len(lengths))

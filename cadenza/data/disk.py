@@ -43,9 +43,7 @@ def write(path: Path, stored: Stored) -> None:
         tensors |= {f"{part}/{name}": np.ascontiguousarray(array) for part, array in _parts(column).items()}
     document = {
         "format": _FORMAT,
-        "tensors": {
-            name: "ragged" if isinstance(c, Ragged) else "dense" for name, c in stored.tensors.items()
-        },
+        "tensors": {name: "ragged" if isinstance(c, Ragged) else "dense" for name, c in stored.tensors.items()},
         "objects": {name: list(values) for name, values in stored.objects.items()},
         "meta_info": stored.meta_info,
     }

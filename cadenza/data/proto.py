@@ -104,9 +104,7 @@ class TensorColumns(MutableMapping[str, "torch.Tensor"]):
         array, family = _as_array(name, padded), self.ragged(like)
         expected = (len(family), family.width)
         if array.shape != expected:
-            raise ValueError(
-                f"column {name!r} is {list(array.shape)}, {like!r} is padded to {list(expected)}"
-            )
+            raise ValueError(f"column {name!r} is {list(array.shape)}, {like!r} is padded to {list(expected)}")
         self[name] = Ragged.from_padded(array, family.offsets, pad=pad)
 
     def __delitem__(self, name: str) -> None:
@@ -124,9 +122,7 @@ class TensorColumns(MutableMapping[str, "torch.Tensor"]):
         return len(self._table.tensors)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorColumns) and columns.all_same(
-            self._table.tensors, other._table.tensors
-        )
+        return isinstance(other, TensorColumns) and columns.all_same(self._table.tensors, other._table.tensors)
 
     def __repr__(self) -> str:
         return _listing("TensorColumns", self._table.tensors)
@@ -160,9 +156,7 @@ class ObjectColumns(MutableMapping[str, Array]):
         return len(self._table.objects)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectColumns) and columns.all_same(
-            self._table.objects, other._table.objects
-        )
+        return isinstance(other, ObjectColumns) and columns.all_same(self._table.objects, other._table.objects)
 
     def __repr__(self) -> str:
         return _listing("ObjectColumns", self._table.objects)
@@ -214,9 +208,7 @@ class DataProto:
 
     def __repr__(self) -> str:
         meta = ", ".join(self.meta_info) or "none"
-        return _listing(
-            f"DataProto: {len(self)} rows, {self.nbytes:,} bytes, meta_info: {meta}", self.columns
-        )
+        return _listing(f"DataProto: {len(self)} rows, {self.nbytes:,} bytes, meta_info: {meta}", self.columns)
 
     def __getstate__(self) -> dict[str, Any]:
         """Numpy only, so that pickle 5 and Ray ship the buffers uncopied; padded views and tensors stay."""
@@ -246,9 +238,7 @@ class DataProto:
         """All rows in another order. Only a permutation will do, so that no row is lost or counted twice."""
         rows = self._checked_rows(np.asarray(indices))
         if not np.array_equal(np.sort(rows), np.arange(len(self))):
-            raise ValueError(
-                f"reorder needs each of the {len(self)} rows once: for other choices use data[indices]"
-            )
+            raise ValueError(f"reorder needs each of the {len(self)} rows once: for other choices use data[indices]")
         return self._take(rows)
 
     def repeat(self, n: int, interleave: bool = True) -> DataProto:
@@ -261,9 +251,7 @@ class DataProto:
         """n parts whose sizes differ by at most one; the longer ones come first."""
         _at_least_one("chunk", n)
         if n > len(self):
-            raise ValueError(
-                f"cannot cut {len(self)} rows into {n} chunks: ask for fewer or pad_to_multiple({n})"
-            )
+            raise ValueError(f"cannot cut {len(self)} rows into {n} chunks: ask for fewer or pad_to_multiple({n})")
         size, longer = divmod(len(self), n)
         return [self._slice(a, b) for a, b in pairwise(i * size + min(i, longer) for i in range(n + 1))]
 
@@ -280,9 +268,7 @@ class DataProto:
         members: dict[Hashable, list[int]] = {}
         for row, value in enumerate(keys.tolist()):
             if not isinstance(value, Hashable):
-                raise TypeError(
-                    f"group_by: column {column!r}, row {row} is an unhashable {type(value).__name__}"
-                )
+                raise TypeError(f"group_by: column {column!r}, row {row} is an unhashable {type(value).__name__}")
             members.setdefault(value, []).append(row)
         return {value: self._take(np.array(rows)) for value, rows in members.items()}
 
@@ -293,9 +279,7 @@ class DataProto:
         _at_least_one("mini_batches size", size)
         _at_least_one("mini_batches epochs", epochs)
         if drop_last and 0 < len(self) < size:
-            raise ValueError(
-                f"mini_batches({size}, drop_last=True) drops all {len(self)} rows: use a smaller size"
-            )
+            raise ValueError(f"mini_batches({size}, drop_last=True) drops all {len(self)} rows: use a smaller size")
         return self._mini_batches(size, epochs, seed, drop_last)
 
     def _mini_batches(self, size: int, epochs: int, seed: int | None, drop_last: bool) -> Iterator[DataProto]:
@@ -334,9 +318,7 @@ class DataProto:
         return kept
 
     @staticmethod
-    def concat(
-        parts: Sequence[DataProto], *, on_meta_conflict: Literal["raise", "drop"] = "raise"
-    ) -> DataProto:
+    def concat(parts: Sequence[DataProto], *, on_meta_conflict: Literal["raise", "drop"] = "raise") -> DataProto:
         """All rows in order. meta_info is merged; a key with two values is an error, or dropped."""
         if not parts:
             raise ValueError("concat needs at least one DataProto")
@@ -475,9 +457,7 @@ def _as_array(name: str, value: object) -> Array:
 
         if isinstance(value, torch.Tensor):
             if value.dtype == torch.bfloat16:
-                raise TypeError(
-                    f"column {name!r} is bfloat16, which numpy does not have: convert it with .float()"
-                )
+                raise TypeError(f"column {name!r} is bfloat16, which numpy does not have: convert it with .float()")
             value = value.detach().cpu().numpy()
     if not isinstance(value, np.ndarray):
         raise TypeError(

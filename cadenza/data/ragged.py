@@ -56,9 +56,7 @@ class Ragged:
         self._runs: _Runs | None = None
 
     @classmethod
-    def from_rows(
-        cls, rows: Sequence[npt.ArrayLike], *, dtype: npt.DTypeLike | None = None, pad: float = 0
-    ) -> Ragged:
+    def from_rows(cls, rows: Sequence[npt.ArrayLike], *, dtype: npt.DTypeLike | None = None, pad: float = 0) -> Ragged:
         """One row per 1-D array. Without `dtype` the rows must be arrays that agree on one."""
         if dtype is None and not rows:
             raise ValueError("no rows, so no dtype: pass dtype=")
@@ -74,15 +72,11 @@ class Ragged:
         return cls(values, _offsets(np.array([len(row) for row in arrays], np.int64)), pad=pad)
 
     @classmethod
-    def from_runs(
-        cls, values: Array, counts: npt.ArrayLike, offsets: npt.ArrayLike, *, pad: float = 0
-    ) -> Ragged:
+    def from_runs(cls, values: Array, counts: npt.ArrayLike, offsets: npt.ArrayLike, *, pad: float = 0) -> Ragged:
         """`values[r]` stands for `counts[r]` tokens in sequence; a run may go on over the end of a row."""
         repeats = np.asarray(counts, np.int64)
         if values.ndim != 1 or repeats.shape != values.shape:
-            raise ValueError(
-                f"runs need one count per value, got {list(values.shape)} and {list(repeats.shape)}"
-            )
+            raise ValueError(f"runs need one count per value, got {list(values.shape)} and {list(repeats.shape)}")
         if repeats.size and repeats.min() < 0:
             raise ValueError(f"run counts must be >= 0, got {repeats.min()}")
         ends = np.cumsum(repeats)
@@ -117,6 +111,8 @@ class Ragged:
                     f"{first.dtype} padded with {first.pad}"
                 )
         offsets = _offsets(np.concatenate([part.lengths for part in parts]))
+        if all(isinstance(part, Positions) for part in parts):
+            return Positions(offsets)
         runs = [part._runs for part in parts if part._runs is not None]
         if len(runs) < len(parts):
             return cls(np.concatenate([part.values for part in parts]), offsets, pad=first.pad)
@@ -165,9 +161,7 @@ class Ragged:
         if self._runs is not None:
             after = self._runs.offsets[1:]
             values = np.insert(self._runs.values, after, self.pad)
-            return np.repeat(values, np.insert(self._runs.counts, after, width - lengths)).reshape(
-                rows, width
-            )
+            return np.repeat(values, np.insert(self._runs.counts, after, width - lengths)).reshape(rows, width)
         values = self.values
         if len(values) == rows * width:
             return values.reshape(rows, width)
@@ -235,6 +229,43 @@ class Ragged:
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
         self.__dict__.update(state)
+
+
+class Positions(Ragged):
+    """0, 1, 2 ... in every row. Only the offsets are kept."""
+
+    def __init__(self, offsets: npt.ArrayLike) -> None:
+        starts = np.asarray(offsets, np.int64)
+        super().__init__(np.empty(0, np.int32), starts[:1])
+        self.offsets = _checked_offsets(starts, int(starts[-1]))
+        self._flat = None
+
+    @property
+    def values(self) -> Array:
+        if self._flat is None:
+            longest = np.arange(self.width, dtype=np.int32)
+            self._flat = np.concatenate([longest[:length] for length in self.lengths] or [longest])
+        return self._flat
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.offsets.nbytes)
+
+    @cached_property
+    def padded(self) -> Array:
+        positions, lengths = np.arange(self.width, dtype=np.int32), self.lengths[:, None]
+        if len(lengths) and lengths.min() == self.width:
+            return np.tile(positions, (len(lengths), 1))
+        return np.where(positions < lengths, positions, self.pad)
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        return Positions(self.offsets[start : stop + 1] - self.offsets[start])
+
+    def take(self, rows: Array) -> Ragged:
+        return Positions(_offsets(self.lengths[rows]))
+
+    def __getstate__(self) -> dict[str, object]:
+        return super().__getstate__() | {"_flat": None}
 
 
 def same_array(a: Array, b: Array) -> bool:

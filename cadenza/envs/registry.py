@@ -1,4 +1,4 @@
-"""Environments by name."""
+"""Environments by name. Those that ship are loaded when they are asked for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from cadenza.config import load
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
 
+BUILT_IN = {
+    "frozenlake": "cadenza.envs.frozenlake:FrozenLake",
+    "sokoban": "cadenza.envs.sokoban:Sokoban",
+    "gymnasium": "cadenza.envs.adapters.gymnasium:Gymnasium",
+    "textarena": "cadenza.envs.adapters.textarena:TextArena",
+}
+
 _factories: dict[str, Factory] = {}
 
 
@@ -18,6 +25,8 @@ def env(name: str) -> Callable[[F], F]:
     """Register a class (or a factory) as the environment `name`."""
 
     def register(factory: F) -> F:
+        if name in BUILT_IN:
+            raise ValueError(f"env '{name}' is built in, as {BUILT_IN[name]}; choose another name")
         known = _factories.get(name)
         if known is not None and known is not factory and known.__qualname__ != factory.__qualname__:
             raise ValueError(f"env '{name}' is registered already, as {known.__module__}.{known.__qualname__}")
@@ -29,7 +38,7 @@ def env(name: str) -> Callable[[F], F]:
 
 def registered() -> list[str]:
     """Names of the known environments."""
-    return sorted(_factories)
+    return sorted({*_factories, *BUILT_IN})
 
 
 def make(spec: str | Factory) -> Factory:
@@ -38,11 +47,11 @@ def make(spec: str | Factory) -> Factory:
         return spec
     if spec in _factories:
         return _factories[spec]
-    if ":" in spec:
-        factory = load(spec)
+    if spec in BUILT_IN or ":" in spec:
+        factory = load(BUILT_IN.get(spec, spec))
         if not callable(factory):
             raise ValueError(f"env '{spec}' is a {type(factory).__name__}, not a class or function")
         return factory  # type: ignore[no-any-return]
-    near = difflib.get_close_matches(spec, _factories, n=1)
-    hint = f"did you mean '{near[0]}'?" if near else f"known envs: {', '.join(registered()) or 'none'}"
+    near = difflib.get_close_matches(spec, registered(), n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"known envs: {', '.join(registered())}"
     raise ValueError(f"env '{spec}' is not registered; {hint} (or write 'package.module:Class')")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT, SHADE = "#22272e", "#8a929c", "#f0d9a8"
+LEFT, RIGHT, TOP, BOTTOM, GAP = 1.2, 0.15, 0.55, 0.8, 0.12
+"""Inches around the lanes, and between them."""
 COLUMNS = 1500
 """Columns in which the requests in flight are averaged: more than this nobody can see."""
 
@@ -23,25 +25,39 @@ COLUMNS = 1500
 def write_png(timeline: Timeline, path: Path, *, title: str = "cadenza") -> None:
     """Draw the run."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("a timeline as PNG needs matplotlib: pip install 'cadenza[plot]'") from error
-    lanes = len(timeline.replicas)
     swim = float(np.clip(0.045 * timeline.slots, 2.0, 8.0))
-    heights = [0.4, *[0.62] * lanes, 0.62, swim]
-    figure = Figure(figsize=(15, sum(heights) + 1.5), dpi=120, layout="constrained", facecolor="white")
-    figure.get_layout_engine().set(h_pad=0.02, hspace=0.0, w_pad=0.08)  # type: ignore[union-attr]
-    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    for ax in axes:
-        _plain(ax, timeline)
-    _headline(axes[0], timeline)
-    edges = np.linspace(timeline.start, max(timeline.end, timeline.start + 1e-9), COLUMNS + 1)
-    _replicas(axes[1:-2], timeline, edges)
-    _busy(axes[-2], timeline, edges)
-    _swim(axes[-1], timeline)
-    _words(figure, timeline, title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    heights = [0.4, *[0.52] * len(timeline.replicas), 0.52, swim]
+    with rc_context({"text.parse_math": False}):
+        figure = Figure(figsize=(15, sum(heights) + GAP * len(heights) + TOP + BOTTOM), dpi=120, facecolor="white")
+        axes = _lanes(figure, heights)
+        for ax in axes:
+            _plain(ax, timeline)
+        edges = np.linspace(timeline.start, max(timeline.end, timeline.start + 1e-9), COLUMNS + 1)
+        _headline(axes[0], timeline)
+        _replicas(axes[1:-2], timeline, edges)
+        _busy(axes[-2], timeline, edges)
+        _swim(axes[-1], timeline)
+        _words(figure, timeline, title)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def _lanes(figure: Figure, heights: list[float]) -> list[Axes]:
+    """Axes below each other, of these heights in inches."""
+    width, height = figure.get_size_inches()
+    axes: list[Axes] = []
+    above = TOP
+    for number, lane in enumerate(heights, 1):
+        above += lane
+        box = (LEFT / width, 1 - above / height, 1 - (LEFT + RIGHT) / width, lane / height)
+        axes.append(figure.add_axes(box, sharex=axes[0] if axes else None))
+        axes[-1].tick_params(labelbottom=number == len(heights))
+        above += GAP
+    return axes
 
 
 def concurrency(spans: Iterable[tuple[float, float]], edges: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -78,9 +94,10 @@ def _headline(ax: Axes, timeline: Timeline) -> None:
     ax.spines["bottom"].set_visible(False)
     every = max(1, len(timeline.published) // 40)
     for time, version in timeline.published[::every]:
-        style = {"color": _version(version), "fontsize": 9, "fontweight": "bold"}
-        ax.text(time, 0.95, f" v{version}", ha="left", va="top", **style)
-    ax.plot([time for time, _ in timeline.cuts], [0.14] * len(timeline.cuts), "v", color=INK, markersize=5, clip_on=False)
+        colour = _version(version)
+        ax.text(time, 0.95, f" v{version}", ha="left", va="top", color=colour, fontsize=9, fontweight="bold")
+    times = [time for time, _ in timeline.cuts]
+    ax.plot(times, [0.14] * len(times), "v", color=INK, markersize=5, clip_on=False)
     _name(ax, "batches ▾", y=0.12)
 
 
@@ -97,8 +114,9 @@ def _replicas(axes: Any, timeline: Timeline, edges: NDArray[np.float64]) -> None
         layers = [(version, concurrency(spans[name][version], edges)) for version in sorted(spans[name])]
         if layers:
             colours = [_version(version) for version, _ in layers]
-            ax.stackplot(middles, [layer for _, layer in layers], colors=colours, step="mid", linewidth=0, zorder=2)
-            top = max(top, float(sum(layer for _, layer in layers).max()))
+            stack = np.array([layer for _, layer in layers])
+            ax.stackplot(middles, stack, colors=colours, step="mid", linewidth=0, zorder=2)
+            top = max(top, float(stack.sum(axis=0).max()))
         if name in lost:
             _tombstone(ax, timeline, *lost[name])
         _name(ax, name)
@@ -109,7 +127,7 @@ def _replicas(axes: Any, timeline: Timeline, edges: NDArray[np.float64]) -> None
 
 def _tombstone(ax: Axes, timeline: Timeline, time: float, cause: str) -> None:
     ax.axvspan(time, timeline.end, facecolor="#fbeeee", edgecolor=FATES["failed"], alpha=0.4, hatch="//", linewidth=0)
-    text = f"lost: {cause}" if len(cause) <= 60 else f"lost: {cause[:57]}..."
+    text = _short(f"lost: {cause}", 60)
     late = time > timeline.start + 0.75 * (timeline.end - timeline.start)
     ax.text(
         time, 0.5, f"  {text}  ", transform=ax.get_xaxis_transform(), ha="right" if late else "left", va="center",
@@ -153,13 +171,14 @@ def _words(figure: Figure, timeline: Timeline, title: str) -> None:
     handles = [Patch(color=FATES[fate], label=f"{fate} {count:,}") for fate, count in counts.items() if count]
     handles.append(Patch(color=SHADE, label="gate closed"))
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9, labelcolor=INK,
+        handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=9, labelcolor=INK,
         handlelength=1.1,
     )  # fmt: skip
     tokens = sum(life.tokens for life in timeline.lives)
-    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
+    height = figure.get_figheight()
+    figure.text(0.012, 1 - 0.08 / height, title, va="top", fontsize=13, fontweight="bold", color=INK)
     figure.text(
-        0.013, 1 - 0.31 / figure.get_figheight(),
+        0.0125, 1 - 0.33 / height,
         f"{len(timeline.lives):,} attempts, {tokens:,} tokens, {len(timeline.cuts)} batches in "
         f"{timeline.end - timeline.start:,.0f} s. Replicas: requests in flight, in the colour of the version at which "
         "their group began. Slots: one bar per attempt, in the colour of its fate.",
@@ -168,7 +187,13 @@ def _words(figure: Figure, timeline: Timeline, title: str) -> None:
 
 
 def _name(ax: Axes, name: str, y: float = 0.5) -> None:
-    ax.set_ylabel(name, rotation=0, ha="right", va="center", y=y, labelpad=22, fontsize=9, color=INK)
+    ax.text(-0.022, y, _short(name, 13), transform=ax.transAxes, ha="right", va="center", fontsize=9, color=INK)
+
+
+def _short(text: str, length: int) -> str:
+    """Printable, and not longer than there is room for."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text)
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _version(version: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.data import DataProto, Ragged
+from cadenza.data import DataProto, Positions, Ragged
 from cadenza.inference.replica import Finish
 from cadenza.rollout.records import Trajectory, Turn
 
@@ -60,7 +60,7 @@ def collate(trajectories: Sequence[Trajectory]) -> DataProto:
     batch: dict[str, Any] = {
         "input_ids": Ragged(np.concatenate(pieces), offsets),
         "attention_mask": Ragged.from_runs(np.ones(len(rows), bool), lengths, offsets),
-        "position_ids": Ragged(_positions(lengths), offsets),
+        "position_ids": Positions(offsets),
         "response_mask": Ragged.from_runs(responses, counts, offsets),
         "prompt_mask": Ragged.from_runs(~responses, counts, offsets),
         "infer_logprobs": Ragged(np.concatenate(logprobs), offsets),
@@ -103,9 +103,3 @@ def _contexts(turns: list[Turn]) -> list[list[Turn]]:
             contexts.append([])
         contexts[-1].append(turn)
     return contexts
-
-
-def _positions(lengths: Any) -> Any:
-    """0, 1, 2 ... in every row."""
-    longest = np.arange(lengths.max(), dtype=np.int32)
-    return np.concatenate([longest[:length] for length in lengths])

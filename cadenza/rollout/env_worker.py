@@ -17,7 +17,7 @@ from typing import Any
 import cadenza.envs as envs
 import cadenza.rewards as rewards
 from cadenza.envs.protocol import EnvType
-from cadenza.errors import InfrastructureError
+from cadenza.errors import USER_CODE, InfrastructureError, raise_if_stopped
 from cadenza.rollout import plays
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
@@ -123,16 +123,19 @@ class EnvWorker:
                 )  # fmt: skip
                 if not trajectory.turns:
                     raise ValueError("the rollout returned without one turn of the model")
-            except Exception as error:  # noqa: BLE001 - user code: counted, shown once, bounded by a budget
+            except USER_CODE as error:  # counted, shown once, bounded by a budget
+                raise_if_stopped(error)
                 if isinstance(error, ContextFull) and trajectory.turns:
                     trajectory.truncated = True
                 else:
                     self._failed(attempt, attempt.place, error)
             finally:
                 self._leases.drop(attempt)
-                if env is not None and hasattr(env, "close"):
-                    await self._close_env(type, env)
-                self._vacate(attempt)
+                try:
+                    if env is not None and hasattr(env, "close"):
+                        await self._close_env(type, env)
+                finally:
+                    self._vacate(attempt)
             if attempt.fate is None:
                 await self._score(attempt, trajectory)
         finally:
@@ -151,7 +154,8 @@ class EnvWorker:
             return
         try:
             trajectory.score = rewards.check(await self._judge(reward, trajectory), domain)
-        except Exception as error:  # noqa: BLE001 - user code: counted, shown once, bounded by a budget
+        except USER_CODE as error:  # counted, shown once, bounded by a budget
+            raise_if_stopped(error)
             self._failed(attempt, "reward", error)
             return
         if attempt.fate is None:
@@ -170,7 +174,7 @@ class EnvWorker:
                     ) from None
         raise AssertionError("unreachable")
 
-    def _failed(self, attempt: Attempt, place: str, error: Exception) -> None:
+    def _failed(self, attempt: Attempt, place: str, error: BaseException) -> None:
         """Decide what kind of failure it was, and book it."""
         if attempt.fate is not None:
             return
@@ -202,7 +206,8 @@ class EnvWorker:
         except TimeoutError:
             self.leaked_envs += 1
             logger.warning("close of an env of domain '%s' did not return in time; it is left behind", type.name)
-        except Exception as error:  # noqa: BLE001 - user code: counted and shown once
+        except USER_CODE as error:  # counted and shown once
+            raise_if_stopped(error)
             self.leaked_envs += 1
             self._queue.errors.add(f"close of domain '{type.name}'", error)
 

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Literal
 
 from cadenza.config import load
+from cadenza.errors import USER_CODE, raise_if_stopped
 from cadenza.observe.events import EventSink
 from cadenza.off_loop import as_async
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
@@ -308,7 +309,8 @@ class GroupQueueManager:
                 keep = await group_filter(trajectories)
             if keep is None:
                 raise TypeError("group_filter returned None; return True to keep the group, False to filter it")
-        except Exception as error:  # noqa: BLE001 - whatever a user's filter raises is counted, shown and bounded
+        except USER_CODE as error:  # counted, shown once, bounded by a budget
+            raise_if_stopped(error)
             if group.state is GroupState.FILTERING:
                 self.errors.add("group_filter", error)
                 self._hand_back(group, Fate.FAILED, f"group_filter raised {type(error).__name__}")

@@ -14,6 +14,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from cadenza.errors import USER_CODE
+
 T = TypeVar("T")
 
 
@@ -104,7 +106,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         future: asyncio.Future[T] = self.create_future()
         try:
             result = func(*args)
-        except Exception as error:  # noqa: BLE001 - the error belongs to whoever awaits the future
+        except USER_CODE as error:  # the error belongs to whoever awaits the future
             self.call_later(cost, _settle, future, None, error)
         else:
             self.call_later(cost, _settle, future, result, None)

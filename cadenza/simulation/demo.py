@@ -31,6 +31,8 @@ from cadenza.simulation.demo_run import REPLICAS, SLOTS, STEPS, BatchLine, DemoR
 
 PACE = 30.0
 """Virtual seconds per second of the eye."""
+FRAME = 0.1
+"""Seconds between two pictures when drawing is slower than the run."""
 WIDTH = 112
 """Columns of the screen, where the terminal has them."""
 NOTE = "a simulation: production scheduler, virtual clock, simulated replicas and envs"
@@ -49,7 +51,7 @@ def show(out: Path, *, seed: int, fast: bool) -> int:
     adds_up = _ledger(console, run, timeline)
     _adventure(console, run, timeline)
     _plots(console, timeline, out, f"cadenza demo, seed {seed}")
-    _next(console, out, seed)
+    _next(console, seed)
     return 0 if adds_up else 1
 
 
@@ -130,11 +132,16 @@ class Picture:
         self._run = run
         self._pace = pace
         self._began = time.perf_counter()
+        self._drawn = 0.0
 
     def see(self, snapshot: Snapshot) -> None:
-        if self._pace is not None:
-            early = self._began + snapshot.time / self._pace - time.perf_counter()
-            time.sleep(max(0.0, early))
+        now = time.perf_counter()
+        early = self._began + snapshot.time / self._pace - now if self._pace else 0.0
+        if early > 0:
+            time.sleep(early)
+        elif now - self._drawn < FRAME and snapshot.phase != "done":
+            return  # late: fewer pictures
+        self._drawn = now
         self._live.update(self._draw(snapshot), refresh=True)
 
     def _draw(self, snapshot: Snapshot) -> RenderableType:
@@ -267,13 +274,18 @@ def _sum(console: Console, what: str, total: int, parts: Mapping[str, int]) -> b
 
 def _adventure(console: Console, run: DemoRun, timeline: Timeline) -> None:
     """One attempt that failed and the try after it, in the words of the scheduler."""
-    lost = next((life.key for life in timeline.lives if life.fate == "failed"), None)
-    if lost is None:
+    keys = [life.key for life in timeline.lives]
+    failed = [life.key for life in timeline.lives if life.fate == "failed" and _next_try(life.key) in keys]
+    if not failed:
         return
-    member, _, number = lost.partition("#")
     console.print("\n[bold]What happened to one attempt, and to the next try at it[/]")
-    for key in (lost, f"{member}#{int(number) + 1}"):
+    for key in (failed[0], _next_try(failed[0])):
         console.print(f"[cyan]>>> print(scheduler.why({key!r}))[/]\n{escape(run.scheduler.why(key))}", soft_wrap=True)
+
+
+def _next_try(key: str) -> str:
+    member, _, number = key.partition("#")
+    return f"{member}#{int(number) + 1}"
 
 
 def _plots(console: Console, timeline: Timeline, out: Path, title: str) -> None:
@@ -284,13 +296,13 @@ def _plots(console: Console, timeline: Timeline, out: Path, title: str) -> None:
     except ImportError as error:
         console.print(f"no PNG: {error}", soft_wrap=True, markup=False)
     write_html(timeline, out / "timeline.html", title=title)
-    console.print(f"{out / 'timeline.html'}  [dim]open it in a browser: hover, zoom, click an attempt[/]", soft_wrap=True)
+    console.print(f"{out / 'timeline.html'}  [dim]in a browser: hover, zoom, click an attempt[/]", soft_wrap=True)
 
 
-def _next(console: Console, out: Path, seed: int) -> None:
+def _next(console: Console, seed: int) -> None:
     console.print("\n[bold]Next[/]")
     table = Table.grid(padding=(0, 3))
     table.add_row(f"[cyan]cadenza demo --seed {seed + 1}[/]", "another run")
-    table.add_row("[cyan]cadenza fuzz --schedules 200[/]", "random schedules with faults, checked against the invariants")
+    table.add_row("[cyan]cadenza fuzz --schedules 200[/]", "random schedules with faults, checked")
     table.add_row("[cyan]cadenza bench control-plane[/]", "what the scheduler costs per trajectory")
     console.print(table)

@@ -232,7 +232,10 @@ class DemoRun:
                 batch_size=BATCH, group_size=GROUP_SIZE, alpha=ALPHA, group_filter=worth_training, seed=self.seed
             ),
             EnvManagerConfig(
-                domains={"sandbox": domain}, slots=SLOTS, lease_seconds=LEASE_SECONDS, sampling=Sampling(max_tokens=2048)
+                domains={"sandbox": domain},
+                slots=SLOTS,
+                lease_seconds=LEASE_SECONDS,
+                sampling=Sampling(max_tokens=2048),
             ),
             cluster.resources,
             cluster,
@@ -296,7 +299,7 @@ class DemoRun:
 
 def _in_words(event: Event, before: str) -> str:
     """The event as a sentence if it is worth one; the members of one filtered group get one together."""
-    time, kind, subject, detail = event
+    _, kind, subject, detail = event
     if kind == "lost":
         return f"{subject} lost: {detail}, its requests move"
     if kind == "failed":

@@ -16,7 +16,7 @@ stream of events. A check that fails is noted under the number of its invariant;
    very instant at which one was possible, and no group that was ready before is left behind for a younger one.
 5. Deadlines: the schedule ends within the time that its work and the deadlines of its faults add up to; whatever
    fails was hit by a fault itself; what is cancelled belongs to a retired task or to the end; every env is closed once.
-6. Suspension: from the return of `suspend` until somebody asks for the gate, no replica writes a token and none accepts
+6. Suspension: from the return of `suspend` until whoever asked for it opens the gate again, no replica writes a token and none accepts
    a request. Every request continues its turn from exactly the tokens that were returned for it before. A request is
    interrupted only while a suspension, or a shrink of its own replica, is under way.
 7. Rewards: each reward in a batch is the one that the world gave for this trajectory, and no trajectory in it met a
@@ -30,7 +30,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -48,7 +48,7 @@ FATES = frozenset(fate.value for fate in Fate)
 MAX_EVENTS = 200_000
 """A schedule that says more than this runs in circles."""
 
-Answer = "asyncio.Future[Generation]"
+Answer: TypeAlias = "asyncio.Future[Generation]"
 
 
 class Violation(NamedTuple):
@@ -126,7 +126,9 @@ class View:
         self.filtered = filtered
         self.ledger: Ledger | None = None
         self.closing = False
-        """The end was asked for, or an error ended everything."""
+        """The end was asked for."""
+        self.ended_by = ""
+        """The error that ended it before."""
         self.fates: Counter[str] = Counter()
         self.max_staleness = 0
         self._states: dict[str, str] = {}
@@ -186,7 +188,7 @@ class View:
         self._states[key] = fate
         self.fates[fate] += 1
         group.live -= 1
-        self._explain(key, fate, group)
+        self._explain(event, group)
         if fate == "failed" and state == "running":
             group.hit = True
         elif fate != "surplus" or state == "finished" or group.finished < self.group_size:
@@ -194,15 +196,18 @@ class View:
             self._ready.pop(group.id, None)
         self.look()
 
-    def _explain(self, key: str, fate: str, group: _Group) -> None:
+    def _explain(self, event: Event, group: _Group) -> None:
         """A fate has a reason that the monitor knows of."""
+        key, fate = event.subject, event.kind
         world, scenario = self.monitor.world, self.monitor.scenario
         train = self.name == "train"
         match fate:
             case "failed" if (self.name, key) not in world.hits:
                 self._violate(5, f"{key} failed, although no fault met it")
+            case "cancelled" if not self.closing and event.detail.isidentifier():
+                self.ended_by = event.detail
             case "cancelled" if not self.closing and not group.hit:
-                self._violate(5, f"{key} was cancelled, although its task was not retired")
+                self._violate(5, f"{key} was cancelled, although its task was not retired: {event.detail}")
             case "filtered" if world.verdicts.get(group.id) is not False:
                 self._violate(1, f"{key} is filtered, although the filter did not say so")
             case "surplus" if not (train and (scenario.extra_members or scenario.extra_groups)):
@@ -390,6 +395,8 @@ class View:
         """The scheduler is shut down."""
         if live := [key for key, state in self._states.items() if state not in FATES]:
             self._violate(1, f"{len(live)} attempts have no fate after the shutdown: {live[:5]}")
+        if self.ended_by and not self.monitor.told:
+            self._violate(5, f"{self.ended_by} ended the schedule, but the controller was not told")
         if self.ledger is not None:
             self._check_ledger(self.ledger)
             if self.ledger.live:
@@ -421,13 +428,14 @@ class Monitor:
         self.replicas: Sequence[FaultyReplica] = ()
         self.version = 0
         """Newest fully published version."""
+        self.told = False
+        """The controller got an error that ends everything."""
         self.on_issued: Callable[[int], None] = lambda issued: None
-        self._asked: dict[int, list[tuple[Request, Answer, FaultyReplica]]] = {}  # type: ignore[valid-type]
-        self._answers: dict[int, asyncio.Future[Generation]] = {}
+        self._asked: dict[int, list[tuple[Request, Answer, FaultyReplica]]] = {}
+        self._answers: dict[int, Answer] = {}
         self._suspending = 0
         self._mode = PauseMode(scenario.suspend_mode)
         self._closed_at: float | None = None
-        self._gate_asked = False
         self._leaving: Counter[int] = Counter()
 
     def violate(self, invariant: int, message: str) -> None:
@@ -467,20 +475,16 @@ class Monitor:
 
     def suspending(self) -> None:
         self._suspending += 1
-        self._gate_asked = False
 
     def suspended(self) -> None:
         """`suspend` returned."""
         self._suspending -= 1
-        if self._gate_asked:
-            return
         self._closed_at = asyncio.get_running_loop().time()
         if generating := [replica.name for replica in self.replicas if replica.generating]:
             self.violate(6, f"suspend returned while {generating} generate")
 
     def ask_gate(self) -> None:
-        """Somebody calls `resume` or `get_batch`: from here on the gate may be open."""
-        self._gate_asked = True
+        """Whoever suspended calls `resume` or `get_batch`: from here on the gate may be open."""
         closed, self._closed_at = self._closed_at, None
         if closed is None:
             return
@@ -497,7 +501,7 @@ class Monitor:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def asked(self, replica: FaultyReplica, request: Request, future: asyncio.Future[Generation]) -> None:
+    def asked(self, replica: FaultyReplica, request: Request, future: Answer) -> None:
         """A client sends a request."""
         env = int(request.chunks[0][0]) if request.chunks else -1
         self._asked.setdefault(env, []).append((request, future, replica))

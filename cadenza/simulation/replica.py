@@ -603,15 +603,12 @@ class SimReplica:
             self._inbox.append(self._soon)
             return
         now = self._loop.time()
-        self._asked = self._timer is not None and self._due <= now  # the timer is about to fire
-        if self._asked:
-            return
         self._advance(now)
         if not self._running or self._frozen or now <= self._start:
             self._act(now)
             return
         self._asked = True
-        if self._steps + 1 < self._due_step:
+        if self._steps + 1 < self._due_step:  # otherwise the timer stands there, or is about to fire
             self._arm(self._start + self._seconds(1), self._steps + 1)
 
     def _set_alarm(self) -> None:

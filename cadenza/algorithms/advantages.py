@@ -1,0 +1,227 @@
+"""Advantages: how much better than expected a token, a turn or an episode was.
+
+Episode-level estimators give [N], spread over the tokens by `tokens.rows_to_tokens`; the others give [N, L].
+`valid` [N] is False for rows that do not exist (`~is_padding`); they change no statistic and get 0. `traj_ids` [N]
+tells which rows are one trajectory: it then counts once, and time runs on from one of its rows to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cadenza.algorithms.groups import Groups, row_weights
+from cadenza.algorithms.normalise import EPS, normalise, normalise_by_group
+from cadenza.algorithms.shapes import check_rows, check_shapes, wide
+from cadenza.algorithms.tokens import Timeline, rows_to_tokens, turns_in_row, turns_to_tokens
+
+
+def grpo(
+    scores: Tensor,
+    group_ids: Tensor,
+    *,
+    divide_by_std: bool = True,
+    valid: Tensor | None = None,
+    traj_ids: Tensor | None = None,
+    eps: float = EPS,
+) -> Tensor:
+    """[N]: the score against the mean of its group, in standard deviations of the group.
+
+    Without `divide_by_std` this is Dr. GRPO: dividing gives groups that are nearly all right or all wrong a larger
+    say. A group of one has no comparison and gets 0.
+    """
+    weight = row_weights(scores, valid=valid, traj_ids=traj_ids)
+    return normalise_by_group(scores, group_ids, weight=weight, divide_by_std=divide_by_std, eps=eps)
+
+
+def rloo(scores: Tensor, group_ids: Tensor, *, valid: Tensor | None = None, traj_ids: Tensor | None = None) -> Tensor:
+    """[N]: the score against the mean of the others of its group (leave one out); 0 in a group of one."""
+    check_shapes(scores=scores, group_ids=group_ids)
+    groups = Groups.of(group_ids, weight=row_weights(scores, valid=valid, traj_ids=traj_ids))
+    size = groups.size
+    # The mean with oneself, stretched: x - (n m - x) / (n - 1) = (x - m) n / (n - 1).
+    stretch = torch.where(size > 1, size / torch.where(size > 1, size - 1, 1.0), 0.0)
+    result = (scores.double() - groups.mean(scores)) * stretch
+    return torch.where(groups.weight > 0, result, 0.0).to(wide(scores).dtype)
+
+
+def reinforce_plus_plus(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    traj_ids: Tensor | None = None,
+    turns: Tensor | None = None,
+    eps: float = EPS,
+) -> Tensor:
+    """[N, L]: the return from each token on, normalised over all tokens of the batch.
+
+    `rewards` [N, L] are token rewards: the score on the last token (`tokens.pay_last_token`), usually less a KL
+    penalty (`kl.penalised_rewards`).
+    """
+    returns = discounted_returns(rewards, mask, gamma=gamma, traj_ids=traj_ids, turns=turns)
+    return normalise(returns, mask.bool(), eps=eps)
+
+
+def reinforce_plus_plus_baseline(
+    scores: Tensor,
+    group_ids: Tensor,
+    mask: Tensor,
+    *,
+    valid: Tensor | None = None,
+    traj_ids: Tensor | None = None,
+    eps: float = EPS,
+) -> Tensor:
+    """[N, L]: the score against the mean of its group, normalised over all tokens of the batch.
+
+    The one deviation of the whole batch replaces GRPO's one per group.
+    """
+    centred = grpo(scores, group_ids, divide_by_std=False, valid=valid, traj_ids=traj_ids)
+    counted = mask.bool() if valid is None else mask.bool() & valid.bool()[:, None]
+    return normalise(rows_to_tokens(centred, counted), counted, eps=eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a critic's values make of the rewards."""
+
+    advantages: Tensor
+    """[N, L], 0 outside the mask"""
+    returns: Tensor
+    """[N, L] what the critic should have said"""
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    traj_ids: Tensor | None = None,
+    turns: Tensor | None = None,
+) -> Estimate:
+    """Generalised advantage estimation over the tokens that the policy wrote.
+
+    Token columns [N, L]; `values` at a token is the critic's opinion before that token was written, shifted like its
+    logprob. Prompt and env tokens are not steps of the policy: neither their values nor their number enter, and the
+    last token of a turn is followed by the first token of the next. After the last token nothing more is expected.
+    """
+    check_shapes(mask=mask, rewards=rewards, values=values)
+    timeline = Timeline.of(mask, traj_ids=traj_ids, turns=turns)
+    value = timeline.gather(wide(values.detach()))
+    reward = timeline.gather(wide(rewards.detach())).to(value.dtype)
+    after = torch.nn.functional.pad(value, (0, 1))[:, 1:]
+    advantages = _discounted_sums(reward + gamma * after - value, gamma * lam)
+    return Estimate(timeline.scatter(advantages), timeline.scatter((advantages + value) * timeline.occupied))
+
+
+def discounted_returns(
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    traj_ids: Tensor | None = None,
+    turns: Tensor | None = None,
+) -> Tensor:
+    """[N, L]: the discounted sum of the rewards [N, L] from each token of the policy on."""
+    check_shapes(mask=mask, rewards=rewards)
+    timeline = Timeline.of(mask, traj_ids=traj_ids, turns=turns)
+    return timeline.scatter(_discounted_sums(timeline.gather(wide(rewards)), gamma))
+
+
+def turn_returns(step_scores: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """[N, T]: the discounted sum of the step scores [N, T] from each turn on; NaN where there is no turn."""
+    exists = ~step_scores.isnan()
+    return _discounted_sums(wide(step_scores).masked_fill(~exists, 0.0), gamma).masked_fill(~exists, torch.nan)
+
+
+def step_advantages(
+    step_scores: Tensor,
+    group_ids: Tensor,
+    turns: Tensor,
+    *,
+    gamma: float = 1.0,
+    over: Literal["group", "batch", "nothing"] = "group",
+    divide_by_std: bool = True,
+    valid: Tensor | None = None,
+    eps: float = EPS,
+) -> Tensor:
+    """[N, L]: the return from each turn on (`step_scores` [N, T]), on every token of that turn (`turns` [N, L]).
+
+    Normalised over all turns of the group or of the batch, each turn counting once, or left as it is.
+    """
+    check_rows(turns, group_ids=group_ids, valid=valid)
+    returns = turn_returns(step_scores, gamma=gamma)
+    present = _present(turns, returns.shape[1], valid)
+    if over == "group":
+        ids = group_ids[:, None].expand(returns.shape)
+        returns = normalise_by_group(returns, ids, weight=present, divide_by_std=divide_by_std, eps=eps)
+    elif over == "batch":
+        returns = normalise(returns, present, divide_by_std=divide_by_std, eps=eps)
+    elif over != "nothing":
+        raise ValueError(f"over must be 'group', 'batch' or 'nothing', got {over!r}")
+    return turns_to_tokens(returns.masked_fill(~present, 0.0), turns)
+
+
+def gigpo(
+    scores: Tensor,
+    step_scores: Tensor,
+    anchors: Tensor,
+    group_ids: Tensor,
+    turns: Tensor,
+    *,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    divide_by_std: bool = True,
+    valid: Tensor | None = None,
+    traj_ids: Tensor | None = None,
+    eps: float = EPS,
+) -> Tensor:
+    """[N, L]: group in group (GiGPO), an episode advantage plus `step_weight` times a step advantage.
+
+    The episode part compares the score [N] with its group, like `grpo`. The step part compares the return from a
+    turn on with those of all turns of the group that began in the same state: equal `anchors` [N, T] (`anchor_ids`).
+    A state that was seen once gives no step advantage.
+    """
+    check_shapes(step_scores=step_scores, anchors=anchors)
+    check_rows(turns, scores=scores, group_ids=group_ids)
+    episode = grpo(
+        scores, group_ids, divide_by_std=divide_by_std, valid=valid, traj_ids=traj_ids, eps=eps
+    )  # fmt: skip
+    returns = turn_returns(step_scores, gamma=gamma)
+    present = _present(turns, returns.shape[1], valid)
+    ids = group_ids[:, None].expand(returns.shape)
+    step = normalise_by_group(returns, ids, anchors, weight=present, divide_by_std=divide_by_std, eps=eps)
+    return turns_to_tokens((episode[:, None] + step_weight * step).masked_fill(~present, 0.0), turns)
+
+
+def anchor_ids(observations: Sequence[Sequence[Hashable]]) -> Tensor:
+    """[N, T] int64: equal numbers for equal observations, -1 where a trajectory has no more turns."""
+    numbers: dict[Hashable, int] = {}
+    width = max((len(row) for row in observations), default=0)
+    rows = [
+        [numbers.setdefault(seen, len(numbers)) for seen in row] + [-1] * (width - len(row))
+        for row in observations
+    ]  # fmt: skip
+    return torch.tensor(rows, dtype=torch.int64).reshape(len(observations), width)
+
+
+def _present(turns: Tensor, count: int, valid: Tensor | None) -> Tensor:
+    """[N, T]: turns that have tokens in a row that exists. Only there is a turn of a trajectory counted."""
+    present = turns_in_row(turns, count)
+    return present if valid is None else present & valid.bool()[:, None]
+
+
+def _discounted_sums(values: Tensor, factor: float) -> Tensor:
+    """[M, P]: the sum from each place on, each further value worth `factor` less."""
+    sums = torch.zeros_like(values)
+    later = values.new_zeros(values.shape[0])
+    for place in reversed(range(values.shape[1])):
+        later = values[:, place] + factor * later
+        sums[:, place] = later
+    return sums

@@ -1,0 +1,139 @@
+"""Corrections for tokens that were not written by the policy that is trained.
+
+The sampler's logprobs differ from the trainer's: its weights are older, and its kernels round differently. The
+weights here, w = trainer / sampler, go in front of the token loss and carry no gradient:
+
+    loss = ppo_clip(logprobs, trainer_logprobs, ...).values * truncated_weights(trainer_logprobs, infer_logprobs, ...).weights
+
+A token of weight 0 still counts in the denominator of the loss: less signal is a smaller step, not a louder rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cadenza.algorithms.losses import LOG_RATIO_LIMIT
+from cadenza.algorithms.metrics import token_metrics
+from cadenza.algorithms.shapes import check_shapes, kept
+
+Level = Literal["token", "sequence"]
+"""token: each token by its own ratio; little variance, some bias. sequence: all tokens of a row by the product of
+their ratios; without bias before the cap, but the variance grows with the length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What to multiply a token loss with."""
+
+    weights: Tensor
+    """[N, L], 0 outside the mask"""
+    metrics: dict[str, float]
+    """`ess` is the effective sample size as a share of the samples (tokens or sequences): of the weights as they are
+    used, and of the ratios before (`ess_raw`), which tells how far sampler and trainer are apart."""
+
+
+def truncated_weights(
+    trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, *, level: Level = "token", cap: float = 2.0
+) -> Correction:
+    """Truncated importance sampling: the ratio, but at most `cap`."""
+    if cap <= 0:
+        raise ValueError(f"cap must be above 0, got {cap}")
+    ratio = _ratios(trainer_logprobs, sampler_logprobs, mask, level)
+    return _correction(ratio, ratio.clamp(max=cap), ratio > cap, trainer_logprobs, sampler_logprobs, mask, level)
+
+
+def masked_weights(
+    trainer_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    level: Level = "token",
+    low: float = 0.5,
+    high: float = 2.0,
+) -> Correction:
+    """Masked importance sampling: the ratio if it is from `low` to `high`, else 0 (IcePop for tokens, MIS for
+    sequences). What sampler and trainer disagree about so much is rather noise than signal.
+    """
+    if not 0 <= low <= high:
+        raise ValueError(f"0 <= low <= high must hold, got low {low} and high {high}")
+    ratio = _ratios(trainer_logprobs, sampler_logprobs, mask, level)
+    outside = (ratio < low) | (ratio > high)
+    weights = ratio.masked_fill(outside, 0.0)
+    return _correction(ratio, weights, outside, trainer_logprobs, sampler_logprobs, mask, level)
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
+    """(sum w)^2 / sum w^2 over the masked weights [*], divided by their number: 1 if all are equal, 1/n if one has
+    all the weight, 0 if there is none.
+    """
+    check_shapes(mask=mask, weights=weights)
+    counted = kept(weights.detach(), mask).double()
+    total, squares, count = torch.stack([counted.sum(), (counted**2).sum(), mask.sum().double()]).tolist()
+    return total**2 / (squares * count) if squares else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FreshTokens:
+    """The tokens that are young enough."""
+
+    mask: Tensor
+    """[N, L] bool"""
+    metrics: dict[str, float]
+
+
+def staleness_mask(versions: Tensor, mask: Tensor, *, version: int, max_staleness: int) -> FreshTokens:
+    """The masked tokens that were written at most `max_staleness` versions before `version`, the one being trained.
+
+    The scheduler bounds the staleness of whole trajectories; this is for a tighter bound on single tokens, where a
+    turn was continued over a weight update (`versions` [N, L]).
+    """
+    check_shapes(mask=mask, versions=versions)
+    if max_staleness < 0:
+        raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
+    staleness = version - versions
+    fresh = mask.bool() & (staleness <= max_staleness)
+    metrics = token_metrics(mask, staleness_mean=staleness, staleness_max=staleness, stale_fraction=~fresh)
+    return FreshTokens(fresh, metrics)
+
+
+def _ratios(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
+    """[N, L]: trainer / sampler, of the token or of its whole row."""
+    check_shapes(mask=mask, trainer_logprobs=trainer_logprobs, sampler_logprobs=sampler_logprobs)
+    log_ratio = kept(trainer_logprobs.detach(), mask) - kept(sampler_logprobs.detach(), mask)
+    if level == "sequence":
+        log_ratio = log_ratio.sum(1, keepdim=True).expand(mask.shape)
+    elif level != "token":
+        raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _correction(
+    ratio: Tensor,
+    weights: Tensor,
+    changed: Tensor,
+    trainer_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    level: Level,
+) -> Correction:
+    gap = kept(trainer_logprobs.detach(), mask) - kept(sampler_logprobs.detach(), mask)
+    metrics = token_metrics(
+        mask,
+        weight_mean=weights,
+        weight_changed_fraction=changed,
+        ratio_max=ratio,
+        mismatch_kl=-gap,
+        logprob_gap_mean=gap.abs(),
+        logprob_gap_max=gap.abs(),
+    )
+    samples = mask.bool()
+    if level == "sequence":
+        # One sample per row: its first masked token speaks for all.
+        samples = samples & (samples.cumsum(1) == 1)
+    metrics["ess"] = effective_sample_size(weights, samples)
+    metrics["ess_raw"] = effective_sample_size(ratio, samples)
+    return Correction(kept(weights, mask), metrics)

@@ -1,0 +1,87 @@
+"""The divergence KL(policy || reference), estimated from the tokens that the policy sampled.
+
+With d = log(policy / reference) of a sampled token:
+
+    estimator   value           expectation       gradient of the value      its expectation
+    k1          d               KL, exact         grad log policy            0
+    k2          d^2 / 2         near KL           d grad log policy          gradient of KL(policy || reference)
+    k3          e^-d - 1 + d    KL, exact, >= 0   (1 - e^-d) grad log policy gradient of KL(reference || policy)
+
+So as a loss, k1 does nothing on average (it is refused), k2 has the right gradient, and k3 pulls towards the
+reference by the other divergence: nearly the same near it, weaker where the policy has lost the reference's tokens.
+In the reward no gradient goes through the estimate; there k1 is right, without bias. All of this holds for tokens
+of the current policy; for older ones, multiply by the weights of corrections.py.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cadenza.algorithms.groups import Groups
+from cadenza.algorithms.losses import LOG_RATIO_LIMIT, TokenLoss
+from cadenza.algorithms.metrics import token_metrics
+from cadenza.algorithms.shapes import check_rows, check_shapes, kept
+
+Estimator = Literal["k1", "k2", "k3"]
+
+
+def kl(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator: Estimator = "k3") -> Tensor:
+    """[N, L]: the estimate at each token, 0 outside the mask. No gradient goes into the reference."""
+    check_shapes(mask=mask, logprobs=logprobs, reference=reference)
+    d = kept(logprobs, mask) - kept(reference.detach(), mask)
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return 0.5 * d**2
+    if estimator == "k3":
+        return (-d).clamp(max=LOG_RATIO_LIMIT).exp() - 1 + d
+    raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+
+
+def kl_loss(
+    logprobs: Tensor, reference: Tensor, mask: Tensor, *, coefficient: float, estimator: Estimator = "k3"
+) -> TokenLoss:
+    """KL as a part of the loss."""
+    if estimator == "k1":
+        raise ValueError("k1 has no gradient on average: take k2 or k3 in the loss, or put k1 into the reward")
+    estimate = kl(logprobs, reference, mask, estimator=estimator)
+    return TokenLoss(coefficient * estimate, token_metrics(mask, kl=estimate), int(mask.sum()))
+
+
+def penalised_rewards(
+    rewards: Tensor,
+    logprobs: Tensor,
+    reference: Tensor,
+    mask: Tensor,
+    *,
+    coefficient: float,
+    estimator: Estimator = "k1",
+) -> Tensor:
+    """[N, L]: KL as a part of the reward of each token [N, L]: for GAE and REINFORCE++."""
+    check_shapes(mask=mask, rewards=rewards)
+    estimate = kl(logprobs.detach(), reference, mask, estimator=estimator)
+    return kept(rewards, mask) - coefficient * estimate
+
+
+def penalised_scores(
+    scores: Tensor,
+    logprobs: Tensor,
+    reference: Tensor,
+    mask: Tensor,
+    *,
+    coefficient: float,
+    estimator: Estimator = "k1",
+    traj_ids: Tensor | None = None,
+) -> Tensor:
+    """[N]: KL as a part of the score [N] of a trajectory, summed over its tokens: for GRPO and its like.
+
+    The rows of one trajectory (`traj_ids` [N]) keep one score: the penalty is that of all of them.
+    """
+    check_rows(mask, scores=scores, traj_ids=traj_ids)
+    penalty = kl(logprobs.detach(), reference, mask, estimator=estimator).sum(1)
+    if traj_ids is not None:
+        penalty = Groups.of(traj_ids).sum(penalty).to(penalty.dtype)
+    return torch.as_tensor(scores - coefficient * penalty)

@@ -1,0 +1,135 @@
+"""Losses per token [N, L]; aggregate.py makes one number of them.
+
+Only the tokens of the mask [N, L] have a loss, a gradient and a say in the metrics. Advantages, old logprobs, old
+values and returns are constants: no gradient goes into them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cadenza.algorithms.metrics import token_metrics
+from cadenza.algorithms.normalise import Moments
+from cadenza.algorithms.shapes import check_shapes, kept, wide
+
+LOG_RATIO_LIMIT = 20.0
+"""Logprob differences are kept within this before `exp`: a ratio of 5e8 is as wrong as infinity, but adds up."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """A loss that is not aggregated yet."""
+
+    values: Tensor
+    """[N, L], 0 outside the mask"""
+    metrics: dict[str, float]
+    """Means over the masked tokens (largest values where the name ends in `_max`)."""
+    tokens: int
+    """How many tokens the metrics are about: their weight in `metrics.merge_metrics`."""
+
+
+def ppo_clip(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+) -> TokenLoss:
+    """The clipped surrogate of PPO: no gain from a ratio outside [1 - clip_low, 1 + clip_high].
+
+    A `clip_high` above `clip_low` lets rare tokens become likely (DAPO's clip-higher). The minimum of the two
+    surrogates leaves one side open: a bad token that became much more likely counts with its whole ratio.
+    `dual_clip` c > 1 bounds it there: at most c times the advantage, and no gradient beyond.
+    """
+    if not 0 <= clip_low <= 1:
+        raise ValueError(f"clip_low must be from 0 to 1, got {clip_low}")
+    if clip_high < 0:
+        raise ValueError(f"clip_high must be >= 0, got {clip_high}")
+    if dual_clip is not None and dual_clip <= 1 + clip_high:
+        raise ValueError(f"dual_clip must be above 1 + clip_high = {1 + clip_high:g}, got {dual_clip}")
+    log_ratio, advantage = _inputs(logprobs, old_logprobs, advantages, mask)
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+    too_bad = torch.zeros_like(advantage, dtype=torch.bool)
+    if dual_clip is not None:
+        too_bad = (advantage < 0) & (ratio > dual_clip)
+        loss = torch.where(too_bad, -advantage * dual_clip, loss)
+    metrics = token_metrics(
+        mask,
+        **_drift(log_ratio, ratio),
+        clip_fraction_low=(advantage < 0) & (ratio < 1 - clip_low),
+        clip_fraction_high=(advantage > 0) & (ratio > 1 + clip_high),
+        clip_fraction_dual=too_bad,
+    )
+    return TokenLoss(kept(loss, mask), metrics, int(mask.sum()))
+
+
+def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> TokenLoss:
+    """REINFORCE: minus the advantage times the logprob, no ratio and no clip.
+
+    Right for tokens of the policy that is trained. For others, multiply by the weights of corrections.py. The old
+    logprobs enter the metrics only.
+    """
+    log_ratio, advantage = _inputs(logprobs, old_logprobs, advantages, mask)
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    loss = -advantage * kept(logprobs, mask)
+    return TokenLoss(loss, token_metrics(mask, **_drift(log_ratio, ratio)), int(mask.sum()))
+
+
+def value_clip(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None = None
+) -> TokenLoss:
+    """Half the squared error of the critic. With `clip`, moving further than that from the old value gains nothing."""
+    check_shapes(mask=mask, values=values, old_values=old_values, returns=returns)
+    if clip is not None and clip <= 0:
+        raise ValueError(f"clip must be above 0, got {clip}")
+    value, old, target = kept(values, mask), kept(old_values.detach(), mask), kept(returns.detach(), mask)
+    error = (value - target) ** 2
+    clipped_error = error
+    if clip is not None:
+        clipped_error = (old + (value - old).clamp(-clip, clip) - target) ** 2
+    loss = 0.5 * torch.maximum(error, clipped_error)
+    metrics = token_metrics(mask, value_mean=value, value_error=error, value_clip_fraction=clipped_error > error)
+    return TokenLoss(loss, metrics, int(mask.sum()))
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """How much of the spread of the returns the critic foresaw: 1 all, 0 none, less than 0 worse than a constant."""
+    check_shapes(mask=mask, values=values, returns=returns)
+    spread = Moments.of(returns.detach(), mask).squares
+    return 1 - Moments.of(returns.detach() - values.detach(), mask).squares / spread if spread else 0.0
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """[N, L]: the entropy of the next token's distribution, in nats; `logits` [N, L, V] may hold -inf."""
+    logprobs = wide(logits).log_softmax(-1)
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)
+
+
+def entropy_bonus(entropies: Tensor, mask: Tensor, *, coefficient: float) -> TokenLoss:
+    """Minus `coefficient` times the entropy [N, L]: added to a loss, it rewards staying undecided."""
+    check_shapes(mask=mask, entropies=entropies)
+    metrics = token_metrics(mask, entropy=entropies)
+    return TokenLoss(-coefficient * kept(entropies, mask), metrics, int(mask.sum()))
+
+
+LOSSES = {"ppo_clip": ppo_clip, "policy_gradient": policy_gradient}
+"""Losses of the policy by name; all begin with (logprobs, old_logprobs, advantages, mask)."""
+
+
+def _inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Log ratio and advantages, with nothing left of what is masked."""
+    check_shapes(mask=mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    return kept(logprobs, mask) - kept(old_logprobs.detach(), mask), kept(advantages.detach(), mask)
+
+
+def _drift(log_ratio: Tensor, ratio: Tensor) -> dict[str, Tensor]:
+    """How far the policy has moved: KL(old || new) by the k3 estimator, and the ratios themselves."""
+    return {"approx_kl": ratio - 1 - log_ratio, "ratio_mean": ratio, "ratio_max": ratio}

@@ -1,0 +1,377 @@
+"""Sokoban in text: push every box onto a target.
+
+    ######    # wall    _ floor    O target
+    #__X_#    X box     * box on a target
+    #_P__#    P player  S player on a target
+    #___O#
+    #____#    one step is Left, Down, Right or Up; a step into a box pushes it, if the cell behind it is free
+    ######
+
+Boards are made backwards, by pulling boxes away from the targets, so every one can be solved: in at most `max_moves`
+moves. A board depends on the seed and the arguments, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from cadenza.envs.directions import ANSWERS, Style, answer, check_style, deltas, parse
+from cadenza.envs.protocol import Outcome
+
+SYMBOLS = "#_OX*PS"
+MAX_LAYOUTS = 200
+"""Layouts that may have no board of the wanted difficulty, before the arguments are refused."""
+FRONTIER = 256
+"""Positions kept at each distance while a board is made backwards. Small boards have fewer, so that their distances
+are exact; on larger ones a distance is a bound."""
+SEARCH_LIMIT = 200_000
+"""Positions that a search for a solution looks at."""
+
+Boxes = frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Warehouse:
+    """A board and its first position."""
+
+    text: str
+    """Rows of '#', '_' and 'O', each with its newline; without player and boxes."""
+    width: int
+    player: int
+    """Where the player begins, as an index into `text`."""
+    boxes: Boxes
+    targets: Boxes
+
+    def show(self, player: int, boxes: Boxes) -> str:
+        """The board with player and boxes on it."""
+        cells = list(self.text)
+        for box in boxes:
+            cells[box] = "*" if box in self.targets else "X"
+        cells[player] = "S" if player in self.targets else "P"
+        return "".join(cells)
+
+    def move(self, player: int, boxes: Boxes, delta: int) -> tuple[int, Boxes]:
+        """Where a step leads; where it began when something is in the way."""
+        there = player + delta
+        if self.text[there] == "#":
+            return player, boxes
+        if there in boxes:
+            behind = there + delta
+            if self.text[behind] == "#" or behind in boxes:
+                return player, boxes
+            boxes = boxes - {there} | {behind}
+        return there, boxes
+
+    def solve(self, player: int, boxes: Boxes, limit: int = SEARCH_LIMIT) -> list[str] | None:
+        """Letters of a shortest solution; None when there is none, or `limit` positions do not show one."""
+        if boxes == self.targets:
+            return []
+        moves = deltas(self.width)
+        dead = self._corners(moves)
+        first = player, boxes
+        came: dict[tuple[int, Boxes], tuple[tuple[int, Boxes], str]] = {first: (first, "")}
+        queue = [first]
+        for position in queue:
+            for letter, delta in moves.items():
+                after = self.move(*position, delta)
+                if after in came or not dead.isdisjoint(after[1]):
+                    continue
+                came[after] = position, letter
+                if after[1] == self.targets:
+                    return _trace(came, after)
+                queue.append(after)
+            if len(came) > limit:
+                return None
+        return None
+
+    def _corners(self, moves: dict[str, int]) -> set[int]:
+        """Cells that are no targets and that a box never leaves again."""
+        wall = [cell == "#" for cell in self.text]
+        across, along = (moves["L"], moves["R"]), (moves["D"], moves["U"])
+        return {
+            cell
+            for cell, symbol in enumerate(self.text)
+            if symbol == "_" and any(wall[cell + a] for a in across) and any(wall[cell + a] for a in along)
+        }
+
+
+class Sokoban:
+    """The env. Its observations tell all there is to know, so it can be played with a fresh context every turn."""
+
+    __slots__ = (
+        "_box_reward", "_boxes", "_deltas", "_drawn", "_invalid", "_penalty", "_player", "_repeat", "_solved_reward",
+        "_step_reward", "_steps", "_warehouse", "max_steps", "style",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        size: int | Sequence[int] = 6,
+        boxes: int = 1,
+        walls: float = 0.15,
+        min_moves: int = 1,
+        max_moves: int = 20,
+        map: Sequence[str] | None = None,
+        max_steps: int = 40,
+        style: Style = "compact",
+        repeat_rules: bool = False,
+        step_reward: float = -0.1,
+        box_reward: float = 1.0,
+        solved_reward: float = 10.0,
+        invalid_penalty: float = 0.0,
+    ) -> None:
+        """Every seed has a random board of `size` (a number, or rows and columns; the outer walls count) with `boxes`
+        boxes and inner walls of density `walls`, whose shortest solution has between `min_moves` and `max_moves` moves.
+        With much room `max_moves` still holds, but some solutions are shorter than `min_moves`. `map` gives the rows
+        of one board instead.
+
+        A step pays `step_reward`, a box that comes onto a target pays `box_reward` and takes it back when it leaves,
+        the last one pays `solved_reward` besides. An answer that is no direction moves nothing, counts as a step and
+        costs `invalid_penalty`. `repeat_rules` puts the rules of the style 'chat' before every board instead of the
+        first: rollouts with a fresh context every turn need it.
+        """
+        check_style(style)
+        if invalid_penalty < 0:
+            raise ValueError(f"invalid_penalty must be >= 0, got {invalid_penalty}")
+        if max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {max_steps}")
+        self.style: Style = style
+        self.max_steps = max_steps
+        self._repeat = repeat_rules
+        self._step_reward = step_reward
+        self._box_reward = box_reward
+        self._solved_reward = solved_reward
+        self._penalty = invalid_penalty
+        self._drawn: _Draw | None = None
+        self._warehouse: Warehouse | None = None
+        if map is None:
+            rows, columns = (size, size) if isinstance(size, int) else size
+            self._drawn = _Draw(rows, columns, boxes, walls, min_moves, max_moves)
+            self._drawn.check(max_steps)
+            width = columns
+        else:
+            self._warehouse, moves = _fixed(tuple(map))
+            width = self._warehouse.width
+            if max_steps < moves:
+                raise ValueError(f"max_steps must be at least {moves}, the solution of the map, got {max_steps}")
+        self._deltas = deltas(width)
+        self._player = -1
+        self._boxes: Boxes = frozenset()
+        self._steps = self._invalid = 0
+
+    @property
+    def actions(self) -> tuple[str, ...]:
+        """Every well-formed answer: what a format-only warm start draws from."""
+        return ANSWERS[self.style]
+
+    @property
+    def optimal_steps(self) -> int | None:
+        """The fewest steps from here to the end; None when no solution was found."""
+        letters = self._board().solve(self._player, self._boxes)
+        return None if letters is None else len(letters)
+
+    def solution(self, limit: int = SEARCH_LIMIT) -> list[str] | None:
+        """Answers that solve the board from here in the fewest steps: a demonstration. None when there are none, or
+        `limit` positions do not show them."""
+        letters = self._board().solve(self._player, self._boxes, limit)
+        return None if letters is None else [answer(letter, self.style) for letter in letters]
+
+    def render(self) -> str:
+        """The board as rows of characters."""
+        return self._board().show(self._player, self._boxes).removesuffix("\n")
+
+    async def reset(self, seed: int) -> str:
+        if self._drawn is not None:
+            self._warehouse = _draw(seed, self._drawn)
+        warehouse = self._board(started=False)
+        self._player, self._boxes = warehouse.player, warehouse.boxes
+        self._steps = self._invalid = 0
+        board = warehouse.show(self._player, self._boxes)
+        return board if self.style == "compact" else f"{self._rules()}\n\n{board}"
+
+    async def step(self, action: str) -> Outcome:
+        warehouse = self._board()
+        targets, player, boxes = warehouse.targets, self._player, self._boxes
+        if self._steps >= self.max_steps or boxes == targets:
+            raise RuntimeError("step after the end of the episode; call reset")
+        self._steps += 1
+        letter = parse(action, self.style)
+        reward = self._step_reward
+        if letter is None:
+            self._invalid += 1
+            reward -= self._penalty
+        else:
+            self._player, self._boxes = warehouse.move(player, boxes, self._deltas[letter])
+        if self._boxes is not boxes:
+            reward += self._box_reward * (len(self._boxes & targets) - len(boxes & targets))
+        solved = self._boxes == targets
+        if solved:
+            reward += self._solved_reward
+        truncated = not solved and self._steps >= self.max_steps
+        info = {"success": solved, "steps": self._steps, "invalid": self._invalid}
+        board = warehouse.show(self._player, self._boxes)
+        if self.style == "chat":
+            board = self._chat(board, letter is not None, self._player != player)
+        return board, reward, solved, truncated, info
+
+    def _board(self, started: bool = True) -> Warehouse:
+        if self._warehouse is None or (started and self._player < 0):
+            raise RuntimeError("there is no board yet; call reset")
+        return self._warehouse
+
+    def _rules(self) -> str:
+        return (
+            "You push boxes in a warehouse. # is a wall, _ is floor, O is a target, X is a box, * is a box on a "
+            "target, P is you, S is you on a target. Push every box onto a target. You cannot pull a box, nor push "
+            f"two at once. You have {self.max_steps} steps. "
+            "Take one step at a time: Left, Down, Right or Up. Answer like this: <answer>Right</answer>"
+        )
+
+    def _chat(self, board: str, valid: bool, moved: bool) -> str:
+        said = [self._rules()] if self._repeat else []
+        if not valid:
+            said.append("That was no direction, so you did not move. Answer like this: <answer>Right</answer>")
+        elif not moved:
+            said.append("You did not move: something is in the way.")
+        said.append(f"{self.max_steps - self._steps} steps left.")
+        return f"{' '.join(said)}\n\n{board}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """What boards are drawn."""
+
+    rows: int
+    columns: int
+    boxes: int
+    walls: float
+    min_moves: int
+    max_moves: int
+
+    def check(self, max_steps: int) -> None:
+        if min(self.rows, self.columns) < 3:
+            raise ValueError(f"size must be at least 3, the outer walls included, got {self.rows} x {self.columns}")
+        if self.boxes < 1:
+            raise ValueError(f"boxes must be at least 1, got {self.boxes}")
+        if not 0 <= self.walls < 1:
+            raise ValueError(f"walls must be a density between 0 and 1, got {self.walls}")
+        if not 1 <= self.min_moves <= self.max_moves:
+            raise ValueError(f"min_moves must lie between 1 and max_moves {self.max_moves}, got {self.min_moves}")
+        if self.max_moves > max_steps:
+            raise ValueError(f"max_steps must be at least max_moves {self.max_moves}, got {max_steps}")
+
+
+@lru_cache(maxsize=4096)
+def _draw(seed: int, wanted: _Draw) -> Warehouse:
+    """The board of a seed; the members of a group ask for the same one."""
+    draw = random.Random(seed)
+    for _ in range(MAX_LAYOUTS):
+        text, floor = _layout(draw, wanted)
+        if len(floor) < 2 * wanted.boxes + 1:
+            continue
+        targets = frozenset(draw.sample(floor, wanted.boxes))
+        positions = _pulled(draw, text, floor, targets, wanted)
+        if positions:
+            player, boxes = positions[draw.randrange(len(positions))]
+            marked = "".join("O" if cell in targets else symbol for cell, symbol in enumerate(text))
+            return Warehouse(marked, wanted.columns, player, boxes, targets)
+    raise ValueError(
+        f"no board of {wanted.rows} x {wanted.columns} with {wanted.boxes} boxes and walls {wanted.walls} was found "
+        f"that takes {wanted.min_moves} to {wanted.max_moves} moves; lower min_moves, boxes or walls, or raise size"
+    )
+
+
+def _layout(draw: random.Random, wanted: _Draw) -> tuple[str, list[int]]:
+    """Walls and floor, and the cells of the floor: its largest connected part, the rest is wall."""
+    inner = [
+        "".join("#" if draw.random() < wanted.walls else "_" for _ in range(wanted.columns - 2))
+        for _ in range(wanted.rows - 2)
+    ]
+    edge = "#" * wanted.columns + "\n"
+    text = edge + "".join(f"#{row}#\n" for row in inner) + edge
+    moves = deltas(wanted.columns).values()
+    rest = {cell for cell, symbol in enumerate(text) if symbol == "_"}
+    largest: list[int] = []
+    while rest:
+        part = [min(rest)]
+        rest.discard(part[0])
+        for cell in part:
+            near = [cell + delta for delta in moves if cell + delta in rest]
+            rest.difference_update(near)
+            part += near
+        largest = max(largest, part, key=len)
+    floor = set(largest)
+    text = "".join("#" if symbol == "_" and cell not in floor else symbol for cell, symbol in enumerate(text))
+    return text, sorted(floor)
+
+
+def _pulled(draw: random.Random, text: str, floor: list[int], targets: Boxes, wanted: _Draw) -> list[tuple[int, Boxes]]:
+    """Positions from which the boxes get to the targets in the wanted number of moves, found backwards from all that
+    are solved. A move backwards is a step back, with or without the box ahead."""
+    frontier = [(player, targets) for player in floor if player not in targets]
+    seen = set(frontier)
+    found: list[tuple[int, Boxes]] = []
+    moves = deltas(wanted.columns).values()
+    for distance in range(1, wanted.max_moves + 1):
+        before: list[tuple[int, Boxes]] = []
+        for player, boxes in frontier:
+            for delta in moves:
+                back, ahead = player - delta, player + delta
+                if text[back] == "#" or back in boxes:
+                    continue
+                steps = [(back, boxes)]
+                if ahead in boxes:
+                    steps.append((back, boxes - {ahead} | {player}))
+                for position in steps:
+                    if position not in seen:
+                        seen.add(position)
+                        before.append(position)
+        if distance >= wanted.min_moves:
+            found += before
+        frontier = before if len(before) <= FRONTIER else draw.sample(before, FRONTIER)
+    return found
+
+
+def _trace(came: dict[tuple[int, Boxes], tuple[tuple[int, Boxes], str]], position: tuple[int, Boxes]) -> list[str]:
+    """The letters that led here."""
+    letters: list[str] = []
+    while True:
+        position, letter = came[position]
+        if not letter:
+            return letters[::-1]
+        letters.append(letter)
+
+
+@lru_cache(maxsize=64)
+def _fixed(rows: tuple[str, ...]) -> tuple[Warehouse, int]:
+    """A given board, and its fewest moves."""
+    if not rows or any(len(row) != len(rows[0]) or not row for row in rows):
+        raise ValueError(f"map must have rows of one length, got {list(rows)}")
+    for number, row in enumerate(rows):
+        for symbol in row:
+            if symbol not in SYMBOLS:
+                raise ValueError(
+                    f"map row {number} has the symbol '{symbol}'; use # (wall), _ (floor), O (target), X (box), "
+                    "* (box on a target), P (player), S (player on a target)"
+                )
+    edge = rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)
+    if edge.strip("#"):
+        raise ValueError(f"map must have walls # all around, got {list(rows)}")
+    text = "".join(row + "\n" for row in rows)
+    players = [cell for cell, symbol in enumerate(text) if symbol in "PS"]
+    boxes = frozenset(cell for cell, symbol in enumerate(text) if symbol in "X*")
+    targets = frozenset(cell for cell, symbol in enumerate(text) if symbol in "O*S")
+    if len(players) != 1 or not boxes or len(boxes) != len(targets) or boxes == targets:
+        raise ValueError(
+            "map must have one player, and as many targets as boxes, not all of them covered; "
+            f"got {len(players)} players, {len(boxes)} boxes, {len(targets)} targets"
+        )
+    floor = text.translate(str.maketrans("XP*S", "__OO"))
+    warehouse = Warehouse(floor, len(rows[0]), players[0], boxes, targets)
+    letters = warehouse.solve(players[0], boxes)
+    if letters is None:
+        raise ValueError(f"map has no solution among {SEARCH_LIMIT:,} positions: {list(rows)}")
+    return warehouse, len(letters)

@@ -1,0 +1,352 @@
+"""One schedule: a controller program, its scheduler and its faults, from start to shutdown under virtual time.
+
+Invariant: a schedule is a function of its scenario. A recorded one is its scenario and all of its events, and a replay
+that differs says where.
+
+    controller: suspend -> update -> get_batch -> train, in the order of the scenario
+    beside it:  a validation scheduler on the same sampler; devices that come and go; faults
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cadenza.data import DataProto
+from cadenza.inference.replica import PauseMode, Sampling
+from cadenza.observe.events import Event
+from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
+from cadenza.rollout.failures import RolloutError, SchedulerClosed
+from cadenza.rollout.sampler import NoReplicas, SamplerConfig
+from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.simulation.clock import Deadlock, VirtualTimeout
+from cadenza.simulation.clock import run as run_virtual
+from cadenza.simulation.envs import SimEnv, SimTrainer, SyncSimEnv, Words, World, executor_cost
+from cadenza.simulation.faults import FaultPlan, FaultyReplica, Kind
+from cadenza.simulation.monitor import Line, Livelock, Monitor, View, Violation, invariant_of
+from cadenza.simulation.replica import CostModel
+from cadenza.simulation.scenario import DEADLINES, DomainPlan, Resize, Scenario, ValidationPlan, length_of
+from cadenza.testing import LocalCluster
+
+MAX_CONTEXT = 256
+MAX_TOKENS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one schedule."""
+
+    scenario: Scenario
+    issued: int
+    """Attempts, those of a validation included."""
+    trained: int
+    versions: int
+    """Published."""
+    max_staleness: int
+    injected: dict[Kind, int]
+    violations: tuple[Violation, ...]
+    seconds: float
+    """Virtual."""
+    lines: list[Line] = field(repr=False)
+
+
+def run(scenario: Scenario) -> Outcome:
+    """Run one schedule and check it."""
+    plan = FaultPlan(scenario.faults)
+    world = World(scenario, plan)
+    monitor = Monitor(scenario, world)
+    driver = _Driver(scenario, world, monitor)
+    seconds = 0.0
+    with _quiet():
+        try:
+            seconds = run_virtual(
+                driver.main, shuffle=scenario.shuffle, executor_cost=executor_cost, max_time=scenario.time_limit
+            )
+        except (Deadlock, VirtualTimeout, Livelock) as error:
+            monitor.violate(5, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever ends a schedule is a finding
+            monitor.violate(invariant_of(error), f"{type(error).__name__}: {error}")
+    train = monitor.views[0]
+    return Outcome(
+        scenario=scenario,
+        issued=sum(view.issued for view in monitor.views),
+        trained=train.fates["trained"],
+        versions=monitor.version,
+        max_staleness=train.max_staleness,
+        injected=dict(plan.injected),
+        violations=tuple(monitor.violations),
+        seconds=seconds,
+        lines=monitor.lines,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Faults are meant here: nobody needs to read of them."""
+    logger = logging.getLogger("cadenza")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class _Driver:
+    """The controller of one schedule."""
+
+    def __init__(self, scenario: Scenario, world: World, monitor: Monitor) -> None:
+        self.scenario = scenario
+        self.world = world
+        self.monitor = monitor
+        self.trainer = SimTrainer(scenario.train_seconds)
+        self._triggers: list[tuple[int, asyncio.Future[bool]]] = []
+        self._validation: asyncio.Task[None] | None = None
+
+    async def main(self) -> float:
+        scenario, monitor = self.scenario, self.monitor
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(monitor.hear_loop)
+        self._build()
+        for resize in scenario.resizes:
+            self._triggers.append((resize.after, loop.create_future()))
+        monitor.on_issued = self._tell_issued
+        async with asyncio.TaskGroup() as beside:
+            for resize, (_, trigger) in zip(scenario.resizes, list(self._triggers), strict=True):
+                beside.create_task(self._resize(resize, trigger), name="resize")
+            try:
+                await self._steps(beside)
+            except NoReplicas as error:
+                if not scenario.doomed:
+                    monitor.violate(5, f"NoReplicas, although replica {scenario.protected} is well: {error}")
+                monitor.told = True
+            except RolloutError as error:
+                monitor.violate(invariant_of(error), f"{type(error).__name__}: {error}")
+                monitor.told = True
+            for _, trigger in self._triggers:
+                if not trigger.done():
+                    trigger.set_result(False)
+            await self._end()
+        await self.cluster.sampler.close()
+        monitor.finish()
+        return loop.time()
+
+    # -- the program ---------------------------------------------------------------------------------------------------
+
+    async def _steps(self, beside: asyncio.TaskGroup) -> None:
+        scenario, scheduler, view = self.scenario, self.train, self.train_view
+        for step in range(scenario.steps):
+            if scenario.order == "rolling":
+                await self._publish(step + 1)
+            else:
+                await self._suspend()
+                await self._publish(step + 1)
+                if scenario.order == "resume_first":
+                    self.monitor.ask_gate()
+                    await scheduler.resume()
+            self._validate(beside, step)
+            batch = await self._get(scheduler, view, scenario.groups, step)
+            if batch is None:
+                return
+            await self.trainer.train(batch)
+            if scenario.order == "resume_last":
+                self.monitor.ask_gate()
+                await scheduler.resume()
+        if scenario.take_all:
+            await self._get(scheduler, view, None, scenario.steps)
+            await self._get(scheduler, view, scenario.groups, scenario.steps)
+
+    async def _suspend(self) -> None:
+        self.monitor.suspending()
+        await self.train.suspend()
+        self.monitor.suspended()
+
+    async def _publish(self, version: int) -> None:
+        self.world.plan.tell_publishing(version)
+        await self.cluster.sampler.load_weights(version)
+
+    async def _get(
+        self, scheduler: RolloutScheduler, view: View, groups: int | None, step: int
+    ) -> DataProto | None:
+        if scheduler is self.train:  # the other one does not hold the gate
+            self.monitor.ask_gate()
+        view.ask(groups)
+        size = -1 if groups is None else groups * view.group_size
+        batch = await scheduler.get_batch(DataProto(meta_info={"global_step": step}), size)
+        view.returned(batch)
+        return batch
+
+    async def _end(self) -> None:
+        """Shut everything down, validation first or in the middle of its batch."""
+        validation = self.scenario.validation
+        if self._validation is not None and validation is not None and not validation.abrupt:
+            await asyncio.wait([self._validation])
+        for scheduler, view in zip(self.schedulers, self.monitor.views, strict=True):
+            view.closing = True
+            await scheduler.shutdown()
+
+    # -- beside it -----------------------------------------------------------------------------------------------------
+
+    def _validate(self, beside: asyncio.TaskGroup, step: int) -> None:
+        plan = self.scenario.validation
+        if plan is None or step % plan.every or (self._validation is not None and not self._validation.done()):
+            return
+        self._validation = beside.create_task(self._validation_batch(plan, step), name="validation")
+
+    async def _validation_batch(self, plan: ValidationPlan, step: int) -> None:
+        try:
+            await self._get(self.schedulers[1], self.monitor.views[1], plan.groups, step)
+        except SchedulerClosed:
+            if not self.monitor.views[1].closing:
+                raise
+        except NoReplicas as error:
+            if not self.scenario.doomed:
+                self.monitor.violate(5, f"validation: NoReplicas: {error}")
+
+    async def _resize(self, resize: Resize, trigger: asyncio.Future[bool]) -> None:
+        if not await trigger:
+            return
+        await asyncio.sleep(resize.delay)
+        devices, scheduler = resize.devices, self.train
+        self.monitor.leaving(devices)
+        try:
+            await scheduler.shrink_sampler(devices)
+        except ValueError:
+            return  # some of them are lost, or away already
+        finally:
+            self.monitor.left(devices)
+        await asyncio.sleep(resize.away)
+        back = [device for device, state in self.cluster.sampler.devices.items() if state == "asleep" and device in devices]
+        for skip_load in (True, False) if resize.skip_load else (False,):
+            try:
+                if back:
+                    await scheduler.expand_sampler(back, skip_load)
+            except ValueError:
+                continue  # it was behind, or is lost, or somebody else has brought it back
+            return
+
+    def _tell_issued(self, issued: int) -> None:
+        for after, trigger in self._triggers:
+            if issued >= after and not trigger.done():
+                trigger.set_result(True)
+
+    # -- the parts -----------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        scenario, monitor = self.scenario, self.monitor
+        plan = self.world.plan
+        share = scenario.load_cost
+        cost = CostModel(
+            scenario.step_seconds, 1e-4 * share, 1e-6 * share, 1e-4 * share, scenario.kv_capacity, scenario.max_running
+        )
+        length, delay = length_of(scenario), scenario.arrival_delay
+        replicas = [
+            FaultyReplica(
+                plan, monitor.asked, f"r{index}", cost, length, devices=(index,), load_seconds=scenario.load_seconds,
+                wake_seconds=scenario.wake_seconds, keep_kv=scenario.keep_kv, on_event=monitor.hear_replica(index),
+                arrival_delay=(lambda request: delay * (request.id % 3) / 2) if delay else 0.0,
+            )
+            for index in range(scenario.replicas)
+        ]  # fmt: skip
+        plan.replicas = monitor.replicas = replicas
+        self.cluster = LocalCluster(
+            replicas,
+            Words(),  # type: ignore[arg-type]  # it is never asked to encode
+            SamplerConfig(
+                control_seconds=DEADLINES.control,
+                load_seconds=DEADLINES.load,
+                heartbeat_seconds=DEADLINES.heartbeat,
+                max_strikes=DEADLINES.strikes,
+            ),
+        )
+        self.cluster.sampler.events = monitor.hear_sampler
+        self.cluster.sampler.on_version.append(monitor.published)
+        self.train_view = View(
+            monitor,
+            "train",
+            group_size=scenario.group_size,
+            per_batch=scenario.groups,
+            bound=scenario.bound,
+            extra_groups=scenario.extra_groups,
+            staleness=scenario.staleness,
+            tasks=scenario.tasks,
+            filtered=scenario.filter != "none",
+        )
+        self.world.on_verdict = self.train_view.judged
+        self.train = self._scheduler(
+            self.train_view,
+            RolloutConfig(
+                batch_size=scenario.batch_size,
+                group_size=scenario.group_size,
+                alpha=scenario.alpha,
+                staleness=scenario.staleness,
+                extra_members=scenario.extra_members,
+                extra_groups=scenario.extra_groups,
+                group_filter=self.world.group_filter(),
+                max_attempts=scenario.max_attempts,
+                suspend_mode=PauseMode(scenario.suspend_mode),
+                stall_seconds=DEADLINES.stall,
+                seed=scenario.seed,
+            ),
+            scenario.domains,
+            scenario.slots,
+        )
+        self.schedulers = [self.train]
+        if (validation := scenario.validation) is not None:
+            self.schedulers.append(self._validator(validation))
+
+    def _validator(self, plan: ValidationPlan) -> RolloutScheduler:
+        view = View(
+            self.monitor,
+            "val",
+            group_size=plan.group_size,
+            per_batch=plan.groups or 1,
+            bound=0,
+            extra_groups=0,
+            staleness="wait",
+            tasks=plan.domain.tasks,
+            filtered=False,
+        )
+        config = RolloutConfig(
+            batch_size=plan.group_size * (plan.groups or 1),
+            group_size=plan.group_size,
+            stall_seconds=DEADLINES.stall,
+            seed=self.scenario.seed + 1,
+        )
+        return self._scheduler(view, config, (plan.domain,), plan.slots)
+
+    def _scheduler(
+        self, view: View, config: RolloutConfig, domains: tuple[DomainPlan, ...], slots: int
+    ) -> RolloutScheduler:
+        scenario = self.scenario
+        manager = EnvManagerConfig(
+            domains={
+                plan.name: DomainConfig(
+                    env=SyncSimEnv if plan.sync else SimEnv,
+                    env_args={"world": self.world, "domain": plan, "scheduler": view.name},
+                    tasks=plan.tasks,
+                    weight=plan.weight,
+                    max_envs=plan.max_envs,
+                    reward=self.world.reward(plan, view.name),
+                )
+                for plan in domains
+            },
+            slots=slots,
+            rollout=scenario.play,
+            sampling=Sampling(max_tokens=MAX_TOKENS),
+            max_context=MAX_CONTEXT,
+            lease_seconds=DEADLINES.lease,
+            reward_seconds=DEADLINES.reward,
+            close_seconds=DEADLINES.close,
+        )
+        mode: Any = view.name
+        scheduler = RolloutScheduler(config, manager, self.cluster.resources, self.cluster, mode, events=view)
+        view.ledger = scheduler.ledger
+        self.monitor.views.append(view)
+        return scheduler
