@@ -1113,6 +1113,18 @@ def test_a_long_suspension_is_no_stall() -> None:
     simulate(main)
 
 
+@pytest.mark.timeout(20)
+def test_a_run_may_last_for_days_of_virtual_time() -> None:
+    async def main() -> None:
+        async with playing([fake(10_000.0)], stall_seconds=1e6, sampler={"heartbeat_seconds": 1e4}) as scheduler:
+            for step in range(26):
+                await got(scheduler, 4, step)
+                await publish(scheduler, step + 1)
+            assert now() == pytest.approx(26 * 10_000.0)  # three days
+
+    simulate(main)
+
+
 def test_attempts_take_the_times_they_are_given() -> None:
     """The builders of these tests: the n-th attempt takes the n-th time."""
 

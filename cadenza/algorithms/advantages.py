@@ -108,8 +108,9 @@ def gae(
     """Generalised advantage estimation over the tokens that the policy wrote.
 
     Token columns [N, L]; `values` at a token is the critic's opinion before that token was written, shifted like its
-    logprob. Prompt and env tokens are not steps of the policy: neither their values nor their number enter, and the
-    last token of a turn is followed by the first token of the next. After the last token nothing more is expected.
+    logprob. `gamma` and `lam` are per token. Prompt and env tokens are not steps of the policy: neither their values
+    nor their number enter, and the last token of a turn is followed by the first token of the next. After the last
+    token nothing more is expected.
     """
     check_shapes(mask=mask, rewards=rewards, values=values)
     timeline = Timeline.of(mask, traj_ids=traj_ids, turns=turns)
@@ -131,7 +132,7 @@ def discounted_returns(
     """[N, L]: the discounted sum of the rewards [N, L] from each token of the policy on."""
     check_shapes(mask=mask, rewards=rewards)
     timeline = Timeline.of(mask, traj_ids=traj_ids, turns=turns)
-    return timeline.scatter(_discounted_sums(timeline.gather(wide(rewards)), gamma))
+    return timeline.scatter(_discounted_sums(timeline.gather(wide(rewards.detach())), gamma))
 
 
 def turn_returns(step_scores: Tensor, *, gamma: float = 1.0) -> Tensor:
@@ -190,9 +191,7 @@ def gigpo(
     """
     check_shapes(step_scores=step_scores, anchors=anchors)
     check_rows(turns, scores=scores, group_ids=group_ids)
-    episode = grpo(
-        scores, group_ids, divide_by_std=divide_by_std, valid=valid, traj_ids=traj_ids, eps=eps
-    )  # fmt: skip
+    episode = grpo(scores, group_ids, divide_by_std=divide_by_std, valid=valid, traj_ids=traj_ids, eps=eps)
     returns = turn_returns(step_scores, gamma=gamma)
     present = _present(turns, returns.shape[1], valid)
     ids = group_ids[:, None].expand(returns.shape)
@@ -205,9 +204,8 @@ def anchor_ids(observations: Sequence[Sequence[Hashable]]) -> Tensor:
     numbers: dict[Hashable, int] = {}
     width = max((len(row) for row in observations), default=0)
     rows = [
-        [numbers.setdefault(seen, len(numbers)) for seen in row] + [-1] * (width - len(row))
-        for row in observations
-    ]  # fmt: skip
+        [numbers.setdefault(seen, len(numbers)) for seen in row] + [-1] * (width - len(row)) for row in observations
+    ]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(observations), width)
 
 
@@ -218,10 +216,8 @@ def _present(turns: Tensor, count: int, valid: Tensor | None) -> Tensor:
 
 
 def _discounted_sums(values: Tensor, factor: float) -> Tensor:
-    """[M, P]: the sum from each place on, each further value worth `factor` less."""
-    sums = torch.zeros_like(values)
-    later = values.new_zeros(values.shape[0])
-    for place in reversed(range(values.shape[1])):
-        later = values[:, place] + factor * later
-        sums[:, place] = later
-    return sums
+    """[M, P]: the sum from each place on, each further value worth `factor` times the one before."""
+    by_place = values.T.clone(memory_format=torch.contiguous_format)
+    for place in reversed(range(len(by_place) - 1)):
+        by_place[place] += factor * by_place[place + 1]
+    return by_place.T

@@ -31,7 +31,7 @@ def token_weights(mask: Tensor, by: Aggregation, *, traj_ids: Tensor | None = No
     A sequence is a row, or with `traj_ids` [N] all rows of a trajectory; then this needs the global batch.
     """
     _check(mask, by, traj_ids)
-    weights = wide(mask)
+    weights = wide(mask.bool())
     if by != "sequence_mean":
         return weights
     lengths = weights.sum(1, dtype=torch.float64)
@@ -54,7 +54,7 @@ def denominator(
     if by == "token_mean":
         return float(max(int(mask.bool().sum()), 1))
     trains = mask.bool().any(1)
-    sequences = int(trains.sum()) if traj_ids is None else len(traj_ids[trains].unique())
+    sequences = int(trains.sum()) if traj_ids is None else Groups.of(traj_ids[trains]).count
     return float(max(sequences, 1) * (constant_length or 1))
 
 

@@ -3,7 +3,8 @@
 The sampler's logprobs differ from the trainer's: its weights are older, and its kernels round differently. The
 weights here, w = trainer / sampler, go in front of the token loss and carry no gradient:
 
-    loss = ppo_clip(logprobs, trainer_logprobs, ...).values * truncated_weights(trainer_logprobs, infer_logprobs, ...).weights
+    correction = truncated_weights(trainer_logprobs, infer_logprobs, mask)
+    loss = ppo_clip(logprobs, trainer_logprobs, advantages, mask).values * correction.weights
 
 A token of weight 0 still counts in the denominator of the loss: less signal is a smaller step, not a louder rest.
 """
@@ -42,8 +43,9 @@ def truncated_weights(
     """Truncated importance sampling: the ratio, but at most `cap`."""
     if cap <= 0:
         raise ValueError(f"cap must be above 0, got {cap}")
-    ratio = _ratios(trainer_logprobs, sampler_logprobs, mask, level)
-    return _correction(ratio, ratio.clamp(max=cap), ratio > cap, trainer_logprobs, sampler_logprobs, mask, level)
+    gap = _gap(trainer_logprobs, sampler_logprobs, mask)
+    ratio = _ratio(gap, level)
+    return _correction(gap, ratio, ratio.clamp(max=cap), mask, level)
 
 
 def masked_weights(
@@ -60,10 +62,9 @@ def masked_weights(
     """
     if not 0 <= low <= high:
         raise ValueError(f"0 <= low <= high must hold, got low {low} and high {high}")
-    ratio = _ratios(trainer_logprobs, sampler_logprobs, mask, level)
-    outside = (ratio < low) | (ratio > high)
-    weights = ratio.masked_fill(outside, 0.0)
-    return _correction(ratio, weights, outside, trainer_logprobs, sampler_logprobs, mask, level)
+    gap = _gap(trainer_logprobs, sampler_logprobs, mask)
+    ratio = _ratio(gap, level)
+    return _correction(gap, ratio, ratio.masked_fill((ratio < low) | (ratio > high), 0.0), mask, level)
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
@@ -72,7 +73,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     """
     check_shapes(mask=mask, weights=weights)
     counted = kept(weights.detach(), mask).double()
-    total, squares, count = torch.stack([counted.sum(), (counted**2).sum(), mask.sum().double()]).tolist()
+    total, squares, count = torch.stack([counted.sum(), (counted**2).sum(), mask.bool().sum().double()]).tolist()
     return total**2 / (squares * count) if squares else 0.0
 
 
@@ -100,31 +101,26 @@ def staleness_mask(versions: Tensor, mask: Tensor, *, version: int, max_stalenes
     return FreshTokens(fresh, metrics)
 
 
-def _ratios(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """[N, L]: trainer / sampler, of the token or of its whole row."""
+def _gap(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """[N, L]: log(trainer / sampler) of each token, 0 outside the mask."""
     check_shapes(mask=mask, trainer_logprobs=trainer_logprobs, sampler_logprobs=sampler_logprobs)
-    log_ratio = kept(trainer_logprobs.detach(), mask) - kept(sampler_logprobs.detach(), mask)
+    return kept(trainer_logprobs.detach(), mask) - kept(sampler_logprobs.detach(), mask)
+
+
+def _ratio(gap: Tensor, level: Level) -> Tensor:
+    """[N, L]: trainer / sampler, of the token or of its whole row."""
     if level == "sequence":
-        log_ratio = log_ratio.sum(1, keepdim=True).expand(mask.shape)
+        gap = gap.sum(1, keepdim=True).expand(gap.shape)
     elif level != "token":
         raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _correction(
-    ratio: Tensor,
-    weights: Tensor,
-    changed: Tensor,
-    trainer_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    mask: Tensor,
-    level: Level,
-) -> Correction:
-    gap = kept(trainer_logprobs.detach(), mask) - kept(sampler_logprobs.detach(), mask)
+def _correction(gap: Tensor, ratio: Tensor, weights: Tensor, mask: Tensor, level: Level) -> Correction:
     metrics = token_metrics(
         mask,
         weight_mean=weights,
-        weight_changed_fraction=changed,
+        weight_changed_fraction=weights != ratio,
         ratio_max=ratio,
         mismatch_kl=-gap,
         logprob_gap_mean=gap.abs(),

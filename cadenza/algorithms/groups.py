@@ -29,18 +29,21 @@ class Groups:
         """Values are in one group when all their ids [*] agree. `weight` [*] is a mask or float weights."""
         index = torch.zeros_like(ids[0], dtype=torch.int64)
         for key in ids:
-            distinct, number = key.unique(return_inverse=True)
-            index = index * len(distinct) + number
-        # Numbered anew after the product, so that the sums are as long as the groups are many.
-        index = index.unique(return_inverse=True)[1]
+            distinct, number = _numbered(key)
+            # Numbered anew after the product, so that the sums are as long as the groups are many.
+            _, index = _numbered(index * distinct + number)
         return cls(index, torch.ones_like(index, dtype=torch.float64) if weight is None else weight.double())
 
     def sum(self, values: Tensor) -> Tensor:
         """[*] the weighted sum over each value's group."""
-        count = int(self.index.max()) + 1 if self.index.numel() else 0
         counted = torch.where(self.weight > 0, values.double() * self.weight, 0.0)
-        sums = counted.new_zeros(count).index_add(0, self.index.flatten(), counted.flatten())
+        sums = counted.new_zeros(self.count).index_add(0, self.index.flatten(), counted.flatten())
         return sums[self.index]
+
+    @property
+    def count(self) -> int:
+        """G, groups without weight included."""
+        return int(self.index.max()) + 1 if self.index.numel() else 0
 
     @property
     def size(self) -> Tensor:
@@ -72,3 +75,11 @@ def row_weights(like: Tensor, *, valid: Tensor | None = None, traj_ids: Tensor |
         rows = Groups.of(traj_ids, weight=weight).size
         weight = weight / torch.where(rows > 0, rows, 1.0)
     return weight
+
+
+def _numbered(key: Tensor) -> tuple[int, Tensor]:
+    """How many distinct values there are, and the number of each."""
+    distinct: Tensor
+    number: Tensor
+    distinct, number = torch.unique(key, return_inverse=True)
+    return len(distinct), number

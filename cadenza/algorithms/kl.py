@@ -17,13 +17,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from cadenza.algorithms.groups import Groups
 from cadenza.algorithms.losses import LOG_RATIO_LIMIT, TokenLoss
 from cadenza.algorithms.metrics import token_metrics
-from cadenza.algorithms.shapes import check_rows, check_shapes, kept
+from cadenza.algorithms.shapes import check_rows, check_shapes, kept, wide
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -37,7 +36,8 @@ def kl(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator: Estimato
     if estimator == "k2":
         return 0.5 * d**2
     if estimator == "k3":
-        return (-d).clamp(max=LOG_RATIO_LIMIT).exp() - 1 + d
+        d = d.clamp(min=-LOG_RATIO_LIMIT)
+        return (-d).exp() - 1 + d
     raise ValueError(f"estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
 
 
@@ -48,7 +48,7 @@ def kl_loss(
     if estimator == "k1":
         raise ValueError("k1 has no gradient on average: take k2 or k3 in the loss, or put k1 into the reward")
     estimate = kl(logprobs, reference, mask, estimator=estimator)
-    return TokenLoss(coefficient * estimate, token_metrics(mask, kl=estimate), int(mask.sum()))
+    return TokenLoss(coefficient * estimate, token_metrics(mask, kl=estimate), int(mask.bool().sum()))
 
 
 def penalised_rewards(
@@ -84,4 +84,4 @@ def penalised_scores(
     penalty = kl(logprobs.detach(), reference, mask, estimator=estimator).sum(1)
     if traj_ids is not None:
         penalty = Groups.of(traj_ids).sum(penalty).to(penalty.dtype)
-    return torch.as_tensor(scores - coefficient * penalty)
+    return wide(scores) - coefficient * penalty

@@ -51,8 +51,8 @@ def ppo_clip(
         raise ValueError(f"clip_low must be from 0 to 1, got {clip_low}")
     if clip_high < 0:
         raise ValueError(f"clip_high must be >= 0, got {clip_high}")
-    if dual_clip is not None and dual_clip <= 1 + clip_high:
-        raise ValueError(f"dual_clip must be above 1 + clip_high = {1 + clip_high:g}, got {dual_clip}")
+    if dual_clip is not None and dual_clip <= 1:
+        raise ValueError(f"dual_clip must be above 1, got {dual_clip}")
     log_ratio, advantage = _inputs(logprobs, old_logprobs, advantages, mask)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -68,7 +68,7 @@ def ppo_clip(
         clip_fraction_high=(advantage > 0) & (ratio > 1 + clip_high),
         clip_fraction_dual=too_bad,
     )
-    return TokenLoss(kept(loss, mask), metrics, int(mask.sum()))
+    return TokenLoss(kept(loss, mask), metrics, int(mask.bool().sum()))
 
 
 def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> TokenLoss:
@@ -80,7 +80,7 @@ def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, 
     log_ratio, advantage = _inputs(logprobs, old_logprobs, advantages, mask)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     loss = -advantage * kept(logprobs, mask)
-    return TokenLoss(loss, token_metrics(mask, **_drift(log_ratio, ratio)), int(mask.sum()))
+    return TokenLoss(loss, token_metrics(mask, **_drift(log_ratio, ratio)), int(mask.bool().sum()))
 
 
 def value_clip(
@@ -97,7 +97,7 @@ def value_clip(
         clipped_error = (old + (value - old).clamp(-clip, clip) - target) ** 2
     loss = 0.5 * torch.maximum(error, clipped_error)
     metrics = token_metrics(mask, value_mean=value, value_error=error, value_clip_fraction=clipped_error > error)
-    return TokenLoss(loss, metrics, int(mask.sum()))
+    return TokenLoss(loss, metrics, int(mask.bool().sum()))
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
@@ -117,7 +117,7 @@ def entropy_bonus(entropies: Tensor, mask: Tensor, *, coefficient: float) -> Tok
     """Minus `coefficient` times the entropy [N, L]: added to a loss, it rewards staying undecided."""
     check_shapes(mask=mask, entropies=entropies)
     metrics = token_metrics(mask, entropy=entropies)
-    return TokenLoss(-coefficient * kept(entropies, mask), metrics, int(mask.sum()))
+    return TokenLoss(-coefficient * kept(entropies, mask), metrics, int(mask.bool().sum()))
 
 
 LOSSES = {"ppo_clip": ppo_clip, "policy_gradient": policy_gradient}

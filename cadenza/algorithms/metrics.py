@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from cadenza.algorithms.shapes import kept
+from cadenza.algorithms.shapes import kept, wide
 
 MAX = "_max"
 """The end of a metric's name that is a largest value; all others are means over tokens."""
@@ -15,7 +15,7 @@ MAX = "_max"
 
 def token_metrics(mask: Tensor, **values: Tensor) -> dict[str, float]:
     """The mean of each [N, L] over the masked tokens, the largest for names that end in `_max`; 0 if none."""
-    count = mask.sum().clamp(min=1)
+    count = mask.bool().sum().clamp(min=1)
     stats = [
         _largest(value, mask) if name.endswith(MAX) else kept(value, mask).sum() / count
         for name, value in values.items()
@@ -40,5 +40,5 @@ def merge_metrics(parts: Iterable[tuple[Mapping[str, float], float]]) -> dict[st
 def _largest(value: Tensor, mask: Tensor) -> Tensor:
     if not value.numel():
         return torch.zeros((), device=value.device)
-    largest = value.masked_fill(~mask.bool(), -torch.inf).max()
+    largest = wide(value).masked_fill(~mask.bool(), -torch.inf).max()
     return torch.where(largest > -torch.inf, largest, 0.0)

@@ -70,9 +70,9 @@ class Moments:
         divide_by_std: bool = True,
         eps: float = EPS,
     ) -> Tensor:
-        """The values [*] measured by these moments."""
+        """The values [*] measured by these moments. While all that was seen is equal, nothing is divided."""
         result = values.double() - (self.mean if centre else 0.0)
-        if divide_by_std:
+        if divide_by_std and self.std > 0:
             result = result / (self.std + eps)
         return _counted(result, weight).to(wide(values).dtype)
 

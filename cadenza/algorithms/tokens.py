@@ -42,7 +42,7 @@ def turn_numbers(response_mask: Tensor, first: Tensor | None = None) -> Tensor:
 def turns_in_row(turns: Tensor, count: int) -> Tensor:
     """[N, count] bool: which turns of its trajectory have tokens in the row."""
     present = torch.zeros(turns.shape[0], count + 1, dtype=torch.bool, device=turns.device)
-    return present.scatter(1, _turn_index(turns, count), True)[:, 1:]
+    return present.scatter(1, _turn_index(turns, len(turns), count), True)[:, 1:]
 
 
 def rows_to_tokens(values: Tensor, mask: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def rows_to_tokens(values: Tensor, mask: Tensor) -> Tensor:
 def turns_to_tokens(values: Tensor, turns: Tensor) -> Tensor:
     """[N, L]: each turn's value [N, T] on all its tokens, 0 outside."""
     padded = torch.nn.functional.pad(wide(values), (1, 0))
-    return padded.gather(1, _turn_index(turns, values.shape[1]))
+    return padded.gather(1, _turn_index(turns, *values.shape))
 
 
 def pay_turns(step_scores: Tensor, turns: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def pay_turns(step_scores: Tensor, turns: Tensor) -> Tensor:
 
     A turn of which no token is in the batch has nobody to pay; its reward is left out.
     """
-    index = _turn_index(turns, step_scores.shape[1])
+    index = _turn_index(turns, *step_scores.shape)
     columns = torch.arange(turns.shape[1], device=turns.device).expand(turns.shape)
     last = torch.full((turns.shape[0], step_scores.shape[1] + 1), -1, device=turns.device)
     last = last.scatter_reduce(1, index, columns, "amax")
@@ -91,7 +91,8 @@ def settle(step_scores: Tensor, scores: Tensor) -> Tensor:
     order = torch.arange(step_scores.shape[1], device=step_scores.device)
     is_last = exists & (order == exists.sum(1, keepdim=True) - 1)
     missing = scores.double() - step_scores.double().nansum(1)
-    return (step_scores.double() + missing[:, None] * is_last).to(wide(step_scores).dtype)
+    settled = torch.where(is_last, step_scores.double() + missing[:, None], step_scores.double())
+    return settled.to(wide(step_scores).dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +155,10 @@ class Timeline:
         return values
 
 
-def _turn_index(turns: Tensor, count: int) -> Tensor:
-    """Turn t as index t + 1, so that 0 stands for no turn."""
+def _turn_index(turns: Tensor, rows: int, count: int) -> Tensor:
+    """Turn t as index t + 1 into values [rows, 1 + count], so that 0 stands for no turn."""
+    if len(turns) != rows:
+        raise ValueError(f"turns has {len(turns)} rows, the values of the turns have {rows}")
     if turns.numel() and int(turns.max()) >= count:
         raise ValueError(f"turns has turn {int(turns.max())}, but the trajectories have {count} turns at most")
     return turns.long() + 1

@@ -48,6 +48,21 @@ class Lake:
         here = _PLAYER_ON[self.text[player]]
         return f"{self.text[:player]}{here}{self.text[player + 1 :]}"
 
+    def distance(self, player: int) -> int | None:
+        """The fewest steps to the goal; None when there is no way. The cells in reach are the bits of a number."""
+        last = len(self.text) - 1
+        free = int(self.text.translate(_FREE), 2)
+        goals = int(self.text.translate(_GOAL), 2)
+        down = self.width + 1
+        reach, before, steps = 1 << (last - player), 0, 0
+        while not reach & goals:
+            if reach == before:
+                return None
+            before = reach
+            reach |= (reach << 1 | reach >> 1 | reach << down | reach >> down) & free
+            steps += 1
+        return steps
+
     def path(self, player: int) -> list[str] | None:
         """Letters of a shortest way to the goal; None when there is none."""
         moves = deltas(self.width)
@@ -131,11 +146,12 @@ class FrozenLake:
     @property
     def optimal_steps(self) -> int:
         """The fewest steps from here to the goal, if nothing slips."""
-        return len(self._path())
+        return self._board().distance(self._player) or 0
 
     def solution(self) -> list[str]:
         """Answers that lead from here to the goal on a shortest way, if nothing slips: a demonstration."""
-        return [answer(letter, self.style) for letter in self._path()]
+        path = self._board().path(self._player)
+        return [answer(letter, self.style) for letter in path or ()]
 
     def render(self) -> str:
         """The board as rows of characters."""
@@ -180,9 +196,6 @@ class FrozenLake:
             board = self._chat(board, letter is not None, self._player != here)
         return board, reward, terminated, truncated, info
 
-    def _path(self) -> list[str]:
-        return self._board().path(self._player) or []
-
     def _board(self, started: bool = True) -> Lake:
         if self._lake is None or (started and self._player < 0):
             raise RuntimeError("there is no board yet; call reset")
@@ -207,6 +220,8 @@ class FrozenLake:
 
 
 _PLAYER_ON = {".": "P", "O": "X", "G": "*"}
+_FREE = str.maketrans(".OG\n", "1010")
+_GOAL = str.maketrans(".OG\n", "0010")
 
 
 def _check_random(size: int, holes: float, max_steps: int | None) -> None:
@@ -237,10 +252,10 @@ def _fixed(map: str | tuple[str, ...]) -> tuple[Lake, int]:
     if text.count("P") != 1 or "G" not in text:
         raise ValueError(f"map must have one start S and a goal G, got {list(map)}")
     lake = Lake(text.replace("P", "."), text.index("P"), len(map[0]))
-    path = lake.path(lake.start)
-    if path is None:
+    distance = lake.distance(lake.start)
+    if distance is None:
         raise ValueError(f"map has no way from the start to the goal: {list(map)}")
-    return lake, len(path)
+    return lake, distance
 
 
 @lru_cache(maxsize=4096)
@@ -249,8 +264,8 @@ def _drawn(seed: int, size: int, holes: float, max_steps: int) -> Lake:
     draw = random.Random(seed)
     for _ in range(MAX_DRAWS):
         lake = _lake(["O" if draw.random() < holes else "." for _ in range(size * size)], size)
-        path = lake.path(0)
-        if path is not None and len(path) <= max_steps:
+        distance = lake.distance(0)
+        if distance is not None and distance <= max_steps:
             return lake
     cells = list(lake.text.replace("\n", ""))
     cell, moves = 0, [1] * (size - 1) + [size] * (size - 1)

@@ -275,7 +275,7 @@ def _draw(seed: int, wanted: _Draw) -> Warehouse:
         targets = frozenset(draw.sample(floor, wanted.boxes))
         positions = _pulled(draw, text, floor, targets, wanted)
         if positions:
-            player, boxes = positions[draw.randrange(len(positions))]
+            player, boxes = draw.choice(draw.choice(positions))
             marked = "".join("O" if cell in targets else symbol for cell, symbol in enumerate(text))
             return Warehouse(marked, wanted.columns, player, boxes, targets)
     raise ValueError(
@@ -308,12 +308,14 @@ def _layout(draw: random.Random, wanted: _Draw) -> tuple[str, list[int]]:
     return text, sorted(floor)
 
 
-def _pulled(draw: random.Random, text: str, floor: list[int], targets: Boxes, wanted: _Draw) -> list[tuple[int, Boxes]]:
-    """Positions from which the boxes get to the targets in the wanted number of moves, found backwards from all that
-    are solved. A move backwards is a step back, with or without the box ahead."""
+def _pulled(
+    draw: random.Random, text: str, floor: list[int], targets: Boxes, wanted: _Draw
+) -> list[list[tuple[int, Boxes]]]:
+    """Positions from which the boxes get to the targets in the wanted number of moves, by that number. They are found
+    backwards from all that are solved: a move backwards is a step back, with or without the box ahead."""
     frontier = [(player, targets) for player in floor if player not in targets]
     seen = set(frontier)
-    found: list[tuple[int, Boxes]] = []
+    found: list[list[tuple[int, Boxes]]] = []
     moves = deltas(wanted.columns).values()
     for distance in range(1, wanted.max_moves + 1):
         before: list[tuple[int, Boxes]] = []
@@ -329,8 +331,10 @@ def _pulled(draw: random.Random, text: str, floor: list[int], targets: Boxes, wa
                     if position not in seen:
                         seen.add(position)
                         before.append(position)
+        if not before:
+            break
         if distance >= wanted.min_moves:
-            found += before
+            found.append(before)
         frontier = before if len(before) <= FRONTIER else draw.sample(before, FRONTIER)
     return found
 

@@ -152,7 +152,7 @@ class _Reader:
             self._calls[life.key] = call = Call(detail, time, time)
             self._replicas.add(detail)
             life.calls.append(call)
-        elif kind == "answer":
+        elif kind == "answer" and life.key in self._calls:
             call = self._calls.pop(life.key)
             call.outcome, _, tokens = detail.partition(" ")
             call.tokens = int(tokens or 0)

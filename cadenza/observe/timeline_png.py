@@ -149,13 +149,15 @@ def _swim(ax: Axes, timeline: Timeline) -> None:
     """One bar per attempt, in the row of its slot."""
     from matplotlib.collections import PolyCollection
 
+    row = ax.bbox.height / max(timeline.slots, 1)  # pixels
+    margin, edge = (0.07, 0.35) if row > 3 else (0.0, 0.0)
     bars = [
-        [(life.start, low), (life.end, low), (life.end, low + 0.86), (life.start, low + 0.86)]
+        [(life.start, low), (life.end, low), (life.end, high), (life.start, high)]
         for life in timeline.lives
-        for low in [life.slot + 0.07]
+        for low, high in [(life.slot + margin, life.slot + 1 - margin)]
     ]
     colours = [FATES[life.fate] for life in timeline.lives]
-    ax.add_collection(PolyCollection(bars, facecolors=colours, edgecolors="white", linewidths=0.35, zorder=2))
+    ax.add_collection(PolyCollection(bars, facecolors=colours, edgecolors="white", linewidths=edge, zorder=2))
     ax.set_ylim(max(timeline.slots, 1), 0)
     ax.set_yticks([])
     ax.tick_params(axis="x", labelsize=9, colors=INK)

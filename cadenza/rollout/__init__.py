@@ -1,1 +1,7 @@
 """The heart: the life of every single sample, from task to fate."""
+
+from __future__ import annotations
+
+from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
+
+__all__ = ["DomainConfig", "EnvManagerConfig", "RolloutConfig"]

@@ -62,7 +62,6 @@ class EnvHandle:
 
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
         self._attempt.place = place
-        self._leases.renew(self._attempt)
         result = await self._type.call(place, method)(*args)
         self._leases.renew(self._attempt)
         self._attempt.place = "rollout"

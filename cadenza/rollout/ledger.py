@@ -134,6 +134,8 @@ class Ledger:
         """Attempts by fate and cause."""
         self.lost_tokens: Counter[str] = Counter()
         """Tokens of attempts that were neither trained nor validated, by cause."""
+        self.origin = 0.0
+        """When the first group was opened; `why` counts its seconds from there."""
         self.groups_opened = 0
         self.groups_closed: Counter[Fate] = Counter()
         self._open: dict[int, Group] = {}
@@ -143,6 +145,8 @@ class Ledger:
 
     def open(self, task: Task, version: int, now: float) -> Group:
         """Admit a task: its group begins at `version`."""
+        if not self.groups_opened:
+            self.origin = now
         group = Group(self.groups_opened, task, version, now)
         self.groups_opened += 1
         self._open[group.id] = group
@@ -257,18 +261,18 @@ class Ledger:
             return f"{id}: not known (never admitted, or older than the last {self.history} attempts)"
         lines: list[str] = []
         for group in groups:
-            end = "open" if group.fate is None else f"{group.fate.value} at {group.closed:.3f} s"
-            state = group.state.value if group.fate is None else end
+            ended = "" if group.fate is None else f"{group.fate.value} at {group.closed - self.origin:.3f} s"
+            state = ended or group.state.value
             at = f" for version {group.trained}" if group.trained >= 0 else ""
             because = f" ({group.cause})" if group.cause else ""
             lines.append(
                 f"g{group.id}: task {group.task.id}, domain {group.task.domain}, begun at version {group.begun} "
-                f"at {group.opened:.3f} s, {state}{at}{because}"
+                f"at {group.opened - self.origin:.3f} s, {state}{at}{because}"
             )
             for attempt in group.attempts:
                 if id not in (attempt.key, attempt.id) and id not in (group.task.id, f"g{group.id}"):
                     continue
-                lines.append("  " + _life(attempt))
+                lines.append("  " + _life(attempt, self.origin))
         return "\n".join(lines)
 
     def _find(self, id: str | int) -> list[Group]:
@@ -300,11 +304,12 @@ class Ledger:
         attempt.state = new
 
 
-def _life(attempt: Attempt) -> str:
+def _life(attempt: Attempt, origin: float) -> str:
     end = f"{attempt.state.value} in {attempt.place}" if attempt.fate is None else attempt.fate.value
     because = f" ({attempt.cause})" if attempt.cause else ""
     versions = f", versions {attempt.oldest}..{attempt.newest}" if attempt.oldest >= 0 else ""
     return (
-        f"{attempt.key} (traj_id {attempt.id}): slot {attempt.slot}, {attempt.started:.3f}-{attempt.ended:.3f} s, "
+        f"{attempt.key} (traj_id {attempt.id}): slot {attempt.slot}, "
+        f"{attempt.started - origin:.3f}-{attempt.ended - origin:.3f} s, "
         f"{attempt.turns} turns, {attempt.tokens} tokens{versions}, reward {attempt.reward:.4g} -> {end}{because}"
     )

@@ -45,6 +45,8 @@ from cadenza.simulation.replica import drawn
 from cadenza.simulation.scenario import Scenario
 
 FATES = frozenset(fate.value for fate in Fate)
+RESOLUTION = 1e-9
+"""Instants that are closer than this are one."""
 MAX_EVENTS = 200_000
 """A schedule that says more than this runs in circles."""
 
@@ -489,7 +491,7 @@ class Monitor:
         if closed is None:
             return
         for replica in self.replicas:
-            if replica.last_generation_time > closed:
+            if replica.last_generation_time > closed + RESOLUTION:
                 when = replica.last_generation_time
                 self.violate(6, f"{replica.name} wrote a token at {when:.4f} s, suspended since {closed:.4f} s")
 

@@ -25,6 +25,7 @@ LAST_CALL = 4
 Order = Literal["resume_first", "resume_last", "no_resume", "rolling"]
 """suspend-update-resume-get_batch-train; suspend-update-get_batch-train-resume; suspend-update-get_batch-train;
 update with the gate open."""
+Staleness = Literal["wait", "drop"]
 FilterKind = Literal["none", "instant", "slow", "off_loop"]
 RewardForm = Literal["none", "async", "sync"]
 
@@ -142,7 +143,7 @@ class Scenario:
     """Of a batch."""
     steps: int
     alpha: float
-    staleness: Literal["wait", "drop"]
+    staleness: Staleness
     extra_members: int
     extra_groups: int
     max_attempts: int
@@ -197,14 +198,16 @@ class Scenario:
 def _draw(seed: int, rng: Random) -> Scenario:
     group_size = rng.randint(1, 8)
     alpha = rng.choice(ALPHAS)
-    groups = max(1, rng.randint(8, 20 if alpha < 4 else 12) // group_size)
+    groups = max(1, rng.randint(8, 10 if alpha > 2 else 20) // group_size)
     batch = group_size * groups
     doomed = rng.random() < 0.03
-    steps = max(MIN_VERSIONS + rng.randint(0, 3), math.ceil(MIN_TRAJECTORIES / batch)) + (LAST_CALL if doomed else 0)
+    steps = max(MIN_VERSIONS, math.ceil(MIN_TRAJECTORIES / batch)) + (LAST_CALL if doomed else 0)
+    staleness: Staleness = "wait" if rng.random() < 0.8 else "drop"
+    extra_groups = rng.choice((0, 0, 0, 1, 2))
     filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
-    filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.15, 0.3))
-    finite = not doomed and rng.random() < 0.4
-    needed = int(steps * groups * (1 + 2 * filter_rate)) + groups + 4
+    filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.25))
+    finite = not doomed and staleness == "wait" and rng.random() < 0.8
+    needed = int(steps * (groups + extra_groups) * (1 + 2 * filter_rate)) + 4
     domains = _domains(rng, needed if finite else None)
     replicas = rng.randint(1, 6)
     protected = rng.randrange(replicas)
@@ -244,9 +247,9 @@ def _draw(seed: int, rng: Random) -> Scenario:
         groups=groups,
         steps=steps,
         alpha=alpha,
-        staleness="wait" if rng.random() < 0.8 else "drop",
-        extra_members=rng.choice((0, 0, 0, 1, 2)),
-        extra_groups=rng.choice((0, 0, 0, 1, 2)),
+        staleness=staleness,
+        extra_members=min(rng.choice((0, 0, 0, 1, 2)), (group_size + 1) // 2),
+        extra_groups=extra_groups,
         max_attempts=rng.choice((1, 2, 3)),
         filter=filter_kind,
         filter_rate=filter_rate,
@@ -276,7 +279,7 @@ def _domain(rng: Random, name: str, tasks: int | None) -> DomainPlan:
         weight=rng.choice((1.0, 1.0, 2.0, 0.5)),
         max_envs=rng.choice((None, None, None, 3, 8)),
         tasks=tasks,
-        turns=rng.choice((1, 1, 1, 2, 2, 3, 4)),
+        turns=rng.choice((1, 1, 1, 1, 2, 3, 4)),
         sync=rng.random() < 0.2,
         seconds=rng.choice((0.0, 0.1, 0.5, 1.0)),
         grid=rng.choice((0.0, 0.25, 0.5)),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ def run(scenario: Scenario) -> Outcome:
         except (Deadlock, VirtualTimeout, Livelock) as error:
             monitor.violate(5, f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever ends a schedule is a finding
-            monitor.violate(invariant_of(error), f"{type(error).__name__}: {error}")
+            monitor.violate(invariant_of(error), _told(error))
     train = monitor.views[0]
     return Outcome(
         scenario=scenario,
@@ -85,6 +86,15 @@ def run(scenario: Scenario) -> Outcome:
         seconds=seconds,
         lines=monitor.lines,
     )
+
+
+def _told(error: BaseException) -> str:
+    """What an error says, those inside of it included."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(_told(inner) for inner in error.exceptions)
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    place = f" ({Path(where[0].filename).name}:{where[0].lineno})" if where else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 @contextmanager
@@ -229,6 +239,9 @@ class _Driver:
                     await scheduler.expand_sampler(back, skip_load)
             except ValueError:
                 continue  # it was behind, or is lost, or somebody else has brought it back
+            except NoReplicas:
+                if not self.scenario.doomed:
+                    raise
             return
 
     def _tell_issued(self, issued: int) -> None:
