@@ -25,7 +25,7 @@ check: $(VENV)/.dev  ## lint, format, types, layers
 fuzz: $(VENV)/.light  ## run 50,000 random schedules
 	$(BIN)/cadenza fuzz --schedules 50000
 
-bench: $(VENV)/.light  ## measure the control plane
+bench: $(VENV)/.dev  ## measure the control plane
 	$(BIN)/cadenza bench control-plane
 
 clean:  ## remove the environment and the caches; runs/ stays

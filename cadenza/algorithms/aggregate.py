@@ -51,6 +51,8 @@ def denominator(
         raise ValueError(
             f"constant_length goes with 'sequence_sum' and nothing else, got {constant_length} with {by!r}"
         )
+    if constant_length is not None and constant_length < 1:
+        raise ValueError(f"constant_length must be above 0, got {constant_length}")
     if by == "token_mean":
         return float(max(int(mask.bool().sum()), 1))
     trains = mask.bool().any(1)

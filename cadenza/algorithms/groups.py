@@ -48,7 +48,8 @@ class Groups:
     @property
     def size(self) -> Tensor:
         """[*] how many values, by weight, each value's group has."""
-        return self.sum(torch.ones_like(self.weight))
+        # Rounded: the weights of one trajectory in ten rows add up to a little less or more than 1.
+        return self.sum(torch.ones_like(self.weight)).round(decimals=9)
 
     def mean(self, values: Tensor) -> Tensor:
         """[*] the mean of each value's group; 0 where a group counts nothing."""

@@ -34,7 +34,7 @@ class Moments:
         weight = torch.ones_like(values, dtype=torch.float64) if weight is None else weight.double()
         check_shapes(values=values, weight=weight)
         counted = torch.where(weight > 0, values.double(), 0.0)
-        count = weight.sum()
+        count = weight.sum().round(decimals=9)
         mean = (counted * weight).sum() / torch.where(count > 0, count, 1.0)
         squares = ((counted - mean) ** 2 * weight).sum()
         count_, mean_, squares_ = torch.stack([count, mean, squares]).tolist()

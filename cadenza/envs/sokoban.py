@@ -112,7 +112,7 @@ class Sokoban:
         size: int | Sequence[int] = 6,
         boxes: int = 1,
         walls: float = 0.15,
-        min_moves: int = 1,
+        min_moves: int = 4,
         max_moves: int = 20,
         map: Sequence[str] | None = None,
         max_steps: int = 40,

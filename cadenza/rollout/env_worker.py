@@ -185,7 +185,8 @@ class EnvWorker:
         self._queue.fail(attempt, f"{place}: {type(error).__name__}: {error}"[:200], counts=not infrastructure)
 
     def _expire(self, attempt: Attempt) -> None:
-        """A lease ran out: the attempt fails, and its task ends."""
+        """A lease ran out: the attempt fails, and its task ends. It counts against the task and the error budget, for
+        an env that always hangs must be retired like one that always raises."""
         self.expired += 1
         error = TimeoutError(f"no progress within lease_seconds {self._leases.seconds}")
         self._failed(attempt, attempt.place, error)

@@ -307,9 +307,10 @@ class Ledger:
 def _life(attempt: Attempt, origin: float) -> str:
     end = f"{attempt.state.value} in {attempt.place}" if attempt.fate is None else attempt.fate.value
     because = f" ({attempt.cause})" if attempt.cause else ""
+    reward = f", reward {attempt.reward:.4g}" if attempt.oldest >= 0 else ""
     versions = f", versions {attempt.oldest}..{attempt.newest}" if attempt.oldest >= 0 else ""
     return (
         f"{attempt.key} (traj_id {attempt.id}): slot {attempt.slot}, "
         f"{attempt.started - origin:.3f}-{attempt.ended - origin:.3f} s, "
-        f"{attempt.turns} turns, {attempt.tokens} tokens{versions}, reward {attempt.reward:.4g} -> {end}{because}"
+        f"{attempt.turns} turns, {attempt.tokens} tokens{versions}{reward} -> {end}{because}"
     )

@@ -162,16 +162,8 @@ def run(
     max_time: float = float("inf"),
 ) -> T:
     """Run `main()` under virtual time, like `asyncio.run`."""
-    loop = VirtualLoop(shuffle=shuffle, executor_cost=executor_cost, max_time=max_time)
-    try:
-        return loop.run_until_complete(main())
-    finally:
-        try:
-            leftovers = asyncio.all_tasks(loop)
-            for task in leftovers:
-                task.cancel()
-            if leftovers:
-                loop.run_until_complete(asyncio.gather(*leftovers, return_exceptions=True))
-            loop.run_until_complete(loop.shutdown_asyncgens())
-        finally:
-            loop.close()
+    def make() -> VirtualLoop:
+        return VirtualLoop(shuffle=shuffle, executor_cost=executor_cost, max_time=max_time)
+
+    with asyncio.Runner(loop_factory=make) as runner:
+        return runner.run(main())

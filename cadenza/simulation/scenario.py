@@ -198,16 +198,17 @@ class Scenario:
 def _draw(seed: int, rng: Random) -> Scenario:
     group_size = rng.randint(1, 8)
     alpha = rng.choice(ALPHAS)
-    groups = max(1, rng.randint(8, 10 if alpha > 2 else 20) // group_size)
+    steps = rng.randint(MIN_VERSIONS + math.ceil(alpha) // 2, 8)
+    groups = math.ceil(MIN_TRAJECTORIES / (steps * group_size))
     batch = group_size * groups
     doomed = rng.random() < 0.03
-    steps = max(MIN_VERSIONS, math.ceil(MIN_TRAJECTORIES / batch)) + (LAST_CALL if doomed else 0)
+    steps += LAST_CALL if doomed else 0
     staleness: Staleness = "wait" if rng.random() < 0.8 else "drop"
-    extra_groups = rng.choice((0, 0, 0, 1, 2))
+    extra_groups = rng.choice((0, 0, 0, 0, 1, 2))
     filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
-    filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.25))
+    filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2))
     finite = not doomed and staleness == "wait" and rng.random() < 0.8
-    needed = int(steps * (groups + extra_groups) * (1 + 2 * filter_rate)) + 4
+    needed = int((steps * groups + extra_groups * steps // 2) * (1 + 1.5 * filter_rate)) + 4
     domains = _domains(rng, needed if finite else None)
     replicas = rng.randint(1, 6)
     protected = rng.randrange(replicas)
@@ -248,7 +249,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         steps=steps,
         alpha=alpha,
         staleness=staleness,
-        extra_members=min(rng.choice((0, 0, 0, 1, 2)), (group_size + 1) // 2),
+        extra_members=min(rng.choice((0, 0, 0, 0, 1, 2)), (group_size + 1) // 2),
         extra_groups=extra_groups,
         max_attempts=rng.choice((1, 2, 3)),
         filter=filter_kind,

@@ -1,0 +1,135 @@
+"""Between rows, turns and tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from algorithm_cases import close, random_turns, tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cadenza.algorithms import (
+    pay_last_token,
+    pay_turns,
+    rows_to_tokens,
+    settle,
+    train_mask,
+    turn_numbers,
+    turns_in_row,
+    turns_to_tokens,
+)
+from cadenza.algorithms.tokens import Timeline
+
+NAN = float("nan")
+seeds = st.integers(0, 10**6)
+
+
+def mask_of(*rows: str) -> Tensor:
+    return torch.tensor([[token != "." for token in row] for row in rows])
+
+
+def test_a_row_that_fills_up_the_batch_trains_no_token() -> None:
+    mask = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.int8)
+    assert train_mask(mask, torch.tensor([False, True])).tolist() == [[False, True, True], [False] * 3]
+    assert train_mask(mask).tolist() == mask.bool().tolist()
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 4))
+def test_turns_are_the_runs_of_the_response_mask(seed: int, rows: int, turns: int) -> None:
+    mask, numbers = random_turns(seed, rows, turns)
+    assert turn_numbers(mask).tolist() == numbers.tolist()
+
+
+def test_a_later_row_of_a_trajectory_goes_on_counting_its_turns() -> None:
+    mask = mask_of(".aa.b", "a.b..")
+    assert turn_numbers(mask, torch.tensor([0, 2])).tolist() == [[-1, 0, 0, -1, 1], [2, -1, 3, -1, -1]]
+
+
+@given(seeds, st.integers(1, 4), st.integers(1, 4))
+def test_turn_values_reach_exactly_the_tokens_of_their_turn(seed: int, rows: int, count: int) -> None:
+    _, turns = random_turns(seed, rows, count)
+    values = torch.arange(1.0, rows * count + 1).reshape(rows, count)
+    spread, paid, present = turns_to_tokens(values, turns), pay_turns(values, turns), turns_in_row(turns, count)
+    for row, numbers in enumerate(turns.tolist()):
+        assert present[row].tolist() == [turn in numbers for turn in range(count)]
+        for column, turn in enumerate(numbers):
+            assert spread[row, column] == (values[row, turn] if turn >= 0 else 0)
+            is_last = turn >= 0 and turn not in numbers[column + 1 :]
+            assert paid[row, column] == (values[row, turn] if is_last else 0)
+
+
+def test_a_turn_with_a_token_taken_out_is_paid_once() -> None:
+    turns = torch.tensor([[0, -1, 0, -1, 1, -1]])
+    assert pay_turns(tensor([[3.0, 5.0]]), turns).tolist() == [[0, 0, 3, 0, 5, 0]]
+
+
+def test_turns_that_are_in_other_rows_are_not_paid_here() -> None:
+    turns = torch.tensor([[-1, 1, 1, -1]])
+    assert pay_turns(tensor([[3.0, 5.0, 7.0]]), turns).tolist() == [[0, 0, 5, 0]]
+
+
+def test_the_nan_of_turns_that_do_not_exist_reaches_no_token() -> None:
+    turns = torch.tensor([[-1, 0, -1], [-1, -1, -1]])
+    values = tensor([[2.0, NAN], [NAN, NAN]])
+    assert turns_to_tokens(values, turns).tolist() == [[0, 2, 0], [0, 0, 0]]
+    assert pay_turns(values, turns).tolist() == [[0, 2, 0], [0, 0, 0]]
+
+
+def test_a_row_value_is_on_its_masked_tokens_only() -> None:
+    assert rows_to_tokens(tensor(3.0, NAN), mask_of(".a.b", "....")).tolist() == [[0, 3, 0, 3], [0, 0, 0, 0]]
+
+
+def test_a_score_is_paid_on_the_last_token_of_the_trajectory() -> None:
+    assert pay_last_token(tensor(3.0, 5.0, NAN), mask_of(".a.b.", "a....", ".....")).tolist() == [
+        [0, 0, 0, 3, 0],
+        [5, 0, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+
+
+def test_a_trajectory_of_several_rows_is_paid_once_where_its_last_turn_ends() -> None:
+    mask, ids = mask_of(".a.", "bc.", "..d"), torch.tensor([4, 4, 9])
+    assert pay_last_token(tensor(3.0, 3.0, 5.0), mask, traj_ids=ids).tolist() == [[0, 0, 0], [0, 3, 0], [0, 0, 5]]
+    turns = turn_numbers(mask, torch.tensor([1, 0, 0]))
+    paid = pay_last_token(tensor(3.0, 3.0, 5.0), mask, traj_ids=ids, turns=turns)
+    assert paid.tolist() == [[0, 3, 0], [0, 0, 0], [0, 0, 5]]
+
+
+def test_a_timeline_has_the_tokens_in_the_order_in_which_they_were_written() -> None:
+    mask, ids = mask_of("..ef", ".x..", "ab.c", "...."), torch.tensor([7, 1, 7, 2])
+    names = torch.tensor([[ord(token) for token in row] for row in ("..ef", ".x..", "ab.c", "....")])
+    turns = turn_numbers(mask, torch.tensor([2, 0, 0, 0]))
+    timeline = Timeline.of(mask, traj_ids=ids, turns=turns)
+    lines = ["".join(chr(token) for token in row if token) for row in timeline.gather(names).tolist()]
+    assert sorted(line for line in lines if line) == ["abcef", "x"]
+    assert timeline.scatter(timeline.gather(names)).tolist() == names.masked_fill(~mask, 0).tolist()
+
+
+@given(seeds, st.integers(1, 5))
+def test_what_goes_through_a_timeline_comes_back_where_it_was(seed: int, rows: int) -> None:
+    mask, turns = random_turns(seed, rows, 3)
+    values = torch.arange(1.0, mask.numel() + 1).reshape(mask.shape)
+    for timeline in (Timeline.of(mask), Timeline.of(mask, traj_ids=torch.arange(rows) % 2, turns=turns)):
+        close(timeline.scatter(timeline.gather(values)), values * mask)
+
+
+def test_a_batch_without_trained_tokens_has_an_empty_timeline() -> None:
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    assert pay_last_token(tensor(1.0, 2.0), mask).tolist() == [[0, 0, 0], [0, 0, 0]]
+    assert pay_last_token(torch.zeros(0), mask[:0]).shape == (0, 3)
+
+
+def test_settled_step_scores_add_up_to_the_score() -> None:
+    steps = tensor([[0.5, 1.0, NAN], [0.0, 0.0, 0.25], [NAN, NAN, NAN]])
+    settled = settle(steps, tensor(4.0, 0.25, 1.0))
+    close(settled, tensor([[0.5, 3.5, NAN], [0.0, 0.0, 0.25], [NAN, NAN, NAN]]))
+
+
+@pytest.mark.parametrize("function", [turns_to_tokens, pay_turns])
+def test_turns_that_do_not_fit_their_values_are_refused(function: object) -> None:
+    assert callable(function)
+    with pytest.raises(ValueError, match="turns has turn 2, but the trajectories have 2 turns at most"):
+        function(torch.zeros(1, 2), torch.tensor([[0, 2]]))
+    with pytest.raises(ValueError, match="turns has 1 rows, the values of the turns have 3"):
+        function(torch.zeros(3, 2), torch.tensor([[0, 1]]))
