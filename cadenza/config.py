@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 class Config(BaseModel):
     """A config object belongs to the thing it configures; unknown keys fail and name the nearest known one."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

@@ -64,7 +64,13 @@ def as_async(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
     if is_async(function):
         return function
 
+    def call(*args: Any) -> Any:
+        try:
+            return function(*args)
+        except StopIteration as error:  # a future cannot carry it
+            raise RuntimeError("StopIteration raised") from error
+
     def off_loop(*args: Any) -> Awaitable[Any]:
-        return asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
+        return asyncio.get_running_loop().run_in_executor(THREADS, call, *args)
 
     return off_loop

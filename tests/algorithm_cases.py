@@ -1,12 +1,23 @@
-"""Random train batches for the tests of `cadenza.algorithms`, and what may be done to them without changing a result."""
+"""Random train batches for the tests of `cadenza.algorithms`, and what may be done to them without effect."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import hypothesis
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+
+Test = Callable[..., None]
+
+
+def given(*strategies: Any, **named: Any) -> Callable[[Test], Test]:
+    """Hypothesis with fewer examples: each is a whole batch, with many tokens in it."""
+    return lambda test: hypothesis.settings(max_examples=25)(hypothesis.given(*strategies, **named)(test))
+
 
 GARBAGE = (float("nan"), float("inf"), -float("inf"), 1e30, -7.0)
 

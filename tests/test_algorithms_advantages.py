@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import Case, cases, close, random_turns, tensor
-from hypothesis import given
+from algorithm_cases import Case, cases, close, given, random_turns, tensor
 from hypothesis import strategies as st
 from torch import Tensor
 

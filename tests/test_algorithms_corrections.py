@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from algorithm_cases import Case, cases, close, tensor
-from hypothesis import given
+from algorithm_cases import Case, cases, close, given, tensor
 from hypothesis import strategies as st
 
 from cadenza.algorithms import Correction, effective_sample_size, masked_weights, staleness_mask, truncated_weights
@@ -78,7 +77,7 @@ def test_the_effective_sample_size_counts_tokens_or_sequences(
     assert result.metrics["ess"] == pytest.approx(ess(used))
     assert result.metrics["ess_raw"] == pytest.approx(ess(list(ratios(case, "token").values())))
     result = function(case, "sequence")
-    by_row = {row: place for place in ratios(case, "sequence") for row in [place[0]]}
+    by_row = {place[0]: place for place in ratios(case, "sequence")}
     assert result.metrics["ess"] == pytest.approx(ess([float(result.weights[place]) for place in by_row.values()]))
     raw = ratios(case, "sequence")
     assert result.metrics["ess_raw"] == pytest.approx(ess([raw[place] for place in by_row.values()]))

@@ -8,10 +8,8 @@ import statistics
 
 import pytest
 import torch
-from algorithm_cases import Case, cases, close, tensor
-from hypothesis import given
+from algorithm_cases import Case, cases, close, given, tensor
 from hypothesis import strategies as st
-from torch import Tensor
 
 from cadenza.algorithms import Groups, Moments, normalise, normalise_by_group, row_weights
 from cadenza.algorithms.normalise import EPS
@@ -175,13 +173,9 @@ def test_what_does_not_fit_is_refused(call: object, message: str) -> None:
         call()
 
 
-def permuted(values: Tensor, order: Tensor) -> Tensor:
-    return values[order]
-
-
-@given(cases(), st.randoms(use_true_random=False))
-def test_permuting_rows_permutes_the_normalised_values(case: Case, random: object) -> None:
-    order = torch.randperm(len(case.scores))
+@given(cases(), st.data())
+def test_permuting_rows_permutes_the_normalised_values(case: Case, data: st.DataObject) -> None:
+    order = torch.tensor(data.draw(st.permutations(range(len(case.scores)))))
     close(
         normalise_by_group(case.scores[order], case.group_ids[order]),
         normalise_by_group(case.scores, case.group_ids)[order],

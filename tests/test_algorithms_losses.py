@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from algorithm_cases import Case, cases, close, tensor
-from hypothesis import assume, given
+from algorithm_cases import Case, cases, close, given, tensor
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from algorithm_cases import close, random_turns, tensor
-from hypothesis import given
+from algorithm_cases import close, given, random_turns, tensor
 from hypothesis import strategies as st
 from torch import Tensor
 

@@ -190,6 +190,22 @@ def test_many_slow_sync_envs_run_side_by_side() -> None:
     really(main)
 
 
+def test_a_plain_factory_runs_off_the_loop_every_time_also_when_it_makes_async_envs() -> None:
+    threads: list[int] = []
+
+    def connect() -> Once:
+        threads.append(threading.get_ident())
+        return Once()
+
+    async def main() -> None:
+        async with playing([fake(0.0)], env=connect, tasks=4, slots=1) as scheduler:
+            await got(scheduler, 4)
+
+    really(main)
+    assert len(threads) == 4
+    assert threading.get_ident() not in threads
+
+
 def test_an_async_env_runs_on_the_loop() -> None:
     threads: set[int] = set()
 
@@ -349,6 +365,7 @@ def test_close_is_called_when_the_lease_expires() -> None:
     async def main() -> None:
         async with playing(env=env, tasks=2, max_attempts=2, lease_seconds=10) as scheduler:
             assert await get(scheduler, -1) is None
+            await asyncio.sleep(1.0)
             assert len(env.opened) == len(env.closed) == 4
 
     simulate(main)

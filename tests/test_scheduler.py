@@ -139,6 +139,16 @@ def test_suspend_and_resume_at_once_leave_the_gate_as_the_last_one_asked() -> No
     simulate(main)
 
 
+@pytest.mark.parametrize("shuffle", range(4))
+def test_the_first_calls_may_come_at_once(shuffle: int) -> None:
+    async def main() -> None:
+        async with playing(batch_size=4) as scheduler:
+            await asyncio.gather(scheduler.resume(), got(scheduler, 4), scheduler.resume(), got(scheduler, 4))
+            assert fates(scheduler) == {"trained": 8}
+
+    simulate(main, shuffle=shuffle)
+
+
 def test_after_suspend_no_token_is_generated_until_resume() -> None:
     async def main() -> None:
         replicas = sims(2, 100)
@@ -407,7 +417,7 @@ def test_redundancy_does_not_hide_a_replica_that_hangs() -> None:
 
     async def main() -> None:
         hung, alive = sims(2, 100)
-        patience = {"heartbeat_seconds": 5.0, "max_strikes": 2}
+        patience = {"heartbeat_seconds": 4.7, "max_strikes": 2}
         async with playing([hung, alive], extra_groups=1, batch_size=1, slots=2, sampler=patience) as scheduler:
             hung.hang()
             for step in range(60):
@@ -794,6 +804,29 @@ def test_a_rollout_may_be_written_by_the_user() -> None:
             batch = await got(scheduler, 4)
             assert [len(response) for response in responses(batch)] == [20] * 4
             assert column(batch, "episode_scores") == [1.0] * 4
+
+    simulate(main)
+
+
+def test_a_turn_that_the_rollout_gives_up_leaves_no_trace_in_its_context() -> None:
+    """What is trained is what the engine saw."""
+
+    async def impatient(task: Task, env: EnvHandle, model: Model) -> None:
+        observation = await env.reset(task.seed)
+        await model.chat(observation)
+        try:
+            async with asyncio.timeout(0.5):
+                await model.chat("a hard question")
+        except TimeoutError:
+            await model.chat("an easy one")
+        await env.step("done")
+
+    async def main() -> None:
+        replica = fake()
+        async with playing([replica], rollout=impatient, tasks=1, batch_size=1) as scheduler:
+            batch = await got(scheduler, 1)
+        seen = np.concatenate(replica.requests[-1].chunks).tolist()
+        assert rows(batch, "input_ids")[0].tolist() == [*seen, *responses(batch)[0][-10:]]
 
     simulate(main)
 

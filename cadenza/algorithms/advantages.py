@@ -118,7 +118,7 @@ def gae(
     reward = timeline.gather(wide(rewards.detach())).to(value.dtype)
     after = torch.nn.functional.pad(value, (0, 1))[:, 1:]
     advantages = _discounted_sums(reward + gamma * after - value, gamma * lam)
-    return Estimate(timeline.scatter(advantages), timeline.scatter((advantages + value) * timeline.occupied))
+    return Estimate(timeline.scatter(advantages), timeline.scatter(advantages + value))
 
 
 def discounted_returns(

@@ -6,6 +6,7 @@ values and returns are constants: no gradient goes into them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +121,7 @@ def entropy_bonus(entropies: Tensor, mask: Tensor, *, coefficient: float) -> Tok
     return TokenLoss(-coefficient * kept(entropies, mask), metrics, int(mask.bool().sum()))
 
 
-LOSSES = {"ppo_clip": ppo_clip, "policy_gradient": policy_gradient}
+LOSSES: dict[str, Callable[..., TokenLoss]] = {"ppo_clip": ppo_clip, "policy_gradient": policy_gradient}
 """Losses of the policy by name; all begin with (logprobs, old_logprobs, advantages, mask)."""
 
 

@@ -7,15 +7,20 @@ tokens, a reward a finite number. `close`, where there is one, is always called.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from cadenza.errors import EnvError
-from cadenza.off_loop import THREADS, as_async, is_async
+from cadenza.off_loop import as_async, is_async
 
 Outcome = tuple[Any, float, bool, bool, dict[str, Any]]
 """observation, reward, terminated, truncated, info: what a step returns."""
+OBSERVATION = (str, list, tuple, np.ndarray)
+"""Text, chat messages, tokens."""
 
 
 class Env(Protocol):
@@ -46,25 +51,27 @@ class EnvType:
         self.name = name
         self._factory = factory
         self._args = args
-        self._made_on_loop = is_async(getattr(factory, "step", factory))
+        step = getattr(factory, "step", None)
+        self._made_on_loop = is_async(factory) if step is None else is_async(step)
         self._on_loop: dict[str, bool] = {}
 
     async def make(self) -> Any:
-        """A new env; that of an async class is made on the loop."""
+        """A new env. An async class, or an async function, makes it on the loop, everything else in a thread."""
         if self._made_on_loop:
-            return self._factory(**self._args)
-        loop = asyncio.get_running_loop()
-        made: asyncio.Future[Any] = loop.run_in_executor(THREADS, lambda: self._factory(**self._args))
+            env = self._factory(**self._args)
+            return await env if inspect.isawaitable(env) else env
+        made = asyncio.ensure_future(as_async(lambda: self._factory(**self._args))())
         try:
-            env = await asyncio.shield(made)
+            return await asyncio.shield(made)
         except asyncio.CancelledError:
             made.add_done_callback(_close_late)
             raise
+
+    def check(self, env: Any) -> None:
+        """Raise unless it has what an env needs."""
         for method in ("reset", "step"):
             if not callable(getattr(env, method, None)):
                 raise EnvError(f"env '{self.name}' is a {type(env).__name__} without a method '{method}'")
-        self._made_on_loop = is_async(env.step)
-        return env
 
     def call(self, name: str, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         """The async form of the method `name` of an env."""
@@ -74,8 +81,9 @@ class EnvType:
         return method if on_loop else as_async(method)
 
     def check_observation(self, observation: Any, where: str) -> Any:
-        if observation is None:
-            raise EnvError(f"env '{self.name}' {where} returned no observation; return text, messages or tokens")
+        if not isinstance(observation, OBSERVATION):
+            what = "no observation" if observation is None else f"observation {_short(observation)}"
+            raise EnvError(f"env '{self.name}' {where} returned {what}; return text, messages or tokens")
         return observation
 
     def check_outcome(self, outcome: Any) -> Outcome:
@@ -95,6 +103,8 @@ class EnvType:
             raise EnvError(f"env '{self.name}' step returned reward {reward}; return a finite number")
         if not (terminated or truncated):
             self.check_observation(observation, "step")
+        if info is not None and not isinstance(info, dict):
+            raise EnvError(f"env '{self.name}' step returned info {_short(info)}; return a dict")
         return observation, float(reward), bool(terminated), bool(truncated), info or {}
 
 

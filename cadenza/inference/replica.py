@@ -17,6 +17,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
+
+from cadenza.config import Config
 
 Tokens = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -49,15 +52,15 @@ class Span(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Config):
     """How tokens are drawn."""
 
-    max_tokens: int = 1024
+    max_tokens: int = Field(default=1024, gt=0)
     """Longest response of one turn."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float = Field(default=1.0, ge=0)
+    """0 takes the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
     """0 means no limit."""
     stop: tuple[int, ...] = ()
     """Token ids that end a response, besides the model's own end token."""
@@ -128,6 +131,10 @@ class ReplicaLost(ReplicaError):
     """The replica is gone, with everything in flight on it."""
 
 
+class RequestRefused(ReplicaError):
+    """The request itself cannot be served, here or anywhere: it is too long, say. Not the replica's fault."""
+
+
 class StaleEpoch(ReplicaError):
     """The grant is older than the replica's fence; ask the router again."""
 
@@ -149,7 +156,7 @@ class Replica(Protocol):
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         """Start a request. A future and not a coroutine: a hundred thousand in flight cost one object each.
 
-        Fails with `StaleEpoch`, `ReplicaLost` or `ReplicaError`, through the future.
+        Fails with one of the errors above, through the future.
         """
         ...
 

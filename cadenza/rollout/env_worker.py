@@ -18,6 +18,7 @@ import cadenza.envs as envs
 import cadenza.rewards as rewards
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE, InfrastructureError, raise_if_stopped
+from cadenza.inference.replica import RequestRefused
 from cadenza.rollout import plays
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
@@ -62,6 +63,7 @@ class EnvWorker:
         self._spawn = spawn
         self._seed = seed
         self._max_reward_tries = max_reward_tries
+        self._namespace = sampler.namespace()
         self._play = plays.make(config.rollout)
         self._types = {
             name: EnvType(name, envs.make(domain.env), dict(domain.env_args)) for name, domain in config.domains.items()
@@ -85,7 +87,7 @@ class EnvWorker:
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end its task."""
         self._leases.drop(attempt)
-        if isinstance(attempt.runner, asyncio.Task):
+        if isinstance(attempt.runner, asyncio.Task) and attempt.place != "close":  # that one is on its way out
             attempt.runner.cancel()
             if attempt.place == "slot":  # its coroutine will never run, so nobody else frees the slot
                 attempt.runner = None
@@ -112,13 +114,14 @@ class EnvWorker:
         try:
             try:
                 env = await type.make()
+                type.check(env)
                 attempt.place = "rollout"
                 await self._play(
                     task,
                     EnvHandle(env, type, attempt, trajectory, self._leases, self.config.max_turns),
                     Model(
                         attempt, trajectory, self._sampler, self._codec, self.config.sampling,
-                        self.config.max_context, self._leases, self._queue.ledger.events,
+                        self.config.max_context, self._leases, self._queue.ledger, self._namespace,
                     ),
                 )  # fmt: skip
                 if not trajectory.turns:
@@ -131,6 +134,7 @@ class EnvWorker:
                     self._failed(attempt, attempt.place, error)
             finally:
                 self._leases.drop(attempt)
+                attempt.place = "close"
                 try:
                     if env is not None and hasattr(env, "close"):
                         await self._close_env(type, env)
@@ -180,16 +184,17 @@ class EnvWorker:
             return
         domain = attempt.group.task.domain
         infrastructure = isinstance(error, InfrastructureError)
-        if not infrastructure:
+        if not infrastructure and not isinstance(error, RequestRefused):
             self._queue.errors.add(f"{place} of domain '{domain}'", error)
         self._queue.fail(attempt, f"{place}: {type(error).__name__}: {error}"[:200], counts=not infrastructure)
 
     def _expire(self, attempt: Attempt) -> None:
-        """A lease ran out: the attempt fails, and its task ends. It counts against the task and the error budget, for
-        an env that always hangs must be retired like one that always raises."""
+        """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env
+        always hangs must be retired."""
         self.expired += 1
-        error = TimeoutError(f"no progress within lease_seconds {self._leases.seconds}")
-        self._failed(attempt, attempt.place, error)
+        cause = f"{attempt.place}: no progress within lease_seconds {self._leases.seconds}"
+        logger.warning("%s of domain '%s' failed, %s", attempt.key, attempt.group.task.domain, cause)
+        self._queue.fail(attempt, cause, counts=True)
         self.stop(attempt)
         asyncio.get_running_loop().call_later(self.patience, self._abandon, attempt)
 

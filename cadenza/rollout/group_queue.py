@@ -20,7 +20,8 @@ import asyncio
 import heapq
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from cadenza.config import load
@@ -66,12 +67,14 @@ class GroupQueueManager:
         """Set by whoever runs attempts: end this one, it has its fate."""
         self.refill: Callable[[], None] = lambda: None
         """Set by whoever has slots: there may be work."""
-        self.spawn: Callable[[Coroutine[Any, Any, None]], object]
+        self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
         """Set by whoever owns the tasks: run a filter."""
         self._filter: GroupFilter | None = None
         if config.group_filter is not None:
             group_filter = config.group_filter
             self._filter = as_async(load(group_filter) if isinstance(group_filter, str) else group_filter)
+        self._judges: dict[Group, asyncio.Task[None]] = {}
+        """Filters that run."""
         self._filter_seconds = env_manager_config.reward_seconds
         self._group_size = config.group_size
         self._members = config.group_size + config.extra_members
@@ -79,7 +82,7 @@ class GroupQueueManager:
         """Groups consumed when the version was published."""
         self._demand: float | None = None
         """Groups that a waiting `take` still wants."""
-        self._waiter: asyncio.Future[None] | None = None
+        self._change: asyncio.Future[None] | None = None
         self._ready: list[tuple[int, Group]] = []
         self._ready_by_version: Counter[int] = Counter()
         self._unconsumed: Counter[int] = Counter()
@@ -135,7 +138,7 @@ class GroupQueueManager:
             self._make_ready(group)
         else:
             self.ledger.advance(group, GroupState.FILTERING)
-            self.spawn(self._judge(group, self._filter))
+            self._judges[group] = self.spawn(self._judge(group, self._filter))
         if self.config.extra_members:
             for loser in group.live:
                 if loser not in group.finished:
@@ -181,21 +184,58 @@ class GroupQueueManager:
         self._wake()
         self.refill()
 
-    async def take(self, groups: int | None) -> list[Group]:
-        """Cut a batch of so many groups, or of all that the tasks give; fewer only when the tasks ran out."""
+    @contextmanager
+    def demanding(self, groups: int | None) -> Iterator[None]:
+        """Somebody waits for a batch of so many groups, or of all that the tasks give: admission looks at it."""
         if self._demand is not None:
             raise RuntimeError("a batch is already being taken; await it first")
         self._demand = math.inf if groups is None else groups
         try:
             self.refill()
-            while (cut := self._cut(self._demand)) is None:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
-            return cut
+            yield
         finally:
             self._demand = None  # before the slots look for work: the limit falls with it
-            self._waiter = None
             self.refill()
+
+    def changed(self) -> asyncio.Future[None]:
+        """Resolves when `cut` may have something to say."""
+        if self._change is None or self._change.done():
+            self._change = asyncio.get_running_loop().create_future()
+        return self._change
+
+    async def take(self, groups: int | None) -> list[Group]:
+        """Wait for a batch and cut it. Whoever gives up waiting has taken nothing."""
+        with self.demanding(groups):
+            while (batch := self.cut()) is None:
+                await self.changed()
+            return batch
+
+    def cut(self) -> list[Group] | None:
+        """Take the batch that is demanded, if it is there: the oldest whole groups. Fewer only when the tasks ran
+        out."""
+        if self._error is not None:
+            raise self._error
+        assert self._demand is not None
+        groups = self._demand
+        ready = self._ready_by_version.total()
+        self._check_ages(groups)
+        if ready < groups:
+            if not self.domains.exhausted or self._unconsumed.total() > ready:
+                return None
+            groups = ready
+        elif not self._may_cut(groups):
+            return None
+        batch: list[Group] = []
+        now = self._now()
+        self._demand = None
+        while len(batch) < groups:
+            _, group = heapq.heappop(self._ready)
+            if group.state is GroupState.READY:
+                self._consume(group, now)
+                batch.append(group)
+        self._end_surplus()
+        self.errors.since_batch = 0
+        return batch
 
     def fatal(self, error: RolloutError) -> None:
         """End the run: everything that is not consumed is cancelled, and whoever waits gets the error."""
@@ -205,6 +245,7 @@ class GroupQueueManager:
         now = self._now()
         cause = "shutdown" if isinstance(error, SchedulerClosed) else type(error).__name__
         for group in self.ledger.open_groups():
+            self._dismiss(group)
             for attempt in self.ledger.close_group(group, Fate.CANCELLED, cause, now):
                 self.stop(attempt)
         self._ready.clear()
@@ -228,45 +269,35 @@ class GroupQueueManager:
         return limit
 
     def _may_cut(self, groups: float, *, if_all_were_ready: bool = False) -> bool:
-        """Whether taking the oldest `groups` ready groups leaves the invariant intact."""
+        """Whether taking the oldest `groups` ready groups leaves the invariant intact. A batch that is smaller than
+        configured may leave what the rest of this version's batch can still take."""
         if self.mode == "val" or self.config.staleness == "drop":
             return True
-        per_batch, extra = self.config.groups_per_batch, self.config.extra_groups
+        per_batch = self.config.groups_per_batch
         oldest = self.version - self.config.max_staleness
+        spare = self.config.extra_groups + max(0, per_batch - (self.consumed - self._base) - groups)
         ready = self._unconsumed if if_all_were_ready else self._ready_by_version
         left = 0.0
         for begun in sorted(self._unconsumed):
             taken = min(groups, ready[begun])
             groups -= taken
             left += self._unconsumed[begun] - taken
-            if left > max(begun - oldest, 0) * per_batch + extra:
+            if left > max(begun - oldest, 0) * per_batch + spare:
                 return False
         return True
 
-    def _cut(self, groups: float) -> list[Group] | None:
-        if self._error is not None:
-            raise self._error
-        ready = self._ready_by_version.total()
-        if ready < groups:
-            if not self.domains.exhausted or self._unconsumed.total() > ready:
-                return None
-            groups = ready
-        elif not self._may_cut(groups):
-            if not self._may_cut(groups, if_all_were_ready=True):
-                raise self._too_late(groups)
-            return None
-        batch: list[Group] = []
-        now = self._now()
-        self._demand = None
-        while len(batch) < groups:
-            _, group = heapq.heappop(self._ready)
-            if group.state is GroupState.READY:
-                self._consume(group, now)
-                batch.append(group)
-        if self.mode == "train":
-            self._end_surplus(now)
-        self.errors.since_batch = 0
-        return batch
+    def _check_ages(self, groups: float) -> None:
+        """Raise when the program leaves groups that no batch can hold any more."""
+        if self.mode == "val" or self.config.staleness == "drop":
+            return
+        oldest = self.version - self.config.max_staleness
+        if min(self._unconsumed, default=oldest) < oldest or not self._may_cut(groups, if_all_were_ready=True):
+            raise StalenessError(
+                f"groups begun at versions {dict(self._unconsumed)} cannot all be trained within max_staleness "
+                f"{self.config.max_staleness} of version {self.version} by batches of {groups:g} groups: with "
+                f"staleness 'wait' every published version must take {self.config.groups_per_batch} groups (batch_size "
+                f"{self.config.batch_size}); take whole batches and publish once per batch, or set staleness to 'drop'"
+            )
 
     def _consume(self, group: Group, now: float) -> None:
         fate = Fate.TRAINED if self.mode == "train" else Fate.VALIDATED
@@ -282,22 +313,15 @@ class GroupQueueManager:
                 self.staleness[staleness] += 1
         self.ledger.close_group(group, fate, "", now)
 
-    def _end_surplus(self, now: float) -> None:
-        """Extra groups that would be too old for the next version."""
-        if not self.config.extra_groups or self.config.staleness == "drop":
+    def _end_surplus(self) -> None:
+        """Once this version has its batch: extra groups that would be too old for the next."""
+        if self.mode == "val" or self.config.staleness == "drop" or not self.config.extra_groups:
             return
-        oldest = self.version - self.config.max_staleness
-        for group in self.ledger.open_groups():
-            if group.begun <= oldest:
-                self._hand_back(group, Fate.SURPLUS, "the batch was full before")
-
-    def _too_late(self, groups: float) -> StalenessError:
-        return StalenessError(
-            f"a batch of {groups:g} groups for version {self.version} leaves groups that exceed max_staleness "
-            f"{self.config.max_staleness} (begun at versions {dict(self._unconsumed)}): with staleness 'wait' every "
-            f"published version must take at least {self.config.groups_per_batch} groups (batch_size "
-            f"{self.config.batch_size}); take larger batches, publish once per batch, or set staleness to 'drop'"
-        )
+        if self.consumed - self._base >= self.config.groups_per_batch:
+            oldest = self.version - self.config.max_staleness
+            for group in self.ledger.open_groups():
+                if group.begun <= oldest:
+                    self._hand_back(group, Fate.SURPLUS, "the batch was full before")
 
     # -- groups --------------------------------------------------------------------------------------------------
 
@@ -307,17 +331,17 @@ class GroupQueueManager:
         try:
             async with asyncio.timeout(self._filter_seconds):
                 keep = await group_filter(trajectories)
-            if keep is None:
-                raise TypeError("group_filter returned None; return True to keep the group, False to filter it")
+            if keep is None or keep != keep:
+                raise TypeError(f"group_filter returned {keep!r}; return True to keep the group, False to filter it")
         except USER_CODE as error:  # counted, shown once, bounded by a budget
             raise_if_stopped(error)
-            if group.state is GroupState.FILTERING:
+            if self._judges.pop(group, None) is not None:
                 self.errors.add("group_filter", error)
                 self._hand_back(group, Fate.FAILED, f"group_filter raised {type(error).__name__}")
                 if exceeded := self.errors.exceeded():
                     self.fatal(exceeded)
             return
-        if group.state is not GroupState.FILTERING:
+        if self._judges.pop(group, None) is None:
             return
         if keep:
             self._make_ready(group)
@@ -343,6 +367,7 @@ class GroupQueueManager:
         """End a group that no batch will hold; its place may be taken at once."""
         if group.state is GroupState.READY:
             self._ready_by_version[group.begun] -= 1
+        self._dismiss(group)
         self._forget(group)
         self.started -= 1
         self.domains.all[group.task.domain].started -= 1
@@ -351,6 +376,11 @@ class GroupQueueManager:
         self._wake()
         self.refill()
 
+    def _dismiss(self, group: Group) -> None:
+        """Stop the filter of a group that ends without it."""
+        if (judge := self._judges.pop(group, None)) is not None:
+            judge.cancel()
+
     def _forget(self, group: Group) -> None:
         self._unconsumed[group.begun] -= 1
         if not self._unconsumed[group.begun]:
@@ -358,8 +388,8 @@ class GroupQueueManager:
             self._ready_by_version.pop(group.begun, None)
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._change is not None and not self._change.done():
+            self._change.set_result(None)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -198,6 +198,13 @@ class Ledger:
             raise LedgerError(f"g{group.id} cannot go from {group.state.value} to {state.value}")
         group.state = state
 
+    def add_tokens(self, attempt: Attempt, count: int) -> None:
+        """Tokens reached the attempt, perhaps after its fate did."""
+        attempt.tokens += count
+        if attempt.fate is not None:
+            self.tokens[attempt.fate] += count
+            self.lost_tokens[attempt.cause] += count
+
     def close(self, attempt: Attempt, fate: Fate, cause: str, now: float) -> None:
         """Give an attempt its fate."""
         if attempt.fate is not None:
@@ -256,6 +263,7 @@ class Ledger:
 
     def why(self, id: str | int) -> str:
         """The life of a task ('math/17'), a group ('g12'), an attempt ('g12.3#0') or a trajectory id (an int)."""
+        id = id if isinstance(id, str) else int(id)
         groups = self._find(id)
         if not groups:
             return f"{id}: not known (never admitted, or older than the last {self.history} attempts)"

@@ -22,14 +22,15 @@ from cadenza.inference.replica import (
     Generation,
     ReplicaError,
     Request,
+    RequestRefused,
     Sampling,
     Span,
     StaleEpoch,
     Tokens,
 )
-from cadenza.observe.events import Event, EventSink
+from cadenza.observe.events import Event
 from cadenza.rollout.leases import Leases
-from cadenza.rollout.ledger import Attempt
+from cadenza.rollout.ledger import Attempt, Ledger
 from cadenza.rollout.records import Trajectory, Turn
 from cadenza.rollout.router import Seat
 from cadenza.rollout.sampler import Sampler
@@ -83,8 +84,8 @@ class Model:
     """The model, as one attempt sees it."""
 
     __slots__ = (
-        "_attempt", "_cached", "_chunks", "_codec", "_context", "_events", "_leases", "_max_context", "_sampler",
-        "_sampling", "_seat", "trajectory",
+        "_attempt", "_cached", "_chunks", "_codec", "_context", "_leases", "_ledger", "_max_context", "_namespace",
+        "_sampler", "_sampling", "_seat", "trajectory",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +97,8 @@ class Model:
         sampling: Sampling,
         max_context: int,
         leases: Leases,
-        events: EventSink | None = None,
+        ledger: Ledger,
+        namespace: int,
     ) -> None:
         self.trajectory = trajectory
         self._attempt = attempt
@@ -105,7 +107,8 @@ class Model:
         self._sampling = sampling
         self._max_context = max_context
         self._leases = leases
-        self._events = events
+        self._ledger = ledger
+        self._namespace = namespace
         self._chunks: tuple[Tokens, ...] = ()
         self._context = 0
         self._seat: Seat | None = None
@@ -126,61 +129,65 @@ class Model:
         """The same in tokens: append them to the context, and let the model go on."""
         attempt = self._attempt
         fresh = fresh or not self._chunks
-        if fresh:
-            self._chunks, self._context = (), 0
+        chunks, context = ((), 0) if fresh else (self._chunks, self._context)
         prompt = np.ascontiguousarray(tokens, dtype=np.int32)
-        room = self._max_context - self._context - len(prompt)
-        if room <= 0:
-            raise ContextFull(f"{self._context} + {len(prompt)} tokens leave no room in max_context")
-        if len(prompt):
-            self._chunks = (*self._chunks, prompt)
-            self._context += len(prompt)
-        elif not self._chunks:
+        if fresh and not len(prompt):
             raise ValueError("the first prompt of a context must hold at least one token, got none")
+        chunks, context = ((*chunks, prompt), context + len(prompt)) if len(prompt) else (chunks, context)
+        limit = min(self._max_context - context, self._sampling.max_tokens)
+        if limit <= 0:
+            raise ContextFull(f"{context} tokens leave no room in max_context {self._max_context}")
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
-        limit = min(room, self._sampling.max_tokens)
         try:
-            answer = await self._part(self._chunks, limit, 0)
+            answer = await self._part(chunks, context, limit, 0)
             if answer.finish is Finish.ABORT:
-                answer = await self._continue(answer, limit)
+                answer = await self._continue(chunks, context, limit, answer)
         finally:
             self._leases.renew(attempt)
-        if len(answer.tokens):
-            self._chunks = (*self._chunks, answer.tokens)
-            self._context += len(answer.tokens)
+        self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
+        self._context = context + len(answer.tokens)
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
         attempt.turns += 1
         return Reply(turn, self._codec)
 
-    async def _continue(self, answer: Generation, limit: int) -> Generation:
+    async def _continue(self, chunks: tuple[Tokens, ...], context: int, limit: int, answer: Generation) -> Generation:
         """Go on from the tokens of an interrupted answer, over as many interruptions as come."""
         while answer.finish is Finish.ABORT:
             done = len(answer.tokens)
             if done >= limit:
                 return Generation(answer.tokens, answer.logprobs, answer.spans, Finish.LENGTH)
-            chunks = (*self._chunks, answer.tokens) if done else self._chunks
-            answer = _join(answer, await self._part(chunks, limit - done, done))
+            so_far = (*chunks, answer.tokens) if done else chunks
+            answer = _join(answer, await self._part(so_far, context + done, limit - done, done))
         return answer
 
-    async def _part(self, chunks: tuple[Tokens, ...], limit: int, done: int) -> Generation:
+    async def _part(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
         """One answer of one replica: whole, or the beginning of it."""
-        attempt, sampler, context = self._attempt, self._sampler, self._context + done
+        attempt, sampler = self._attempt, self._sampler
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
+        namespace = self._namespace
         for _ in range(MAX_REROUTES):
-            seat = await sampler.grant(self._seat, attempt.group.id, context, self._cached)
+            if attempt.fate is not None:
+                raise InfrastructureError("the attempt is over")
+            seat = await sampler.grant(self._seat, namespace + attempt.group.id, context, self._cached)
             request = Request(
-                sampler.next_id(), chunks, context, limit, self._sampling, seed, done, attempt.id, attempt.group.id,
-                sampler.epoch,
+                sampler.next_id(), chunks, context, limit, self._sampling, seed, done, namespace + attempt.id,
+                namespace + attempt.group.id, sampler.epoch,
             )  # fmt: skip
-            if self._events is not None:
-                self._tell("ask", seat.replica.name)
+            self._tell("ask", seat.replica.name)
+            answer = seat.replica.generate(request)
             try:
-                part = await seat.replica.generate(request)
+                part = await answer
             except asyncio.CancelledError:
-                seat.replica.abort(request.id, attempt.cause or "cancelled")
+                if answer.done() and not answer.cancelled() and answer.exception() is None:
+                    self._ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
+                else:
+                    seat.replica.abort(request.id, attempt.cause or "cancelled")
+                raise
+            except RequestRefused:
+                self._tell("answer", "refused")
                 raise
             except StaleEpoch:
                 self._tell("answer", "refused")
@@ -191,18 +198,19 @@ class Model:
                 continue
             finally:
                 sampler.release(seat, context)
-            if self._events is not None:
-                self._tell("answer", f"{part.finish.value} {len(part.tokens)}")
+            self._tell("answer", part.finish.value, len(part.tokens))
             seat.failures = 0
+            seat.served += 1
             self._seat = seat
             self._cached = context + len(part.tokens)
-            attempt.tokens += len(part.tokens)
+            self._ledger.add_tokens(attempt, len(part.tokens))
             return part
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
 
-    def _tell(self, kind: str, detail: str) -> None:
-        if self._events is not None:
-            self._events(Event(asyncio.get_running_loop().time(), kind, self._attempt.key, detail))
+    def _tell(self, kind: str, detail: str, tokens: int | None = None) -> None:
+        if (events := self._ledger.events) is not None:
+            detail = detail if tokens is None else f"{detail} {tokens}"
+            events(Event(asyncio.get_running_loop().time(), kind, self._attempt.key, detail))
 
 
 def _join(first: Generation, then: Generation) -> Generation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from cadenza.config import load
+from cadenza.off_loop import is_async
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
@@ -37,11 +38,11 @@ PLAYS: dict[str, Play] = {"trajectory": trajectory, "step": step}
 
 def make(spec: str | Play) -> Play:
     """The rollout that a name, 'module:name' or a function means."""
-    if callable(spec):
-        return spec
-    if spec in PLAYS:
+    if not callable(spec) and spec in PLAYS:
         return PLAYS[spec]
-    if ":" in spec:
-        play: Play = load(spec)
+    if callable(spec) or ":" in spec:
+        play: Play = spec if callable(spec) else load(spec)
+        if not is_async(play):
+            raise ValueError(f"rollout {spec} must be an async function of (task, env, model)")
         return play
     raise ValueError(f"rollout '{spec}' is not known; take one of {', '.join(PLAYS)}, or write 'module:function'")

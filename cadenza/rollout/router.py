@@ -34,8 +34,8 @@ class Seat:
     """A replica's place in the sampler: its state, what is in flight on it, and how much that weighs."""
 
     __slots__ = (
-        "capacity", "failures", "gone", "index", "inflight", "load", "pressure", "progress", "replica", "served",
-        "state", "strikes", "version",
+        "asked", "capacity", "failures", "gone", "index", "inflight", "load", "pressure", "progress", "replica",
+        "served", "state", "strikes", "version",
     )  # fmt: skip
 
     def __init__(self, index: int, replica: Replica, gone: asyncio.Future[str]) -> None:
@@ -52,8 +52,9 @@ class Seat:
         """Requests granted and not released."""
         self.gone = gone
         """Resolves with the cause when the replica is given up."""
+        self.asked = 0
         self.served = 0
-        """Requests answered; the health check looks closer only when this stands still."""
+        """Requests sent and answered since the last health check, which looks closer when none was answered."""
         self.failures = 0
         """Requests that failed in a row."""
         self.strikes = 0
@@ -98,6 +99,7 @@ class Router:
 
     def add(self, seat: Seat, context: int) -> None:
         """A request goes there."""
+        seat.asked += 1
         seat.inflight += 1
         self._weigh(seat, context + SEQUENCE_WEIGHT)
 

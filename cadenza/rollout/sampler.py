@@ -16,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from pydantic import Field
 
@@ -44,6 +44,13 @@ class SamplerConfig(Config):
     """How many tokens of load a request accepts for each token of prefix that it would have to compute again."""
 
 
+T = TypeVar("T")
+
+
+class NoAnswer(ReplicaError):
+    """A replica let the deadline of a call pass."""
+
+
 class NoReplicas(RolloutError):
     """No replica is left to generate."""
 
@@ -67,6 +74,8 @@ class Sampler:
         """Called when a replica is given up."""
         self.events: EventSink | None = None
         """Told of everything that happens to the gate, the version and the replicas."""
+        self.opened = 0.0
+        """When the gate was last opened."""
         self._replicas = tuple(replicas)
         self._seats: list[Seat] = []
         self._weights: object = None
@@ -77,6 +86,8 @@ class Sampler:
         """Who wants the gate closed."""
         self._control = asyncio.Lock()
         self._ids = itertools.count()
+        self._namespaces = itertools.count(0, 1 << 40)
+        self._operations: set[asyncio.Task[Any]] = set()
         self._health: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -84,6 +95,10 @@ class Sampler:
 
     def next_id(self) -> int:
         return next(self._ids)
+
+    def namespace(self) -> int:
+        """A range of ids for one scheduler, so that the sessions and groups of two of them do not mix."""
+        return next(self._namespaces)
 
     async def grant(self, sticky: Seat | None, group: int, context: int, cached: int) -> Seat:
         """A replica for a request of `context` tokens, as soon as the gate is open. Whoever gets it calls
@@ -103,7 +118,6 @@ class Sampler:
 
     def release(self, seat: Seat, context: int) -> None:
         """The request is over, whatever came of it."""
-        seat.served += 1
         self.router.remove(seat, context)
 
     def report(self, seat: Seat, error: ReplicaError) -> None:
@@ -127,17 +141,7 @@ class Sampler:
         self._seat_all()
         self._gate.clear()
         self._holders.add(holder)
-        async with self._control:
-            self._gate.clear()
-            if self._suspended:
-                return
-            self._tell("suspend", "sampler", mode.value)
-            self.epoch += 1
-            epoch = self.epoch
-            deadline = None if mode is PauseMode.DRAIN else self.config.control_seconds
-            await self._each(self._active(), lambda seat: seat.replica.pause(epoch, mode), deadline, "pause")
-            self._suspended = True
-            self._tell("suspended", "sampler", "")
+        await self._to_its_end(self._suspend(mode))
 
     async def resume(self, holder: object = None) -> None:
         """Let go of the gate; it opens when nobody else holds it."""
@@ -146,18 +150,8 @@ class Sampler:
             self._health = asyncio.get_running_loop().create_task(self._watch(), name="sampler health")
             self._health.add_done_callback(self._watch_ended)
         self._holders.discard(holder)
-        if self._gate.is_set():
-            return
-        async with self._control:
-            if self._holders:
-                return
-            if self._suspended:
-                seconds = self.config.control_seconds
-                await self._each(self._active(), lambda seat: seat.replica.resume(), seconds, "resume")
-                self._suspended = False
-                self._tell("resume", "sampler", "")
-            if not self._holders:  # somebody may have suspended meanwhile, and waits for the lock
-                self._open_gate()
+        if not self._gate.is_set():
+            await self._to_its_end(self._resume())
 
     def held_by(self, holder: object) -> bool:
         """Whether this one keeps the gate closed."""
@@ -167,21 +161,7 @@ class Sampler:
         """Publish a version. Behind a closed gate all replicas load at once; with the gate open they are updated
         one by one, and what runs on them is kept in place."""
         self._seat_all()
-        async with self._control:
-            if version <= self.version:
-                raise ValueError(f"version must grow: it is {self.version}, got {version}")
-            if self._suspended:
-                await self._each(self._active(), lambda seat: self._load(seat, version, weights), None, "load weights")
-            else:
-                for seat in self._active():
-                    await self._each([seat], lambda seat: self._roll(seat, version, weights), None, "load weights")
-            if not self._active():
-                raise NoReplicas(f"no replica took version {version}: {self._losses()}")
-            self.version = version
-            self._weights = weights
-            self._tell("publish", "sampler", str(version))
-        for callback in self.on_version:
-            callback(version)
+        await self._to_its_end(self._publish(version, weights))
 
     # -- devices -------------------------------------------------------------------------------------------------
 
@@ -193,38 +173,11 @@ class Sampler:
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
         """Take replicas off these devices; their requests move, with their tokens, to the others."""
-        started = asyncio.get_running_loop().time()
-        async with self._control:
-            leaving = self._on_devices(devices, SeatState.ACTIVE, "shrink")
-            if len(leaving) == len(self._active()):
-                raise ValueError(
-                    f"shrink of devices {sorted(devices)} would leave no replica; keep at least one of "
-                    f"{[seat.replica.devices for seat in self._active()]}, or suspend instead"
-                )
-            self.epoch += 1
-            epoch = self.epoch
-            moved = sum(seat.inflight for seat in leaving)
-            for seat in leaving:
-                seat.state = SeatState.LEAVING
-            self.router.rebuild(self._seats)
-            await self._each(leaving, lambda seat: self._put_to_sleep(seat, epoch), None, "shrink")
-            self._tell("shrink", "sampler", str(sorted(devices)))
-        return self._report(leaving, SeatState.ASLEEP, started, moved=moved)
+        return await self._to_its_end(self._shrink(devices))
 
     async def expand(self, devices: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
         """Bring replicas back on these devices. `skip_load` says that they have the current weights already."""
-        started = asyncio.get_running_loop().time()
-        async with self._control:
-            coming = self._on_devices(devices, SeatState.ASLEEP, "expand")
-            await self._each(coming, lambda seat: self._wake(seat, skip_load), None, "expand")
-            self.router.rebuild(self._seats)
-            if behind := [seat for seat in coming if seat.state is SeatState.ASLEEP]:
-                versions = {seat.replica.name: seat.version for seat in behind}
-                raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
-            if not self._suspended and not self._holders:
-                self._open_gate()
-            self._tell("expand", "sampler", str(sorted(devices)))
-        return self._report(coming, SeatState.ACTIVE, started)
+        return await self._to_its_end(self._expand(devices, skip_load))
 
     async def close(self) -> None:
         """End the health check and wake whoever waits at the gate."""
@@ -259,64 +212,143 @@ class Sampler:
     def _open_gate(self) -> None:
         if not self._active():
             raise NoReplicas(f"no replica is left: {self._losses()}")
+        self.opened = asyncio.get_running_loop().time()
         self._gate.set()
 
     def _losses(self) -> str:
         return "; ".join(f"{name}: {cause}" for name, cause in self.lost.items()) or "all are asleep"
 
-    async def _each(
-        self, seats: list[Seat], call: Callable[[Seat], Coroutine[Any, Any, None]], seconds: float | None, what: str
-    ) -> None:
+    async def _to_its_end(self, operation: Coroutine[Any, Any, T]) -> T:
+        """Run a control operation as a whole, also when its caller gives up: nothing is left half-changed."""
+        task = asyncio.get_running_loop().create_task(operation, name="sampler control")
+        self._operations.add(task)
+        task.add_done_callback(self._operations.discard)
+        return await asyncio.shield(task)
+
+    async def _suspend(self, mode: PauseMode) -> None:
+        async with self._control:
+            if self._suspended or not self._holders:
+                return
+            self._gate.clear()
+            self._tell("suspend", "sampler", mode.value)
+            self.epoch += 1
+            epoch = self.epoch
+            seconds = None if mode is PauseMode.DRAIN else self.config.control_seconds
+            await self._each(self._active(), lambda seat: _within(seconds, "pause", seat.replica.pause(epoch, mode)))
+            self._suspended = True
+            self._tell("suspended", "sampler", "")
+
+    async def _resume(self) -> None:
+        async with self._control:
+            if self._holders:
+                return
+            if self._suspended:
+                seconds = self.config.control_seconds
+                await self._each(self._active(), lambda seat: _within(seconds, "resume", seat.replica.resume()))
+                self._suspended = False
+                self._tell("resume", "sampler", "")
+            if not self._holders:  # somebody may have suspended meanwhile, and waits for the lock
+                self._open_gate()
+
+    async def _publish(self, version: int, weights: object) -> None:
+        async with self._control:
+            if version <= self.version:
+                raise ValueError(f"version must grow: it is {self.version}, got {version}")
+            if self._suspended:
+                await self._each(self._active(), lambda seat: self._load(seat, version, weights))
+            else:
+                for seat in self._active():
+                    await self._each([seat], lambda seat: self._roll(seat, version, weights))
+            if not self._active():
+                raise NoReplicas(f"no replica took version {version}: {self._losses()}")
+            self.version = version
+            self._weights = weights
+            self._tell("publish", "sampler", str(version))
+        for callback in self.on_version:
+            callback(version)
+
+    async def _shrink(self, devices: Sequence[int]) -> dict[str, Any]:
+        started = asyncio.get_running_loop().time()
+        async with self._control:
+            leaving = self._on_devices(devices, SeatState.ACTIVE, "shrink")
+            if len(leaving) == len(self._active()):
+                raise ValueError(
+                    f"shrink of devices {sorted(devices)} would leave no replica; keep at least one of "
+                    f"{[seat.replica.devices for seat in self._active()]}, or suspend instead"
+                )
+            self.epoch += 1
+            epoch = self.epoch
+            moved = sum(seat.inflight for seat in leaving)
+            for seat in leaving:
+                seat.state = SeatState.LEAVING
+            self.router.rebuild(self._seats)
+            await self._each(leaving, lambda seat: self._put_to_sleep(seat, epoch))
+            self._tell("shrink", "sampler", str(sorted(devices)))
+        return self._report(leaving, SeatState.ASLEEP, started, moved=moved)
+
+    async def _expand(self, devices: Sequence[int], skip_load: bool) -> dict[str, Any]:
+        started = asyncio.get_running_loop().time()
+        async with self._control:
+            coming = self._on_devices(devices, SeatState.ASLEEP, "expand")
+            await self._each(coming, lambda seat: self._wake(seat, skip_load))
+            self.router.rebuild(self._seats)
+            if behind := [seat for seat in coming if seat.state is SeatState.ASLEEP]:
+                versions = {seat.replica.name: seat.version for seat in behind}
+                raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
+            if not self._suspended and not self._holders:
+                self._open_gate()
+            self._tell("expand", "sampler", str(sorted(devices)))
+        return self._report(coming, SeatState.ACTIVE, started)
+
+    async def _each(self, seats: list[Seat], call: Callable[[Seat], Coroutine[Any, Any, None]]) -> None:
         """Call all at once; a replica that fails or is late is given up, and the others go on."""
 
         async def one(seat: Seat) -> None:
             try:
-                await _until_gone(seat, call(seat), seconds)
-            except TimeoutError:
-                self._give_up(seat, f"did not answer '{what}' within {seconds} s")
+                await _while_it_lives(seat, call(seat))
             except ReplicaError as error:
-                self._give_up(seat, f"'{what}' failed: {error}")
+                self._give_up(seat, str(error) or type(error).__name__)
 
         async with asyncio.TaskGroup() as group:
             for seat in seats:
-                group.create_task(one(seat), name=f"{what} {seat.replica.name}")
+                group.create_task(one(seat), name=f"sampler control of {seat.replica.name}")
 
     async def _load(self, seat: Seat, version: int, weights: object) -> None:
         """Load into a replica that does not generate; a failure is tried once more."""
+        seconds = self.config.load_seconds
         try:
-            await asyncio.wait_for(seat.replica.load_weights(version, weights), self.config.load_seconds)
-        except ReplicaLost:
+            await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
+        except (ReplicaLost, NoAnswer):
             raise
         except ReplicaError as error:
             logger.warning("replica %s failed to load version %d, once more: %s", seat.replica.name, version, error)
-            await asyncio.wait_for(seat.replica.load_weights(version, weights), self.config.load_seconds)
+            await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
         seat.version = version
 
     async def _roll(self, seat: Seat, version: int, weights: object) -> None:
         seconds = self.config.control_seconds
-        await asyncio.wait_for(seat.replica.pause(self.epoch, PauseMode.KEEP), seconds)
+        await _within(seconds, "pause", seat.replica.pause(self.epoch, PauseMode.KEEP))
         await self._load(seat, version, weights)
-        await asyncio.wait_for(seat.replica.resume(), seconds)
+        await _within(seconds, "resume", seat.replica.resume())
 
     async def _put_to_sleep(self, seat: Seat, epoch: int) -> None:
         seconds = self.config.control_seconds
-        await asyncio.wait_for(seat.replica.pause(epoch, PauseMode.ABORT), seconds)
-        await asyncio.wait_for(seat.replica.sleep(), seconds)
+        await _within(seconds, "pause", seat.replica.pause(epoch, PauseMode.ABORT))
+        await _within(seconds, "sleep", seat.replica.sleep())
         seat.state = SeatState.ASLEEP
 
     async def _wake(self, seat: Seat, skip_load: bool) -> None:
         seconds = self.config.control_seconds
-        await asyncio.wait_for(seat.replica.wake(), seconds)
+        await _within(seconds, "wake", seat.replica.wake())
         if skip_load:
-            seat.version = (await asyncio.wait_for(seat.replica.stats(), seconds)).version
+            seat.version = (await _within(seconds, "stats", seat.replica.stats())).version
         elif self.version > seat.version:
             await self._load(seat, self.version, self._weights)
         if seat.version != self.version:
-            await asyncio.wait_for(seat.replica.pause(self.epoch, PauseMode.ABORT), seconds)
-            await asyncio.wait_for(seat.replica.sleep(), seconds)
+            await self._put_to_sleep(seat, self.epoch)
             return
         if self._suspended:
-            await asyncio.wait_for(seat.replica.pause(self.epoch, PauseMode.ABORT), seconds)
+            await _within(seconds, "pause", seat.replica.pause(self.epoch, PauseMode.ABORT))
         seat.state = SeatState.ACTIVE
 
     def _on_devices(self, devices: Sequence[int], state: SeatState, what: str) -> list[Seat]:
@@ -375,13 +407,14 @@ class Sampler:
             await asyncio.sleep(self.config.heartbeat_seconds)
             quiet = []
             for seat in self._seats:
-                if seat.state in (SeatState.ACTIVE, SeatState.LEAVING) and seat.inflight and not seat.served:
+                working = seat.state in (SeatState.ACTIVE, SeatState.LEAVING) and (seat.inflight or seat.asked)
+                if working and not seat.served:
                     quiet.append(seat)
                 else:
                     seat.strikes = 0
-                seat.served = 0
+                seat.asked = seat.served = 0
             if quiet:
-                await self._each(quiet, self._look, self.config.heartbeat_seconds, "stats")
+                await self._each(quiet, self._look)
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -390,26 +423,28 @@ class Sampler:
             self._gate.set()
 
     async def _look(self, seat: Seat) -> None:
-        stats = await seat.replica.stats()
-        moves = stats.paused or stats.progress != seat.progress or not (stats.running + stats.waiting)
+        stats = await _within(self.config.heartbeat_seconds, "stats", seat.replica.stats())
+        moves = stats.paused or stats.progress != seat.progress
         seat.progress = stats.progress
         seat.strikes = 0 if moves else seat.strikes + 1
         if seat.strikes >= self.config.max_strikes:
             self._give_up(seat, f"no progress in {seat.strikes} looks, {self.config.heartbeat_seconds} s apart")
 
 
-async def _until_gone(seat: Seat, call: Coroutine[Any, Any, None], seconds: float | None) -> None:
+async def _within(seconds: float | None, what: str, call: Awaitable[T]) -> T:
+    """A call to a replica with a deadline; without one, the health check watches over it."""
+    try:
+        return await asyncio.wait_for(call, seconds)
+    except TimeoutError:
+        raise NoAnswer(f"did not answer '{what}' within {seconds} s") from None
+
+
+async def _while_it_lives(seat: Seat, call: Coroutine[Any, Any, None]) -> None:
     """Await a call to a replica, but not longer than the replica lives."""
     task = asyncio.ensure_future(call)
     either: list[asyncio.Future[Any]] = [task, seat.gone]
-    try:
-        await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task], timeout=1.0)
-    if not task.done() or task.cancelled():
-        if seat.gone.done():
-            raise ReplicaLost(seat.gone.result())
-        raise TimeoutError
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        raise ReplicaLost(seat.gone.result())
     task.result()

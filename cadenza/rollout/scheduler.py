@@ -21,7 +21,7 @@ from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_gr
 from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.failures import SchedulerClosed, Stalled, logger
 from cadenza.rollout.group_queue import GroupQueueManager, Mode
-from cadenza.rollout.ledger import Ledger
+from cadenza.rollout.ledger import Group, Ledger
 from cadenza.rollout.metrics import rollout_metrics
 from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Trajectory
@@ -212,23 +212,24 @@ class RolloutScheduler:
             raise RuntimeError("the scheduler has not started")
         return self._tasks.create_task(coroutine, name=name)
 
-    async def _taken(self, groups: int | None) -> list[Any]:
+    async def _taken(self, groups: int | None) -> list[Group]:
         """Take a batch, but notice when nothing moves any more, or when a bug ended the task group."""
         assert self._root is not None
         loop = asyncio.get_running_loop()
-        take = loop.create_task(self.queue.take(groups), name="get_batch")
-        try:
-            while not take.done():
-                patience = self.config.stall_seconds
-                await asyncio.wait([take, self._root], timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                if self._root.done() and not take.done():
+        asked, patience = loop.time(), self.config.stall_seconds
+        with self.queue.demanding(groups):
+            while (batch := self.queue.cut()) is None:
+                left = patience - (loop.time() - max(asked, self.queue.last_end, self.sampler.opened))
+                if left <= 0 and not self.sampler.suspended:
+                    self.queue.fatal(Stalled(self._stall()))
+                    continue
+                either: list[asyncio.Future[Any]] = [self.queue.changed(), self._root]
+                timeout = left if left > 0 else patience
+                await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                if self._root.done():
                     self.queue.fatal(SchedulerClosed("the scheduler ended"))
                     self._root.result()
-                elif not take.done() and not self.sampler.suspended and loop.time() - self.queue.last_end >= patience:
-                    self.queue.fatal(Stalled(self._stall()))
-            return await take
-        finally:
-            take.cancel()
+            return batch
 
     def _stall(self) -> str:
         groups = self.ledger.open_groups()

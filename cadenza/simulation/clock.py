@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 import random
 import selectors
 from collections.abc import Callable, Coroutine
@@ -78,7 +79,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._random = None if shuffle is None else random.Random(shuffle)
         self._executor_cost = executor_cost
         self._selector = _Jump(self)
-        self._clock_resolution = 1e-12
         self.slow_callback_duration = float("inf")
 
     def time(self) -> float:
@@ -97,6 +97,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if when > self._max_time:
             raise VirtualTimeout(f"virtual time would pass {self._max_time} s\n{self.who_waits()}")
         self._now = max(self._now, when)
+        self._clock_resolution = math.ulp(self._now)  # a timer that is due now must be due, however late it is
 
     def run_in_executor(  # type: ignore[override]  # typeshed binds args to func by a TypeVarTuple
         self, executor: Any, func: Callable[..., T], *args: Any

@@ -150,7 +150,8 @@ class _Judge:
     async def asynchronous(self, trajectory: Trajectory) -> float:
         seconds = self.seconds()
         fault = self._fault
-        await asyncio.sleep(seconds)
+        if seconds:
+            await asyncio.sleep(seconds)
         return self._say(trajectory, fault)
 
     def __call__(self, trajectory: Trajectory) -> float:
@@ -186,7 +187,8 @@ class SimEnv:
 
     async def _pass(self, call: int) -> None:
         fault = self.world.plan.of_env(self.number, call)
-        await asyncio.sleep(self._seconds(call, fault))
+        if seconds := self._seconds(call, fault):
+            await asyncio.sleep(seconds)
         self._suffer(fault)
 
     def _seconds(self, call: int, fault: Fault | None) -> float:
@@ -223,10 +225,8 @@ class SimEnv:
 
     def _observe(self) -> Tokens:
         self.episode.calls += 1
-        size = 3 + mixed(self.number, self.episode.calls, 7) % 6
-        observation = np.full(size, self.episode.calls, np.int32)
-        observation[0] = self.number
-        observation[1] = self._task
+        size = 2 + (self.number * 7 + self.episode.calls * 3 + self._task) % 6
+        observation = np.array((self.number, *(self._task,) * size), np.int32)
         self.episode.observations.append(observation)
         return observation
 

@@ -33,7 +33,7 @@ CLOSE = -1
 """The number of the call of an env that closes it."""
 FOREVER = 1e7
 """Virtual seconds that nothing waits for."""
-FORCE_AFTER = 32
+FORCE_AFTER = 48
 """Attempts issued without a fault that took effect, after which one is forced."""
 
 

@@ -457,9 +457,9 @@ class Monitor:
 
     def hear_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The loop met an exception that nobody caught."""
-        error = context.get("exception")
-        if not isinstance(error, Livelock):
-            self.violate(invariant_of(error), f"{context.get('message')}: {error!r}")
+        error, message = context.get("exception"), str(context.get("message"))
+        if error is not None and not isinstance(error, Livelock) and "shutdown" not in message:
+            self.violate(invariant_of(error), f"{message}: {error!r}")
 
     # -- versions ------------------------------------------------------------------------------------------------------
 

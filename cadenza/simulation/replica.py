@@ -35,6 +35,7 @@ from cadenza.inference.replica import (
     ReplicaLost,
     ReplicaStats,
     Request,
+    RequestRefused,
     Span,
     StaleEpoch,
     Tokens,
@@ -157,14 +158,9 @@ class _PrefixCache:
         return length
 
     def shrink(self, tokens: int) -> None:
-        """Keep at most `tokens`; of the last context to give way the beginning stays."""
-        while self.tokens > max(0, tokens):
-            key, length = self._lengths.popitem(last=False)
-            kept = max(0, length - (self.tokens - max(0, tokens)))
-            self.tokens -= length - kept
-            if kept:
-                self._lengths[key] = kept
-                self._lengths.move_to_end(key, last=False)
+        """Keep at most `tokens`."""
+        while self.tokens > tokens and self._lengths:
+            self.tokens -= self._lengths.popitem(last=False)[1]
 
     def clear(self) -> None:
         self._lengths.clear()
@@ -475,8 +471,8 @@ class SimReplica:
         self._set_alarm()
 
     def _complete(self) -> None:
-        ends = self._ends
-        while ends and ends[0][0] <= self._steps:
+        ends, steps = self._ends, self._steps
+        while ends and ends[0][0] <= steps:
             _, ticket, sequence = heappop(ends)
             if sequence.ticket == ticket:
                 self._leave(sequence, sequence.finish)
@@ -698,7 +694,7 @@ class SimReplica:
             self._refuse(sequence, ReplicaError(f"{self.name} is asleep"))
         elif request.context >= self.kv_capacity or request.max_tokens < 1:
             text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
-            self._refuse(sequence, ReplicaError(f"{text} do not fit a KV cache of {self.kv_capacity}"))
+            self._refuse(sequence, RequestRefused(f"{text} do not fit a KV cache of {self.kv_capacity}"))
         else:
             remaining = max(1, self.length(request) - request.offset)
             sequence.target = min(remaining, request.max_tokens, self.kv_capacity - request.context)

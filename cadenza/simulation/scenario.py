@@ -199,16 +199,16 @@ def _draw(seed: int, rng: Random) -> Scenario:
     group_size = rng.randint(1, 8)
     alpha = rng.choice(ALPHAS)
     steps = rng.randint(MIN_VERSIONS + math.ceil(alpha) // 2, 8)
-    groups = math.ceil(MIN_TRAJECTORIES / (steps * group_size))
+    groups = max(1, round(MIN_TRAJECTORIES / (steps * group_size)))
     batch = group_size * groups
     doomed = rng.random() < 0.03
-    steps += LAST_CALL if doomed else 0
+    steps = max(MIN_VERSIONS, math.ceil(MIN_TRAJECTORIES / batch)) + (LAST_CALL if doomed else 0)
     staleness: Staleness = "wait" if rng.random() < 0.8 else "drop"
     extra_groups = rng.choice((0, 0, 0, 0, 1, 2))
     filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
     filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2))
     finite = not doomed and staleness == "wait" and rng.random() < 0.8
-    needed = int((steps * groups + extra_groups * steps // 2) * (1 + 1.5 * filter_rate)) + 4
+    needed = int((steps * groups + extra_groups * steps // 2) * (1 + 2.5 * filter_rate)) + 6
     domains = _domains(rng, needed if finite else None)
     replicas = rng.randint(1, 6)
     protected = rng.randrange(replicas)
@@ -280,12 +280,12 @@ def _domain(rng: Random, name: str, tasks: int | None) -> DomainPlan:
         weight=rng.choice((1.0, 1.0, 2.0, 0.5)),
         max_envs=rng.choice((None, None, None, 3, 8)),
         tasks=tasks,
-        turns=rng.choice((1, 1, 1, 1, 2, 3, 4)),
-        sync=rng.random() < 0.2,
+        turns=rng.choice((1, 1, 1, 1, 1, 2, 2, 3, 4)),
+        sync=rng.random() < 0.15,
         seconds=rng.choice((0.0, 0.1, 0.5, 1.0)),
         grid=rng.choice((0.0, 0.25, 0.5)),
         close_seconds=rng.choice((0.0, 0.0, 0.25)),
-        reward=rng.choice(("none", "none", "async", "sync")),
+        reward=rng.choice(("none", "none", "none", "async", "sync")),
         reward_seconds=rng.choice((0.0, 0.25, 1.0)),
     )
 

@@ -18,11 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from cadenza.data import DataProto
 from cadenza.inference.replica import PauseMode, Sampling
-from cadenza.observe.events import Event
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError, SchedulerClosed
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig

@@ -71,8 +71,8 @@ class TextArena:
         if not done:
             return observation, 0.0, False, False, info
         rewards, said = self._env.close()
-        if not rewards or 0 not in rewards:
-            raise EnvError(f"textarena game '{self._id}' ended without a reward for its player: {rewards}")
+        if not rewards or not isinstance(rewards.get(0), (int, float)):
+            raise EnvError(f"textarena game '{self._id}' ended without a number as reward of its player: {rewards}")
         info |= {key: value for key, value in said.get(0, {}).items() if key in ("reason", "invalid_move")}
         info["success"] = rewards[0] >= 1
         return observation, float(rewards[0]), True, False, info
@@ -84,7 +84,7 @@ class TextArena:
         if isinstance(said, str):
             return said
         own = textarena.ObservationType.PLAYER_ACTION
-        return "\n\n".join(text for _, text, kind in said if kind is not own)
+        return "\n\n".join(str(text) for _, text, kind in said if kind is not own)
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
