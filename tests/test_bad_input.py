@@ -1,4 +1,4 @@
-"""Bad input gets an error that names the field and the way out; the scheduler goes on, or stops with its books in order.
+"""Bad input gets an error that names the field and the way out; the scheduler goes on, or stops with balanced books.
 
 `playing` checks the books at the end of every test.
 """
@@ -166,7 +166,7 @@ def test_an_unregistered_env_is_refused_and_the_nearest_known_one_named() -> Non
 
 def test_a_path_that_leads_to_no_env_says_why() -> None:
     async def main() -> None:
-        with pytest.raises(ValueError, match="'no.such.module:Env' cannot be loaded: No module named 'no'"):
+        with pytest.raises(ValueError, match=r"'no\.such\.module:Env' cannot be loaded: No module named 'no'"):
             build(env="no.such.module:Env")
 
     simulate(main)
@@ -583,7 +583,7 @@ def test_a_rollout_that_is_not_async_is_told_to_be() -> None:
         return
 
     async def main() -> None:
-        with pytest.raises(ValueError, match="rollout .*plain.* must be an async function"):
+        with pytest.raises(ValueError, match=r"rollout .*plain.* must be an async function"):
             build(rollout=plain)
 
     simulate(main)

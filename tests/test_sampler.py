@@ -663,6 +663,19 @@ def test_a_replica_that_hangs_is_given_up_after_so_many_looks() -> None:
     simulate(main)
 
 
+def test_a_replica_that_swallows_requests_is_given_up_though_it_says_that_it_is_idle() -> None:
+    async def main() -> None:
+        hung, alive = sims(2, 100)
+        patience = {"heartbeat_seconds": 2.0, "max_strikes": 3}
+        async with playing([hung, alive], batch_size=8, stall_seconds=100, sampler=patience) as scheduler:
+            hung.hang()
+            batch, when = await timed(got(scheduler, 8))
+            assert (len(batch), when) == (8, pytest.approx(3 * 2.0 + 1.0, abs=2.1))
+            assert scheduler.sampler.devices == {0: "lost", 1: "active"}
+
+    simulate(main)
+
+
 def test_a_replica_that_does_not_even_answer_is_given_up_at_the_first_look() -> None:
     class Mute(FakeReplica):
         async def stats(self) -> Any:

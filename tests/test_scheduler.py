@@ -419,6 +419,8 @@ def test_redundancy_does_not_hide_a_replica_that_hangs() -> None:
         hung, alive = sims(2, 100)
         patience = {"heartbeat_seconds": 4.7, "max_strikes": 2}
         async with playing([hung, alive], extra_groups=1, batch_size=1, slots=2, sampler=patience) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(0.5)
             hung.hang()
             for step in range(60):
                 await got(scheduler, 1, step)

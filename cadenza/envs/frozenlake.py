@@ -177,7 +177,7 @@ class FrozenLake:
         reward = 0.0
         if letter is None:
             self._invalid += 1
-            reward = -self._penalty
+            reward -= self._penalty
         else:
             if self._random is not None:
                 letter = LETTERS[(LETTERS.index(letter) + self._random.randrange(-1, 2)) % 4]

@@ -446,5 +446,6 @@ async def _while_it_lives(seat: Seat, call: Coroutine[Any, Any, None]) -> None:
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     if not task.done():
         task.cancel()
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whatever it still says is late
         raise ReplicaLost(seat.gone.result())
     task.result()

@@ -80,7 +80,7 @@ class Gymnasium:
         info: dict[str, Any] = {}
         if parsed is None:
             self._invalid += 1
-            reward = -self._penalty
+            reward = 0.0 - self._penalty
         else:
             observation, reward, terminated, truncated, info = self._env.step(parsed)
             self._shown = self._text(observation)
