@@ -757,6 +757,46 @@ def test_a_replica_that_fails_request_after_request_is_given_up() -> None:
     simulate(main)
 
 
+class Odd(FakeReplica):
+    """A replica one of whose calls raises what no protocol foresees."""
+
+    def __init__(self, call: str, **options: Any) -> None:
+        super().__init__(name="odd", **options)
+        self.call = call
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        self.fail("generate")
+        return super().generate(request)
+
+    async def load_weights(self, version: int, weights: object) -> None:
+        self.fail("load_weights")
+
+    async def stats(self) -> Any:
+        self.fail("stats")
+
+    def fail(self, call: str) -> None:
+        if call == self.call:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize("call", ["generate", "load_weights", "stats"])
+def test_a_replica_that_raises_whatever_it_likes_costs_itself_and_nothing_else(call: str) -> None:
+    async def main() -> None:
+        odd, well = Odd(call, seconds=100.0), fake(devices=(1,))
+        patience = {"heartbeat_seconds": 1.0}
+        async with playing([odd, well], batch_size=8, alpha=1, tasks=8, sampler=patience) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            await publish(scheduler, 1)
+            assert len(await got(scheduler, 8)) == 8
+            assert scheduler.sampler.devices == {0: "lost", 1: "active"}
+            assert "CUDA error" in scheduler.sampler.lost["odd"]
+            assert fates(scheduler) == {"trained": 8}
+            assert scheduler.metrics()["errors/user_code"] == 0
+
+    simulate(main)
+
+
 def test_a_failure_of_infrastructure_under_a_turn_is_not_seen_by_the_rollout() -> None:
     async def main() -> None:
         first, second, third = sims(3, 100)

@@ -145,13 +145,18 @@ class Sampler:
 
     async def resume(self, holder: object = None) -> None:
         """Let go of the gate; it opens when nobody else holds it."""
+        opening = self.let_go(holder)
+        if opening is not None:
+            await asyncio.shield(opening)
+
+    def let_go(self, holder: object = None) -> asyncio.Task[None] | None:
+        """`resume` for whoever does not want to wait: the task that opens the gate, None when it is open."""
         self._seat_all()
         if self._health is None:
             self._health = asyncio.get_running_loop().create_task(self._watch(), name="sampler health")
             self._health.add_done_callback(self._watch_ended)
         self._holders.discard(holder)
-        if not self._gate.is_set():
-            await self._to_its_end(self._resume())
+        return None if self._gate.is_set() else self._begin(self._resume())
 
     def held_by(self, holder: object) -> bool:
         """Whether this one keeps the gate closed."""
@@ -220,10 +225,13 @@ class Sampler:
 
     async def _to_its_end(self, operation: Coroutine[Any, Any, T]) -> T:
         """Run a control operation as a whole, also when its caller gives up: nothing is left half-changed."""
+        return await asyncio.shield(self._begin(operation))
+
+    def _begin(self, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(operation, name="sampler control")
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
-        return await asyncio.shield(task)
+        return task
 
     async def _suspend(self, mode: PauseMode) -> None:
         async with self._control:

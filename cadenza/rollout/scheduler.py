@@ -19,7 +19,7 @@ from cadenza.observe.events import EventSink
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
 from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.failures import SchedulerClosed, Stalled, logger
+from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, logger
 from cadenza.rollout.group_queue import GroupQueueManager, Mode
 from cadenza.rollout.ledger import Group, Ledger
 from cadenza.rollout.metrics import rollout_metrics
@@ -83,6 +83,7 @@ class RolloutScheduler:
         self._turn = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self._root: asyncio.Task[None] | None = None
+        self._started = asyncio.Event()
         self._closing = asyncio.Event()
 
     # -- the controller's calls ----------------------------------------------------------------------------------
@@ -98,7 +99,8 @@ class RolloutScheduler:
             loop = asyncio.get_running_loop()
             asked = loop.time()
             await self._start()
-            await self.sampler.resume(holder=self)
+            if (opening := self.sampler.let_go(holder=self)) is not None:  # a batch that is ready does not wait for it
+                opening.add_done_callback(self._opened)
             cut = await self._taken(groups)
             if not cut:
                 return None
@@ -191,20 +193,20 @@ class RolloutScheduler:
         if self._closing.is_set():
             raise SchedulerClosed("the scheduler was shut down")
         if self._root is not None:
+            await self._started.wait()
             return
         self.sampler.on_version.append(self._advance)
         self.sampler.on_lost.append(self._lost)
-        started = asyncio.Event()
-        self._root = asyncio.get_running_loop().create_task(self._own(started), name=f"scheduler {self.mode}")
-        await started.wait()
+        self._root = asyncio.get_running_loop().create_task(self._own(), name=f"scheduler {self.mode}")
+        await self._started.wait()
         self.queue.advance(self.sampler.version)
         self._worker.fill()
 
-    async def _own(self, started: asyncio.Event) -> None:
+    async def _own(self) -> None:
         """Keep the task group open until the end."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            started.set()
+            self._started.set()
             await self._closing.wait()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
@@ -238,6 +240,11 @@ class RolloutScheduler:
             f"no attempt ended for stall_seconds {self.config.stall_seconds}, with {self._worker.busy} slots busy and "
             f"{len(groups)} groups open: {names}; `why` tells more of each"
         )
+
+    def _opened(self, opening: asyncio.Task[None]) -> None:
+        error = None if opening.cancelled() else opening.exception()
+        if isinstance(error, RolloutError):
+            self.queue.fatal(error)
 
     def _advance(self, version: int) -> None:
         self.queue.advance(version)

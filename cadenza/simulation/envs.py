@@ -7,6 +7,7 @@ nobody else. Each observation begins with the number of its env, so a row of a b
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -256,6 +257,7 @@ class SyncSimEnv(SimEnv):
 
 def executor_cost(function: Callable[..., Any]) -> float:
     """What a piece of work off the loop costs in virtual seconds."""
+    function = inspect.unwrap(function)
     owner = getattr(function, "__self__", function)
     if isinstance(owner, SyncSimEnv):
         return owner.seconds(function.__name__)

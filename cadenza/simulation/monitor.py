@@ -244,6 +244,10 @@ class View:
         self._since = math.inf
         self.look()
 
+    def withdraw(self) -> None:
+        """The controller does not wait any longer."""
+        self._demand = 0.0
+
     def look(self) -> None:
         """Something changed: note since when a batch is possible."""
         if not self._demand or self._cut is not None:
@@ -397,6 +401,9 @@ class View:
         """The scheduler is shut down."""
         if live := [key for key, state in self._states.items() if state not in FATES]:
             self._violate(1, f"{len(live)} attempts have no fate after the shutdown: {live[:5]}")
+        consumed = self.fates["trained"] + self.fates["validated"]
+        if consumed != len(self._seen):
+            self._violate(1, f"{consumed} attempts were trained or validated, {len(self._seen)} came back in batches")
         if self.ended_by and not self.monitor.told:
             self._violate(5, f"{self.ended_by} ended the schedule, but the controller was not told")
         if self.ledger is not None:

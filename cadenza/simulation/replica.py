@@ -384,7 +384,6 @@ class SimReplica:
         if not self._frozen:
             self._start += stood
         if self._timer is not None:
-            self._timer = None
             self._arm(self._due + stood, self._due_step)
         inbox, self._inbox = self._inbox, []
         for message in inbox:
@@ -620,20 +619,14 @@ class SimReplica:
         self._arm(self._start + self._factor * self.cost.decode(steps, running, self._kv), self._steps + steps)
 
     def _arm(self, when: float, step: int) -> None:
-        """Act after `step`. A timer that stands earlier stays: every request of a burst moves the time back."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._due = when
         self._due_step = step
-        if self._timer is not None:
-            if self._timer.when() <= when:
-                return
-            self._timer.cancel()
         self._timer = self._loop.call_at(when, self._fire)
 
     def _fire(self) -> None:
         self._timer = None
-        if self._loop.time() < self._due:
-            self._arm(self._due, self._due_step)
-            return
         self._pass(self._due_step - self._steps, self._due)
         self._act(self._due)
 

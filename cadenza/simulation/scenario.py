@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from cadenza.simulation.faults import Fault, draw_faults
 
@@ -22,9 +22,12 @@ MIN_VERSIONS = 3
 LAST_CALL = 4
 """Versions that are published before all replicas may be killed."""
 
-Order = Literal["resume_first", "resume_last", "no_resume", "rolling"]
+Order = Literal["resume_first", "resume_last", "no_resume", "rolling", "colocated"]
 """suspend-update-resume-get_batch-train; suspend-update-get_batch-train-resume; suspend-update-get_batch-train;
-update with the gate open."""
+update-get_batch-train with the gate open; update-get_batch-suspend-train."""
+ORDERS: tuple[Order, ...] = get_args(Order)
+Size = Literal["same", "double", "twice"]
+"""What one step asks for: a batch, one of twice the size, or two batches for one version."""
 Staleness = Literal["wait", "drop"]
 FilterKind = Literal["none", "instant", "slow", "off_loop"]
 RewardForm = Literal["none", "async", "sync"]
@@ -154,6 +157,13 @@ class Scenario:
     play: Literal["trajectory", "step"]
     suspend_mode: Literal["abort", "drain", "keep"]
     order: Order
+    repeated: bool
+    """Every suspend and resume is called twice."""
+    odd_step: int
+    odd_size: Size
+    """What that step asks for."""
+    patience: float
+    """Seconds after which the controller takes a `get_batch` back and asks again; 0 is for ever."""
     train_seconds: float
     validation: ValidationPlan | None
     resizes: tuple[Resize, ...]
@@ -208,13 +218,12 @@ def _draw(seed: int, rng: Random) -> Scenario:
     filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
     filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2))
     finite = not doomed and staleness == "wait" and rng.random() < 0.8
-    needed = int((steps * groups + extra_groups * steps // 2) * (1 + 2.5 * filter_rate)) + 6
+    needed = int(((steps + 1) * groups + extra_groups * steps // 2) * (1 + 2.5 * filter_rate)) + 6
     domains = _domains(rng, needed if finite else None)
     replicas = rng.randint(1, 6)
     protected = rng.randrange(replicas)
     slots = max(2, int(batch * rng.choice((0.3, 0.7, 1.0, 1.5, 2.5))))
     on_grid = rng.random() < 0.4
-    order: Order = rng.choice(("resume_first", "resume_last", "no_resume", "rolling"))
     faults = draw_faults(
         rng,
         replicas=replicas,
@@ -258,7 +267,11 @@ def _draw(seed: int, rng: Random) -> Scenario:
         domains=domains,
         play=rng.choice(("trajectory", "trajectory", "step")),
         suspend_mode=rng.choice(("abort", "abort", "drain", "keep")),
-        order=order,
+        order=rng.choice(ORDERS),
+        repeated=rng.random() < 0.15,
+        odd_step=rng.randrange(steps),
+        odd_size=rng.choice(("same", "same", "same", "double", "twice")),
+        patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.25, 1.0)),
         train_seconds=rng.choice((0.0, 0.25, 1.0, 4.0)),
         validation=_validation(rng) if rng.random() < 0.25 else None,
         resizes=_resizes(rng, replicas, protected),

@@ -147,52 +147,74 @@ class _Driver:
     # -- the program ---------------------------------------------------------------------------------------------------
 
     async def _steps(self, beside: asyncio.TaskGroup) -> None:
-        scenario, scheduler, view = self.scenario, self.train, self.train_view
+        scenario = self.scenario
         for step in range(scenario.steps):
-            if scenario.order == "rolling":
-                await self._publish(step + 1)
-            else:
+            if scenario.order not in ("rolling", "colocated"):
                 await self._suspend()
-                await self._publish(step + 1)
-                if scenario.order == "resume_first":
-                    self.monitor.ask_gate()
-                    await scheduler.resume()
+            await self._publish(step + 1)
+            if scenario.order == "resume_first":
+                await self._resume()
             self._validate(beside, step)
-            batch = await self._get(scheduler, view, scenario.groups, step)
-            if batch is None:
-                return
+            for groups in self._sizes(step):
+                batch = await self._get(self.train, self.train_view, groups, step)
+                if batch is None:
+                    return
+            if scenario.order == "colocated":
+                await self._suspend()
             await self.trainer.train(batch)
             if scenario.order == "resume_last":
-                self.monitor.ask_gate()
-                await scheduler.resume()
+                await self._resume()
         if scenario.take_all:
-            await self._get(scheduler, view, None, scenario.steps)
-            await self._get(scheduler, view, scenario.groups, scenario.steps)
+            await self._get(self.train, self.train_view, None, scenario.steps)
+            await self._get(self.train, self.train_view, scenario.groups, scenario.steps)
+
+    def _sizes(self, step: int) -> tuple[int, ...]:
+        groups = self.scenario.groups
+        if step != self.scenario.odd_step:
+            return (groups,)
+        return {"same": (groups,), "double": (2 * groups,), "twice": (groups, groups)}[self.scenario.odd_size]
 
     async def _suspend(self) -> None:
         self.monitor.suspending()
         await self.train.suspend()
         self.monitor.suspended()
+        if self.scenario.repeated:
+            await self.train.suspend()
+
+    async def _resume(self) -> None:
+        self.monitor.ask_gate()
+        await self.train.resume()
+        if self.scenario.repeated:
+            await self.train.resume()
 
     async def _publish(self, version: int) -> None:
         self.world.plan.tell_publishing(version)
         await self.cluster.sampler.load_weights(version)
 
-    async def _get(
-        self, scheduler: RolloutScheduler, view: View, groups: int | None, step: int
-    ) -> DataProto | None:
-        if scheduler is self.train:  # the other one does not hold the gate
-            self.monitor.ask_gate()
-        view.ask(groups)
+    async def _get(self, scheduler: RolloutScheduler, view: View, groups: int | None, step: int) -> DataProto | None:
+        """A batch. An impatient controller takes its call back and asks again."""
         size = -1 if groups is None else groups * view.group_size
-        batch = await scheduler.get_batch(DataProto(meta_info={"global_step": step}), size)
-        view.returned(batch)
-        return batch
+        data = DataProto(meta_info={"global_step": step})
+        patience = self.scenario.patience or None
+        while True:
+            if scheduler is self.train:  # the other one does not hold the gate
+                self.monitor.ask_gate()
+            view.ask(groups)
+            try:
+                async with asyncio.timeout(patience):
+                    batch = await scheduler.get_batch(data, size)
+            except TimeoutError:
+                view.withdraw()
+                continue
+            view.returned(batch)
+            return batch
 
     async def _end(self) -> None:
         """Shut everything down, validation first or in the middle of its batch."""
         validation = self.scenario.validation
         if self._validation is not None and validation is not None and not validation.abrupt:
+            if not self.monitor.told:
+                await self._resume()
             await asyncio.wait([self._validation])
         for scheduler, view in zip(self.schedulers, self.monitor.views, strict=True):
             view.closing = True

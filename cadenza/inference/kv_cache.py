@@ -1,0 +1,217 @@
+"""Where keys and values live: rows for the sequences that run, a shelf for the contexts that nobody uses now.
+
+Invariant: row r holds the keys and values of the first `computed` tokens of the sequence that sits in it, at positions
+0, 1, 2, ...; what lies behind is zeros or left over, finite, and masked. A context on the shelf has its tokens with it:
+it is reused as far as they are the beginning of the new context, and no further, whoever asks.
+
+    rows   [layer, row, head, position, dim]   dense: the keys of a batch are a slice of it, never gathered
+    shelf  session -> [layer, head, position, dim]   least recently used first; gives way to the rows
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cadenza.inference.replica import Tokens
+
+Index = NDArray[np.int64]
+_LEAST_WIDTH, _LEAST_ROWS = 64, 8
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What one token leaves behind in the cache."""
+
+    layers: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Panel(NamedTuple):
+    """Consecutive rows that attend to the same number of positions."""
+
+    first: int
+    last: int
+    width: int
+
+
+class PanelView(NamedTuple):
+    """What the rows of a panel attend to, heads taken as rows."""
+
+    mask: Tensor
+    """[r, 1, width]"""
+    keys: list[Tensor]
+    """By layer, [r, dim, width]"""
+    values: list[Tensor]
+    """By layer, [r, width, dim]"""
+
+
+class KVRows:
+    """One row per running sequence, and one more to move things around; rows and width grow when needed.
+
+    On a CPU, memory that was never written costs nothing, however wide the longest sequence makes the rows.
+    """
+
+    def __init__(self, shape: KVShape) -> None:
+        self.shape = shape
+        self.rows = self.width = 0
+        self.free()
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self._allocate(0, 0)
+
+    def reserve(self, rows: int, width: int) -> bool:
+        """Make room for `rows` rows of `width` positions; True when the tensors are new ones."""
+        if rows + 1 <= self.rows and width <= self.width:
+            return False
+        keys, values, old_rows, old_width = self.keys, self.values, self.rows, self.width
+        self._allocate(
+            old_rows if rows + 1 <= old_rows else max(2 * old_rows, rows + 1, _LEAST_ROWS + 1),
+            old_width if width <= old_width else max(2 * old_width, width, _LEAST_WIDTH),
+        )
+        if old_rows and old_width:
+            self.keys[:, :old_rows, :, :old_width] = keys
+            self.values[:, :old_rows, :, :old_width] = values
+        return True
+
+    def places(self, rows: Index, positions: Index) -> Tensor:
+        """[n * heads] where the tokens at these rows and positions belong in a layer seen as [row * head * position]."""
+        heads = self.shape.heads
+        first = (rows * heads)[:, None] + np.arange(heads)
+        return torch.from_numpy((first * self.width + positions[:, None]).reshape(-1)).to(self.shape.device)
+
+    def panel(self, panel: Panel) -> PanelView:
+        """Its keys, values and mask, without a copy."""
+        view = self._panels.get(panel)
+        if view is None:
+            if len(self._panels) > 1024:
+                self._panels.clear()
+            rows = slice(panel.first * self.shape.heads, panel.last * self.shape.heads)
+            view = self._panels[panel] = PanelView(
+                self.mask[rows, :, : panel.width],
+                [keys.flatten(0, 1)[rows, : panel.width].transpose(1, 2) for keys in self.keys],
+                [values.flatten(0, 1)[rows, : panel.width] for values in self.values],
+            )
+        return view
+
+    def show(self, lengths: Index) -> None:
+        """Let row r of the mask see its first `lengths[r]` positions."""
+        seen = torch.from_numpy(lengths).to(self.shape.device)[:, None, None] > self._positions
+        mask = self.mask.view(self.rows, self.shape.heads, self.width)[: len(lengths)]
+        mask.copy_(torch.where(seen, 0.0, -torch.inf).expand_as(mask))
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of one row to another."""
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+    def save(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """A copy of the first `length` positions."""
+        return self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone()
+
+    def restore(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
+        """The first `length` positions of a saved context into a row."""
+        self.keys[:, row, :, :length] = keys[:, :, :length]
+        self.values[:, row, :, :length] = values[:, :, :length]
+
+    def _allocate(self, rows: int, width: int) -> None:
+        shape = self.shape
+        size = (shape.layers, rows, shape.heads, width)
+        self.keys = torch.zeros(*size, shape.key_dim, dtype=shape.dtype, device=shape.device)
+        self.values = torch.zeros(*size, shape.value_dim, dtype=shape.dtype, device=shape.device)
+        self.mask = torch.zeros(rows * shape.heads, 1, width, dtype=shape.dtype, device=shape.device)
+        """What is added to the scores of each row and head: 0 where it may look, else minus infinity."""
+        self.flat = [
+            (keys.view(-1, shape.key_dim), values.view(-1, shape.value_dim))
+            for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+        """By layer, keys and values as [row * head * position, dim]: what `places` counts."""
+        self._panels: dict[Panel, PanelView] = {}
+        self._positions = torch.arange(width, device=shape.device)
+        self.rows, self.width = rows, width
+
+
+@dataclass(slots=True)
+class Context:
+    """Keys and values of a context on the shelf."""
+
+    tokens: Tokens
+    """[T] what they were computed from."""
+    keys: Tensor
+    """[layer, head, T, dim]"""
+    values: Tensor
+    group: int
+
+
+class Shelf:
+    """Contexts that nobody uses now, least recently used first."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        """Of all contexts together."""
+        self._contexts: OrderedDict[int, Context] = OrderedDict()
+        self._groups: dict[int, int] = {}
+
+    def put(self, session: int, context: Context) -> None:
+        """Keep the newest context of a session."""
+        self.take(session)
+        self._contexts[session] = context
+        self._groups[context.group] = session
+        self.tokens += len(context.tokens)
+
+    def take(self, session: int) -> Context | None:
+        """Remove and return the context of a session."""
+        context = self._contexts.pop(session, None)
+        if context is not None:
+            self.tokens -= len(context.tokens)
+            if self._groups.get(context.group) == session:
+                del self._groups[context.group]
+        return context
+
+    def candidates(self, session: int, group: int) -> Iterator[Context]:
+        """Contexts worth comparing with a new one: that of its session, the latest of its group."""
+        for key in (session, self._groups.get(group)):
+            if key is not None and (context := self._contexts.get(key)) is not None:
+                self._contexts.move_to_end(key)
+                yield context
+
+    def shrink(self, tokens: int) -> None:
+        """Keep at most `tokens`."""
+        while self._contexts and self.tokens > tokens:
+            self.take(next(iter(self._contexts)))
+
+    def clear(self) -> None:
+        self._contexts.clear()
+        self._groups.clear()
+        self.tokens = 0
+
+    def check(self) -> None:
+        """Assert what must hold between two calls."""
+        assert self.tokens == sum(len(context.tokens) for context in self._contexts.values())
+        assert all(context.keys.shape[2] == len(context.tokens) for context in self._contexts.values())
+        assert all(self._contexts[session].group == group for group, session in self._groups.items())
+
+
+def shared(first: Tokens, second: Tokens) -> int:
+    """How many tokens two contexts have in common from the beginning."""
+    length = min(len(first), len(second))
+    different = first[:length] != second[:length]
+    place = int(different.argmax()) if length else 0
+    return place if length and different[place] else length
+
+
+def joined(chunks: tuple[Tokens, ...]) -> Tokens:
+    """A context in one piece."""
+    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)

@@ -1,0 +1,140 @@
+"""How the next token is drawn from logits.
+
+Invariant: token i of a turn depends on its distribution and on the key (seed, i) only. The uniform number behind it is
+a hash of that key, so the batch it was drawn in, an interruption before it and the replica that drew it change nothing.
+
+    logits / temperature -> softmax -> top-k -> top-p of what is left -> renormalise -> inverse CDF(uniform(seed, i))
+
+The CDF runs in the order of the vocabulary and not of the probabilities: there, two nearly equal probabilities whose
+order is decided by the last bit of a sum would exchange their tokens. The logprob of a token is that of the
+distribution at the end of this line, the one it was drawn from. At temperature 0 the largest logit is taken, whatever
+top-k and top-p say, and its logprob is that of temperature 1: the point mass that it was drawn from says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cadenza.inference.replica import Sampling
+
+GOLDEN, MASK64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
+_NUCLEUS = 256
+"""Candidates looked at for top-p before the whole vocabulary is sorted."""
+
+
+def refusal(sampling: Sampling) -> str | None:
+    """Why tokens cannot be drawn like this, if so."""
+    if not sampling.temperature >= 0:
+        return f"temperature must be >= 0, got {sampling.temperature}"
+    if not 0 < sampling.top_p <= 1:
+        return f"top_p must be above 0 and at most 1, got {sampling.top_p}"
+    if sampling.top_k < 0:
+        return f"top_k must be >= 0, got {sampling.top_k}"
+    return None
+
+
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64: every bit of the input moves every bit of the output."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def counters(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
+    """[n] where each row stands in its stream of random numbers; the next position is `GOLDEN` further.
+
+    Seeds are mixed first: those of the turns of one trajectory lie a multiple of `GOLDEN` apart, and their streams
+    would be the same one, shifted.
+    """
+    streams = mixed(np.array([seed & MASK64 for seed in seeds], np.uint64))
+    return streams + np.array(positions, np.uint64) * np.uint64(GOLDEN)
+
+
+def uniforms(counters: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """[n] in [0, 1 - 2^-23]: a multiple of it by a float32 is smaller than that float32, also after rounding."""
+    return (mixed(counters) >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """How the rows of a batch are drawn, as columns. None stands for columns that would change nothing."""
+
+    temperature: Tensor | None
+    """[n, 1]; 1 in greedy rows."""
+    greedy: Tensor | None
+    """[n, 1] rows that take the largest logit."""
+    all_greedy: bool
+    limits: tuple[Tensor, Tensor] | None
+    """top-k and top-p, [n, 1] each; the size of the vocabulary and 1 mean no limit."""
+    width: int
+    """Candidates to rank for the limits: the largest top-k, or a first guess when a row has none."""
+
+
+def law_of(rows: Sequence[Sampling], vocab: int, device: torch.device) -> Law:
+    """The common form of what the rows want."""
+    greedy = [row.temperature == 0 for row in rows]
+    warm = [1.0 if row.temperature == 0 else row.temperature for row in rows]
+    top_k = [vocab if row.top_k == 0 or row.temperature == 0 else min(row.top_k, vocab) for row in rows]
+    top_p = [1.0 if row.temperature == 0 else row.top_p for row in rows]
+    limited = min(top_k, default=vocab) < vocab or min(top_p, default=1.0) < 1.0
+    widest = max(top_k, default=vocab)
+
+    def column(values: list[int] | list[float] | list[bool]) -> Tensor:
+        return torch.tensor(values, device=device)[:, None]
+
+    return Law(
+        temperature=None if all(value == 1.0 for value in warm) else column(warm),
+        greedy=column(greedy) if any(greedy) else None,
+        all_greedy=all(greedy),
+        limits=(column(top_k), column(top_p)) if limited else None,
+        width=widest if widest < vocab else min(_NUCLEUS, vocab),
+    )
+
+
+def draw(logits: Tensor, law: Law, uniform: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    """Tokens [n] and their logprobs [n] from float32 logits [n, V]."""
+    if law.all_greedy:
+        best = logits.argmax(-1, keepdim=True)
+        return best[:, 0], torch.log_softmax(logits, -1).gather(1, best)[:, 0]
+    if law.temperature is not None:
+        logits = logits / law.temperature
+    chances = torch.softmax(logits, -1)
+    if law.limits is not None:
+        chances = _limited(chances, *law.limits, law.width)
+    below = chances.cumsum(-1)
+    total = below[:, -1:]
+    tokens = torch.searchsorted(below, torch.from_numpy(uniform).to(logits.device)[:, None] * total, right=True)
+    # Only what is not a number finds no place in the CDF; the clamp lets it come out as a logprob that says so.
+    tokens.clamp_max_(logits.shape[-1] - 1)
+    if law.greedy is not None:
+        tokens = torch.where(law.greedy, logits.argmax(-1, keepdim=True), tokens)
+    chance = chances.gather(1, tokens)
+    if law.limits is not None:
+        chance = chance / total
+    return tokens[:, 0], chance.log_()[:, 0]
+
+
+def _limited(chances: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
+    """The chances [n, V] with zeros outside top-k and top-p. What ties with the last one kept is kept too."""
+    vocab = chances.shape[-1]
+    mass = chances.sum(-1, keepdim=True)
+    while True:
+        best = chances.topk(width, -1).values
+        ranked = torch.where(torch.arange(width, device=chances.device) < top_k, best, 0.0)
+        within = ranked.cumsum(-1)
+        enough = top_p * torch.where(top_k < vocab, within[:, -1:], mass)
+        enough = torch.where(top_p < 1.0, enough, torch.inf)
+        settled = (top_k <= width) | ((top_k == vocab) & ((within[:, -1:] >= enough) | (top_p >= 1.0)))
+        if width == vocab or bool(settled.all()):
+            break
+        width = vocab
+    kept = (within - ranked < enough) & (ranked > 0)
+    least = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)
+    least = torch.where((top_p >= 1.0) & (top_k == vocab), 0.0, least)
+    return torch.where(chances >= least, chances, 0.0)
