@@ -26,7 +26,8 @@ from cadenza.rollout.ledger import Attempt, Group
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 from cadenza.simulation.clock import run
-from cadenza.simulation.replica import CostModel, SimReplica
+from cadenza.simulation.cost import CostModel
+from cadenza.simulation.replica import SimReplica
 from cadenza.testing import FakeReplica, LocalCluster
 
 T = TypeVar("T")

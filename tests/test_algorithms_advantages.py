@@ -166,6 +166,15 @@ def test_reinforce_plus_plus_with_baseline_centres_by_group_and_scales_by_batch(
             assert result[row][case.mask[row]].tolist() == pytest.approx([expected] * int(case.mask[row].sum()))
 
 
+@given(cases())
+def test_rows_that_are_not_valid_count_in_no_normalisation_whatever_their_mask_says(case: Case) -> None:
+    padded = case.with_padding_rows(2)
+    mask = torch.cat([case.mask, torch.ones_like(padded.mask[-2:])])
+    result = reinforce_plus_plus_baseline(padded.scores, padded.group_ids, mask, valid=padded.valid)
+    close(result[:-2], reinforce_plus_plus_baseline(case.scores, case.group_ids, case.mask))
+    assert not result[-2:].any()
+
+
 def gae_slowly(case: Case, gamma: float, lam: float) -> Tensor:
     """The definition: a sum over all later deltas, on the tokens of the policy alone."""
     result = torch.zeros_like(case.values)

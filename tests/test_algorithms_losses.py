@@ -367,6 +367,12 @@ def test_k1_in_the_reward_has_the_gradient_of_the_divergence(seed: int) -> None:
     close(gradient, reverse)
 
 
+def test_no_gradient_goes_through_a_penalty_in_the_reward() -> None:
+    x, zeros = torch.ones(1, 1, requires_grad=True), torch.zeros(1, 1)
+    assert not penalised_rewards(zeros, x, zeros, ON, coefficient=1.0).requires_grad
+    assert not penalised_scores(zeros[0], x, zeros, ON, coefficient=1.0).requires_grad
+
+
 @pytest.mark.parametrize("gap", [60.0, -60.0, 1e4, -1e4])
 def test_k3_stays_finite_and_never_pushes_the_wrong_way(gap: float) -> None:
     x = torch.tensor([[gap]], requires_grad=True)

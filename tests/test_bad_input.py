@@ -40,7 +40,7 @@ from cadenza.rollout.failures import ErrorBudget, FilterLimit, SchedulerClosed, 
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
 from cadenza.rollout.sampler import Sampler, SamplerConfig
-from cadenza.simulation.replica import CostModel
+from cadenza.simulation.cost import CostModel
 
 NAN = float("nan")
 INF = float("inf")

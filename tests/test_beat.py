@@ -35,7 +35,7 @@ from cadenza.errors import InfrastructureError
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate, Task, Trajectory
-from cadenza.simulation.replica import drawn
+from cadenza.simulation.cost import drawn
 
 # -- 1: a group is not welded to its envs ------------------------------------------------------------------------------
 

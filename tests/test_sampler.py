@@ -33,7 +33,7 @@ from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Finish, Generation, PauseMode, Request, Sampling
 from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, Router, Seat
 from cadenza.rollout.sampler import NoReplicas, Sampler, SamplerConfig
-from cadenza.simulation.replica import CostModel
+from cadenza.simulation.cost import CostModel
 from cadenza.testing import FakeReplica
 
 SAMPLING = Sampling()
@@ -761,7 +761,7 @@ class Odd(FakeReplica):
     """A replica one of whose calls raises what no protocol foresees."""
 
     def __init__(self, call: str, **options: Any) -> None:
-        super().__init__(name="odd", **options)
+        super().__init__(lambda request: "x" * 1000, name="odd", **options)
         self.call = call
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
@@ -770,9 +770,11 @@ class Odd(FakeReplica):
 
     async def load_weights(self, version: int, weights: object) -> None:
         self.fail("load_weights")
+        await super().load_weights(version, weights)
 
     async def stats(self) -> Any:
         self.fail("stats")
+        return await super().stats()
 
     def fail(self, call: str) -> None:
         if call == self.call:

@@ -44,7 +44,7 @@ from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import FilterLimit, SchedulerClosed, Stalled
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task, Trajectory
-from cadenza.simulation.replica import CostModel
+from cadenza.simulation.cost import CostModel
 from cadenza.testing import FakeReplica
 
 # -- programs ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ from cadenza.inference.replica import (
     StaleEpoch,
 )
 from cadenza.simulation.clock import Deadlock, VirtualLoop, run
-from cadenza.simulation.replica import H100_QWEN3_8B, CostModel, SimReplica, drawn
+from cadenza.simulation.cost import H100_QWEN3_8B, CostModel, drawn
+from cadenza.simulation.replica import SimReplica
 
 T = TypeVar("T")
 SAMPLING = Sampling()

@@ -43,9 +43,8 @@ def rloo(scores: Tensor, group_ids: Tensor, *, valid: Tensor | None = None, traj
     check_shapes(scores=scores, group_ids=group_ids)
     groups = Groups.of(group_ids, weight=row_weights(scores, valid=valid, traj_ids=traj_ids))
     size = groups.size
-    # The mean with oneself, stretched: x - (n m - x) / (n - 1) = (x - m) n / (n - 1).
-    stretch = torch.where(size > 1, size / torch.where(size > 1, size - 1, 1.0), 0.0)
-    result = (scores.double() - groups.mean(scores)) * stretch
+    # The mean m of all, oneself included, does as well: x - (n m - x) / (n - 1) = (x - m) n / (n - 1).
+    result = (scores.double() - groups.mean(scores)) * size / torch.where(size > 1, size - 1, 1.0)
     return torch.where(groups.weight > 0, result, 0.0).to(wide(scores).dtype)
 
 

@@ -1,13 +1,13 @@
 """The forward pass, over the rows of a KV cache.
 
-Invariant: the weights of a decoder are its own. What a trainer does to the module is seen at the next `load`, whole, and
-not before: training and generation may overlap, and no token is written by half of an update.
+Invariant: the weights of a decoder are its own. What a trainer does to the module is seen at the next `load`, whole,
+and not before: training and generation may overlap, and no token is written by half of an update.
 
     fill(segments)  prompt tokens -> keys and values into the rows; no logits, and of the last layer nothing else
     step(ids)       one token per row -> its keys and values into the row -> logits of the next token
 
-Two decoders. `PackedDecoder` reads the weights of a Llama-like module (Llama, Qwen2, Qwen3, Mistral, SmolLM, ...) into a
-form with few and large operations, because at the size of a small model each operation costs more than its arithmetic:
+Two decoders. `PackedDecoder` reads the weights of a Llama-like module (Llama, Qwen2, Qwen3, Mistral, SmolLM, ...) into
+a form with few and large operations, because at the size of a small model an operation costs more than its arithmetic:
 q, k and v are one product, gate and up another; the weights of the norms and the scale of the scores are multiplied
 into the matrices behind them; the rotary halves are interleaved, so that the rotation is one complex product; LoRA is
 merged. `ModuleDecoder` runs the forward of transformers on the same cache, for every other architecture.
@@ -19,6 +19,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -59,7 +60,7 @@ class Decoder(Protocol):
         ...
 
     def step(self, ids: Tensor, positions: Tensor, places: Tensor, panels: Sequence[Panel], rows: KVRows) -> Tensor:
-        """Logits [n, V], float32, after token `ids[r]` at `positions[r]` of row r; `places` is where `rows` wants it."""
+        """Logits [n, V], float32, after token `ids[r]` at `positions[r]` of row r, which `rows` calls `places`."""
         ...
 
 
@@ -78,9 +79,7 @@ def decoder_for(module: nn.Module) -> Decoder:
 def absorb(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy a state dict, or the part of it that changed, into a module."""
     if hasattr(module, "peft_config") and not any(name in weights for name, _ in module.named_parameters()):
-        from peft import set_peft_model_state_dict
-
-        unknown = list(set_peft_model_state_dict(module, dict(weights)).unexpected_keys)
+        unknown = list(import_module("peft").set_peft_model_state_dict(module, dict(weights)).unexpected_keys)
     else:
         unknown = list(module.load_state_dict(dict(weights), strict=False).unexpected_keys)
     if unknown or not weights:
@@ -206,7 +205,9 @@ class PackedDecoder:
 
     # What both have in common.
 
-    def _project(self, x: Tensor, layer: _Layer, factors: Tensor, cache: tuple[Tensor, Tensor], places: Tensor) -> Tensor:
+    def _project(
+        self, x: Tensor, layer: _Layer, factors: Tensor, cache: tuple[Tensor, Tensor], places: Tensor
+    ) -> Tensor:
         """Queries, key and value of every token and kv head, [n * heads, G + 2, D]; key and value go to the cache."""
         group, dim = self._group, self._dim
         packed = F.linear(self._normed(x), layer.qkv, layer.qkv_bias).view(-1, group + 2, dim)
@@ -352,7 +353,8 @@ class PackedDecoder:
             norms = [_norm_weight(attention, "q_norm", dim) * scale] * group + [_norm_weight(attention, "k_norm", dim)]
             qk_norm = torch.stack(norms)[:, interleaved] * math.sqrt(dim)
             scale = 1.0
-        weights, biases = [], []
+        weights: list[Tensor] = []
+        biases: list[Tensor] = []
         for name, count in (("q_proj", group), ("k_proj", 1), ("v_proj", 1)):
             weight, bias = _matrix(attention, name, (heads * count * dim, self._hidden))
             parts = weight.view(heads, count, dim, -1), None if bias is None else bias.view(heads, count, dim, 1)
@@ -432,7 +434,7 @@ class ModuleDecoder:
         rows.mask.view(-1).index_fill_(0, places, 0.0)
         count, width = len(ids), max(panel.width for panel in panels)
         mask = rows.mask.view(rows.rows, self.shape.heads, 1, rows.width)[:count, :1, :, :width]
-        cache = _cache(rows, slice(0, count), places, width)
+        cache = _RowsCache(rows, slice(0, count), places, width)
         return self._forward(ids[:, None], positions[:, None], mask, cache)[:, -1].float()
 
     def fill(self, segments: Sequence[Segment], rows: KVRows) -> None:
@@ -450,7 +452,7 @@ class ModuleDecoder:
         seen = torch.from_numpy(at).to(device)
         mask.masked_fill_(torch.arange(width, device=device) > seen[:, None, :, None], -torch.inf)
         places = rows.places(owner.reshape(-1), at.reshape(-1))
-        cache = _cache(rows, torch.tensor([segment.row for segment in segments], device=device), places, width)
+        cache = _RowsCache(rows, torch.tensor([segment.row for segment in segments], device=device), places, width)
         self._forward(torch.from_numpy(ids).to(device), seen, mask, cache)
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
@@ -463,11 +465,10 @@ class ModuleDecoder:
 
     def _probe(self) -> KVShape:
         """Run one token to see what it leaves behind."""
-        from transformers import DynamicCache
-
         device = next(self._module.parameters()).device
-        cache = DynamicCache()
-        self._module(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), past_key_values=cache, use_cache=True)
+        cache: Any = import_module("transformers").DynamicCache()
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self._module(input_ids=ids, past_key_values=cache, use_cache=True)
         sizes = {
             (layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1], layer.keys.dtype)
             for layer in cache.layers
@@ -480,28 +481,30 @@ class ModuleDecoder:
         return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, device)
 
 
-def _cache(rows: KVRows, which: slice | Tensor, places: Tensor, width: int) -> Any:
-    """A cache of transformers that writes to `places` of our rows and reads the rows `which`, up to `width`."""
-    from transformers import Cache
+class _RowsCache:
+    """What transformers takes for a cache: it writes to `places` of our rows and reads the rows `which`."""
 
-    class RowsCache(Cache):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.layers: list[Any] = []
-            self.offloading = False
+    is_compileable = False
 
-        def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            store = []
-            for new, all_rows in ((keys, rows.keys[layer_idx]), (values, rows.values[layer_idx])):
-                flat = new.transpose(1, 2).reshape(-1, new.shape[-1])
-                all_rows.view(-1, new.shape[-1]).index_copy_(0, places, flat)
-                part = all_rows[:, :, :width]
-                store.append(part[which] if isinstance(which, slice) else part.index_select(0, which))
-            return store[0], store[1]
+    def __init__(self, rows: KVRows, which: slice | Tensor, places: Tensor, width: int) -> None:
+        self.rows = rows
+        self.which = which
+        self.places = places
+        self.width = width
 
-        def get_seq_length(self, layer_idx: int = 0) -> int:
-            return width
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        for new, flat in zip((key_states, value_states), self.rows.flat[layer_idx], strict=True):
+            flat.index_copy_(0, self.places, new.transpose(1, 2).reshape(-1, new.shape[-1]))
+        keys = self.rows.keys[layer_idx, :, :, : self.width]
+        values = self.rows.values[layer_idx, :, :, : self.width]
+        if isinstance(self.which, slice):
+            return keys[self.which], values[self.which]
+        return keys.index_select(0, self.which), values.index_select(0, self.which)
 
-    return RowsCache()
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.width
 
 
 # -- reading modules -------------------------------------------------------------------------------------------------

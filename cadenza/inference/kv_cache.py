@@ -87,7 +87,7 @@ class KVRows:
         return True
 
     def places(self, rows: Index, positions: Index) -> Tensor:
-        """[n * heads] where the tokens at these rows and positions belong in a layer seen as [row * head * position]."""
+        """[n * heads] where the tokens at these rows and positions belong in `flat`."""
         heads = self.shape.heads
         first = (rows * heads)[:, None] + np.arange(heads)
         return torch.from_numpy((first * self.width + positions[:, None]).reshape(-1)).to(self.shape.device)

@@ -162,7 +162,11 @@ class GroupQueueManager:
             group.tries = group.tries or Counter()
             group.tries[member] += 1
             if group.tries[member] >= self.config.max_attempts:
-                self._hand_back(group, Fate.CANCELLED, f"task retired, member {member} failed {group.tries[member]} x")
+                given_up = sum(tries >= self.config.max_attempts for tries in group.tries.values())
+                if self._members - given_up < self._group_size:
+                    self._hand_back(
+                        group, Fate.CANCELLED, f"task retired, member {member} failed {group.tries[member]} x"
+                    )
                 return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
         self.refill()

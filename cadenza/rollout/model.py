@@ -177,11 +177,12 @@ class Model:
                 namespace + attempt.group.id, sampler.epoch,
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
-            answer = seat.replica.generate(request)
+            answer: asyncio.Future[Generation] | None = None
             try:
+                answer = seat.replica.generate(request)
                 part = await answer
             except asyncio.CancelledError:
-                if answer.done() and not answer.cancelled() and answer.exception() is None:
+                if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
                     self._ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
                 else:
                     seat.replica.abort(request.id, attempt.cause or "cancelled")
@@ -195,6 +196,10 @@ class Model:
             except ReplicaError as error:
                 self._tell("answer", "error")
                 sampler.report(seat, error)
+                continue
+            except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not the rollout's fault
+                self._tell("answer", "error")
+                sampler.report(seat, ReplicaError(f"'generate' raised {type(error).__name__}: {error}"))
                 continue
             finally:
                 sampler.release(seat, context)

@@ -133,7 +133,8 @@ class Sampler:
 
     @property
     def suspended(self) -> bool:
-        return not self._gate.is_set()
+        """Whether somebody keeps the gate closed."""
+        return bool(self._holders)
 
     async def suspend(self, mode: PauseMode = PauseMode.ABORT, holder: object = None) -> None:
         """Close the gate; returns when no token is being generated. It stays closed until `holder`, and whoever
@@ -241,8 +242,7 @@ class Sampler:
             self._tell("suspend", "sampler", mode.value)
             self.epoch += 1
             epoch = self.epoch
-            seconds = None if mode is PauseMode.DRAIN else self.config.control_seconds
-            await self._each(self._active(), lambda seat: _within(seconds, "pause", seat.replica.pause(epoch, mode)))
+            await self._each(self._active(), lambda seat: self._pause(seat, epoch, mode))
             self._suspended = True
             self._tell("suspended", "sampler", "")
 
@@ -316,10 +316,28 @@ class Sampler:
                 await _while_it_lives(seat, call(seat))
             except ReplicaError as error:
                 self._give_up(seat, str(error) or type(error).__name__)
+            except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it costs itself
+                self._give_up(seat, f"raised {type(error).__name__}: {error}")
 
         async with asyncio.TaskGroup() as group:
             for seat in seats:
                 group.create_task(one(seat), name=f"sampler control of {seat.replica.name}")
+
+    async def _pause(self, seat: Seat, epoch: int, mode: PauseMode) -> None:
+        """Pause one replica. A drain may take as long as its requests do, and the health check watches over those; its
+        deadline counts from the last of them."""
+        seconds = self.config.control_seconds
+        pausing = asyncio.ensure_future(seat.replica.pause(epoch, mode))
+        try:
+            while True:
+                busy = mode is PauseMode.DRAIN and seat.inflight > 0
+                done, _ = await asyncio.wait([pausing], timeout=seconds)
+                if done:
+                    return pausing.result()
+                if not busy:
+                    raise NoAnswer(f"did not answer 'pause' within {seconds} s")
+        finally:
+            pausing.cancel()
 
     async def _load(self, seat: Seat, version: int, weights: object) -> None:
         """Load into a replica that does not generate; a failure is tried once more."""
@@ -328,20 +346,20 @@ class Sampler:
             await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
         except (ReplicaLost, NoAnswer):
             raise
-        except ReplicaError as error:
+        except Exception as error:  # noqa: BLE001 - whatever the engine raised, the second time is given up
             logger.warning("replica %s failed to load version %d, once more: %s", seat.replica.name, version, error)
             await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
         seat.version = version
 
     async def _roll(self, seat: Seat, version: int, weights: object) -> None:
         seconds = self.config.control_seconds
-        await _within(seconds, "pause", seat.replica.pause(self.epoch, PauseMode.KEEP))
+        await self._pause(seat, self.epoch, PauseMode.KEEP)
         await self._load(seat, version, weights)
         await _within(seconds, "resume", seat.replica.resume())
 
     async def _put_to_sleep(self, seat: Seat, epoch: int) -> None:
         seconds = self.config.control_seconds
-        await _within(seconds, "pause", seat.replica.pause(epoch, PauseMode.ABORT))
+        await self._pause(seat, epoch, PauseMode.ABORT)
         await _within(seconds, "sleep", seat.replica.sleep())
         seat.state = SeatState.ASLEEP
 
@@ -356,7 +374,7 @@ class Sampler:
             await self._put_to_sleep(seat, self.epoch)
             return
         if self._suspended:
-            await _within(seconds, "pause", seat.replica.pause(self.epoch, PauseMode.ABORT))
+            await self._pause(seat, self.epoch, PauseMode.ABORT)
         seat.state = SeatState.ACTIVE
 
     def _on_devices(self, devices: Sequence[int], state: SeatState, what: str) -> list[Seat]:
@@ -439,8 +457,8 @@ class Sampler:
             self._give_up(seat, f"no progress in {seat.strikes} looks, {self.config.heartbeat_seconds} s apart")
 
 
-async def _within(seconds: float | None, what: str, call: Awaitable[T]) -> T:
-    """A call to a replica with a deadline; without one, the health check watches over it."""
+async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
+    """A call to a replica with a deadline."""
     try:
         return await asyncio.wait_for(call, seconds)
     except TimeoutError:

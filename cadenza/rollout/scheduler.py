@@ -80,6 +80,7 @@ class RolloutScheduler:
             max_reward_tries=config.max_attempts,
         )
         self.queue.spawn = lambda coroutine: self._spawn(coroutine, "group filter")
+        self._uncollated: list[Group] = []
         self._turn = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self._root: asyncio.Task[None] | None = None
@@ -101,12 +102,14 @@ class RolloutScheduler:
             await self._start()
             if (opening := self.sampler.let_go(holder=self)) is not None:  # a batch that is ready does not wait for it
                 opening.add_done_callback(self._opened)
-            cut = await self._taken(groups)
+            cut = self._uncollated or await self._taken(groups)
             if not cut:
                 return None
+            self._uncollated = cut  # a collator that raises loses nothing: the next call gets the same groups
             attempts = [a for group in cut for a in sorted(group.finished, key=lambda a: a.member)]
             trajectories = [a.trajectory for a in attempts if a.trajectory is not None]
             batch = self._collate(trajectories)
+            self._uncollated = []
             for attempt in attempts:
                 attempt.trajectory = None
             batch.meta_info.update(
@@ -212,7 +215,11 @@ class RolloutScheduler:
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         if self._tasks is None:
             raise RuntimeError("the scheduler has not started")
-        return self._tasks.create_task(coroutine, name=name)
+        try:
+            return self._tasks.create_task(coroutine, name=name)
+        except RuntimeError:  # the group is going down
+            coroutine.close()
+            raise
 
     async def _taken(self, groups: int | None) -> list[Group]:
         """Take a batch, but notice when nothing moves any more, or when a bug ended the task group."""
@@ -250,5 +257,5 @@ class RolloutScheduler:
         self.queue.advance(version)
 
     def _lost(self, name: str, cause: str) -> None:
-        if not any(state == "active" for state in self.sampler.devices.values()):
+        if all(state == "lost" for state in self.sampler.devices.values()):
             self.queue.fatal(NoReplicas(f"no replica is left to generate; the last one, {name}, was lost: {cause}"))

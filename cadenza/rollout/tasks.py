@@ -105,8 +105,12 @@ def _seeds(name: str, count: int | None, first: int) -> Iterator[Task]:
 
 
 def _rows(name: str, rows: Iterable[Any]) -> Iterator[Task]:
+    ids: set[str] = set()
     for number, row in enumerate(rows):
         if isinstance(row, Task):
+            if row.id in ids:
+                raise ValueError(f"domains.{name}.tasks has two tasks with the id '{row.id}'; ids must be unique")
+            ids.add(row.id)
             if row.domain != name:
                 raise ValueError(f"task '{row.id}' says domain '{row.domain}', but stands under domains.{name}")
             yield row

@@ -25,7 +25,8 @@ from cadenza.observe.events import Event
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
-from cadenza.simulation.replica import H100_QWEN3_8B, SimReplica
+from cadenza.simulation.cost import H100_QWEN3_8B
+from cadenza.simulation.replica import SimReplica
 from cadenza.testing import LocalCluster
 
 STEPS, GROUPS, GROUP_SIZE, ALPHA = 12, 8, 8, 1.0

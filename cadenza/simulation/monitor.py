@@ -16,9 +16,9 @@ stream of events. A check that fails is noted under the number of its invariant;
    very instant at which one was possible, and no group that was ready before is left behind for a younger one.
 5. Deadlines: the schedule ends within the time that its work and the deadlines of its faults add up to; whatever
    fails was hit by a fault itself; what is cancelled belongs to a retired task or to the end; every env is closed once.
-6. Suspension: from the return of `suspend` until whoever asked for it opens the gate again, no replica writes a token and none accepts
-   a request. Every request continues its turn from exactly the tokens that were returned for it before. A request is
-   interrupted only while a suspension, or a shrink of its own replica, is under way.
+6. Suspension: from the return of `suspend` until whoever asked for it opens the gate again, no replica writes a token
+   and none accepts a request. Every request continues its turn from exactly the tokens that were returned for it
+   before. A request is interrupted only while a suspension, or a shrink of its own replica, is under way.
 7. Rewards: each reward in a batch is the one that the world gave for this trajectory, and no trajectory in it met a
    fault that broke it. Its tokens are those that env and replica produced.
 8. The same scenario gives the same stream: see `fuzz`, which runs schedules twice.
@@ -39,9 +39,9 @@ from cadenza.inference.replica import Finish, Generation, PauseMode, Request
 from cadenza.observe.events import Event
 from cadenza.rollout.ledger import Ledger, LedgerError
 from cadenza.rollout.records import Fate
+from cadenza.simulation.cost import drawn
 from cadenza.simulation.envs import World
 from cadenza.simulation.faults import FaultyReplica
-from cadenza.simulation.replica import drawn
 from cadenza.simulation.scenario import Scenario
 
 FATES = frozenset(fate.value for fate in Fate)
@@ -353,9 +353,9 @@ class View:
         if batch.meta_info.get("version") != self.monitor.version:
             self._violate(3, f"cut for version {batch.meta_info.get('version')}, published {self.monitor.version}")
         metrics = batch.meta_info["metrics"]
-        if self.staleness == "drop" and self.name == "train":
-            if "length_bias" not in metrics or metrics.get("fate/stale") != self.fates["stale"]:
-                self._violate(3, f"loss or length bias are missing in the metrics under 'drop': {sorted(metrics)}")
+        counted = "length_bias" in metrics and metrics.get("fate/stale") == self.fates["stale"]
+        if self.staleness == "drop" and self.name == "train" and not counted:
+            self._violate(3, f"loss or length bias are missing in the metrics under 'drop': {sorted(metrics)}")
         return list(members)
 
     def _check_truth(
@@ -364,7 +364,7 @@ class View:
         """Tokens, versions and rewards of each trajectory are those that the world made."""
         monitor, columns = self.monitor, batch.batch
         tokens, versions = columns.ragged("input_ids"), columns.ragged("versions")
-        steps, scores, episodes = columns.ragged("step_scores"), columns.numpy("scores"), columns.numpy("episode_scores")
+        steps, sums, scores = columns.ragged("step_scores"), columns.numpy("episode_scores"), columns.numpy("scores")
         pieces: list[Any] = []
         spans: list[tuple[int, int]] = []
         for row, env in zip(starts, envs, strict=True):
@@ -379,7 +379,7 @@ class View:
                 self._violate(7, f"{key} is in a batch, but it met {episode.broken or 'reward_exception'}")
             total = sum(episode.rewards)
             verdict = monitor.world.scores.get((self.name, ids[row]), total)
-            paid = (steps[row].tolist(), float(episodes[row]), float(scores[row]))
+            paid = (steps[row].tolist(), float(sums[row]), float(scores[row]))
             if paid != (episode.rewards, total, verdict):
                 truth = (episode.rewards, total, verdict)
                 self._violate(7, f"{key} has steps, sum and score {paid}, the world gave {truth}")
@@ -526,7 +526,7 @@ class Monitor:
             elif kind == "abort":
                 by_suspend = self._suspending > 0 and self._mode is PauseMode.ABORT
                 if not (by_suspend or self._leaving[index] > 0 or self._answers[request.id].cancelled()):
-                    self.violate(6, f"r{index} interrupted request {request.id} at {time:.4f} s, but nobody asked it to")
+                    self.violate(6, f"r{index} interrupted request {request.id} at {time:.4f} s unasked")
 
         return hear
 

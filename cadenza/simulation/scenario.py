@@ -217,8 +217,10 @@ def _draw(seed: int, rng: Random) -> Scenario:
     extra_groups = rng.choice((0, 0, 0, 0, 1, 2))
     filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
     filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2))
+    odd_size: Size = rng.choice(("same", "same", "same", "double", "twice"))
     finite = not doomed and staleness == "wait" and rng.random() < 0.8
-    needed = int(((steps + 1) * groups + extra_groups * steps // 2) * (1 + 2.5 * filter_rate)) + 6
+    cut = steps * groups + (0 if odd_size == "same" else groups)
+    needed = cut + math.ceil(2 * filter_rate * cut) + extra_groups * steps // 2 + 1 + 12 // group_size
     domains = _domains(rng, needed if finite else None)
     replicas = rng.randint(1, 6)
     protected = rng.randrange(replicas)
@@ -270,7 +272,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         order=rng.choice(ORDERS),
         repeated=rng.random() < 0.15,
         odd_step=rng.randrange(steps),
-        odd_size=rng.choice(("same", "same", "same", "double", "twice")),
+        odd_size=odd_size,
         patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.25, 1.0)),
         train_seconds=rng.choice((0.0, 0.25, 1.0, 4.0)),
         validation=_validation(rng) if rng.random() < 0.25 else None,
@@ -350,4 +352,3 @@ def length_of(scenario: Scenario) -> Callable[[Any], int]:
         return 1 + int(min(-math.log(1.0 - (mixed(request.seed) >> 12) / (1 << 52)) * mean, 5 * mean))
 
     return length
-

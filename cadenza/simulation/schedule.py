@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ from cadenza.rollout.sampler import NoReplicas, SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.clock import Deadlock, VirtualTimeout
 from cadenza.simulation.clock import run as run_virtual
+from cadenza.simulation.cost import CostModel
 from cadenza.simulation.envs import SimEnv, SimTrainer, SyncSimEnv, Words, World, executor_cost
 from cadenza.simulation.faults import FaultPlan, FaultyReplica, Kind
 from cadenza.simulation.monitor import Line, Livelock, Monitor, View, Violation, invariant_of
-from cadenza.simulation.replica import CostModel
 from cadenza.simulation.scenario import DEADLINES, DomainPlan, Resize, Scenario, ValidationPlan, length_of
 from cadenza.testing import LocalCluster
 
@@ -48,11 +48,18 @@ class Outcome:
     versions: int
     """Published."""
     max_staleness: int
+    stale: int
+    """Attempts dropped for their staleness."""
     injected: dict[Kind, int]
     violations: tuple[Violation, ...]
     seconds: float
     """Virtual."""
     lines: list[Line] = field(repr=False)
+
+    def blamed(self, problems: Sequence[tuple[int, str]]) -> Outcome:
+        """The same, with what else was found."""
+        found = [Violation(self.scenario.seed, invariant, message) for invariant, message in problems]
+        return replace(self, violations=(*self.violations, *found))
 
 
 def run(scenario: Scenario) -> Outcome:
@@ -78,6 +85,7 @@ def run(scenario: Scenario) -> Outcome:
         trained=train.fates["trained"],
         versions=monitor.version,
         max_staleness=train.max_staleness,
+        stale=train.fates["stale"],
         injected=dict(plan.injected),
         violations=tuple(monitor.violations),
         seconds=seconds,
@@ -251,7 +259,8 @@ class _Driver:
         finally:
             self.monitor.left(devices)
         await asyncio.sleep(resize.away)
-        back = [device for device, state in self.cluster.sampler.devices.items() if state == "asleep" and device in devices]
+        states = self.cluster.sampler.devices
+        back = [device for device in devices if states[device] == "asleep"]
         for skip_load in (True, False) if resize.skip_load else (False,):
             try:
                 if back:
@@ -289,7 +298,7 @@ class _Driver:
         plan.replicas = monitor.replicas = replicas
         self.cluster = LocalCluster(
             replicas,
-            Words(),  # type: ignore[arg-type]  # it is never asked to encode
+            Words(),
             SamplerConfig(
                 control_seconds=DEADLINES.control,
                 load_seconds=DEADLINES.load,

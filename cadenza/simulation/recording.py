@@ -1,0 +1,98 @@
+"""Record a schedule, and replay it exactly.
+
+Invariant: a recording is the scenario and every event of its run, in order. A replay runs the scenario again with the
+code that is there, and either every event is the same or the first that is not is named.
+
+A file of JSON lines: the scenario first, then one event per line as [source, time, kind, subject, detail].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cadenza.observe.events import Event
+from cadenza.simulation.monitor import Line
+from cadenza.simulation.scenario import Scenario
+from cadenza.simulation.schedule import run
+
+_Row = tuple[str, float, str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What happened."""
+
+    scenario: Scenario
+    lines: tuple[Line, ...]
+
+    def save(self, path: Path) -> None:
+        encode = msgspec.json.encode
+        rows = (encode((line.source, *line.event)) for line in self.lines)
+        path.write_bytes(b"\n".join((encode(self.scenario), *rows)) + b"\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Schedule:
+        """Read a recording; what is wrong with it is said with its line."""
+        rows = path.read_bytes().splitlines()
+        if not rows:
+            raise ValueError(f"{path} is empty: it should begin with a scenario")
+        return cls(_decoded(path, 1, rows[0], Scenario), tuple(_lines(path, rows[1:])))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first event that a replay does not share with its recording."""
+
+    number: int
+    """Events before it."""
+    recorded: Line | None
+    """None when the recording ended before."""
+    replayed: Line | None
+
+    def __str__(self) -> str:
+        return f"event {self.number}: recorded {_told(self.recorded)}, replayed {_told(self.replayed)}"
+
+
+def record(scenario: Scenario) -> Schedule:
+    """Run a scenario and keep what happened."""
+    return Schedule(scenario, tuple(run(scenario).lines))
+
+
+def replay(path: Path) -> Difference | None:
+    """Run a recording again; None when it is the same, event by event."""
+    recorded = Schedule.load(path)
+    return first_difference(recorded.lines, record(recorded.scenario).lines)
+
+
+def first_difference(recorded: Sequence[Line], replayed: Sequence[Line]) -> Difference | None:
+    """Where two runs part."""
+    for number, (left, right) in enumerate(zip_longest(recorded, replayed)):
+        if left != right:
+            return Difference(number, left, right)
+    return None
+
+
+def _lines(path: Path, rows: list[bytes]) -> Iterator[Line]:
+    for number, row in enumerate(rows, start=2):
+        source, time, kind, subject, detail = _decoded(path, number, row, _Row)
+        yield Line(source, Event(time, kind, subject, detail))
+
+
+def _decoded(path: Path, number: int, row: bytes, type: Any) -> Any:
+    try:
+        return msgspec.json.decode(row, type=type)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def _told(line: Line | None) -> str:
+    if line is None:
+        return "the end"
+    event = line.event
+    return f"{line.source} {event.kind} {event.subject} '{event.detail}' at {event.time!r} s"

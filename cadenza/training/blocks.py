@@ -1,0 +1,110 @@
+"""Attention over packed rows as a few dense blocks.
+
+A row's queries are the slots that it owns; its keys are all its slots, its own and the shared ones. Rows with about
+as many queries form a block: one call of scaled dot-product attention, [n, S] queries against [n, L] keys.
+```
+row 0   q q q q q q q        block 0: 1 row,  7 queries, 7 keys, causal
+row 1   k k k k k q q   ->   block 1: 2 rows, 2 queries, 7 keys, masked
+row 2   k k k k k q q
+```
+Every query is in exactly one block. Keys beyond the end of a row come after all its queries, so no query sees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cadenza.training.packing import Packed
+from cadenza.training.rows import Array
+
+BLOCK_COST = 2000
+"""Pairs of query and key that could be computed in the time that one more block takes (measured on a CPU)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows whose attention is one dense call."""
+
+    rows: int
+    queries: int
+    keys: int
+    mask: Tensor | None
+    """[rows, 1, queries, keys], true where a query sees a key; None is the plain causal triangle"""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the slots become blocks and the results of the blocks become slots again. None is the identity."""
+
+    queries: Tensor | None
+    """[sum of rows * queries] the query at each place of the blocks"""
+    keys: Tensor | None
+    """[sum of rows * keys] the slot at each place of the blocks"""
+    blocks: tuple[Block, ...]
+    results: Tensor | None
+    """for each query, its place in the blocks"""
+
+
+def plan(packed: Packed, queries: Array | None = None) -> Plan:
+    """Attention of all slots, or only of the slots in `queries` (ascending), which are then numbered in that order."""
+    slots = len(packed.tokens)
+    number = np.arange(slots)
+    if queries is not None:
+        number = np.full(slots, -1)
+        number[queries] = np.arange(len(queries))
+    place = np.arange(packed.grid.shape[1])
+    numbers = number[packed.grid]
+    asks = (place >= packed.owned[:, None]) & (place < packed.lengths[:, None]) & (numbers >= 0)
+    counts = asks.sum(1)
+    # One more than the last query's position: keys after it are seen by nobody.
+    reach = np.where(counts > 0, asks.shape[1] - asks[:, ::-1].argmax(1), 0)
+    blocks: list[Block] = []
+    query_index, key_index = [], []
+    result = np.empty(slots if queries is None else len(queries), np.int64)
+    base = 0
+    for members in _members(counts, reach):
+        width, keys = int(counts[members].max()), int(reach[members].max())
+        row, position = asks[members, :keys].nonzero()
+        rank = np.arange(len(row)) - np.repeat(np.cumsum(counts[members]) - counts[members], counts[members])
+        asked = numbers[members][row, position]
+        index = np.zeros((len(members), width), np.int64)
+        index[row, rank] = asked
+        result[asked] = base + row * width + rank
+        mask = None
+        if not np.array_equal(counts[members], reach[members]):
+            at = np.zeros((len(members), width), np.int64)
+            at[row, rank] = position
+            mask = torch.from_numpy((place[:keys] <= at[:, :, None])[:, None])
+        blocks.append(Block(len(members), width, keys, mask))
+        query_index.append(index.ravel())
+        key_index.append(packed.grid[members, :keys].ravel())
+        base += len(members) * width
+    return Plan(
+        _index(np.concatenate(query_index), len(result)),
+        _index(np.concatenate(key_index), slots),
+        tuple(blocks),
+        _index(result, base),
+    )
+
+
+def _members(counts: Array, reach: Array) -> list[Array]:
+    """The rows of each block: a new one where it halves the queries and saves more than a block costs."""
+    order = np.argsort(-counts, kind="stable")
+    order = order[counts[order] > 0]
+    cuts, keys = [0], int(reach.max(initial=0))
+    sorted_counts = counts[order].tolist()
+    for i, count in enumerate(sorted_counts):
+        most = sorted_counts[cuts[-1]]
+        if 2 * count <= most and (most - count) * keys * (len(order) - i) > BLOCK_COST:
+            cuts.append(i)
+    # In the order of the batch, so that rows of one length need no gather.
+    return [np.sort(part) for part in np.split(order, cuts[1:])]
+
+
+def _index(index: Array, size: int) -> Tensor | None:
+    identity = len(index) == size and np.array_equal(index, np.arange(size))
+    return None if identity else torch.from_numpy(index)
