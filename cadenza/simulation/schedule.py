@@ -226,6 +226,8 @@ class _Driver:
             await asyncio.wait([self._validation])
         for scheduler, view in zip(self.schedulers, self.monitor.views, strict=True):
             view.closing = True
+            if scheduler is self.train:  # it lets go of the gate
+                self.monitor.ask_gate()
             await scheduler.shutdown()
 
     # -- beside it -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Block:
     queries: int
     keys: int
     mask: Tensor | None
-    """[rows, 1, queries, keys], true where a query sees a key; None is the plain causal triangle"""
+    """[rows, 1, queries, keys] float32, 0 where a query sees a key and -inf where not; None is the plain triangle"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Plan:
 
 def plan(packed: Packed, queries: Array | None = None) -> Plan:
     """Attention of all slots, or only of the slots in `queries` (ascending), which are then numbered in that order."""
-    slots = len(packed.tokens)
+    slots, device = len(packed.tokens), packed.tokens.device
     number = np.arange(slots)
     if queries is not None:
         number = np.full(slots, -1)
@@ -78,16 +78,17 @@ def plan(packed: Packed, queries: Array | None = None) -> Plan:
         if not np.array_equal(counts[members], reach[members]):
             at = np.zeros((len(members), width), np.int64)
             at[row, rank] = position
-            mask = torch.from_numpy((place[:keys] <= at[:, :, None])[:, None])
+            seen = (place[:keys] <= at[:, :, None])[:, None]
+            mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(device)
         blocks.append(Block(len(members), width, keys, mask))
         query_index.append(index.ravel())
         key_index.append(packed.grid[members, :keys].ravel())
         base += len(members) * width
     return Plan(
-        _index(np.concatenate(query_index), len(result)),
-        _index(np.concatenate(key_index), slots),
+        _index(np.concatenate(query_index), len(result), device),
+        _index(np.concatenate(key_index), slots, device),
         tuple(blocks),
-        _index(result, base),
+        _index(result, base, device),
     )
 
 
@@ -105,6 +106,6 @@ def _members(counts: Array, reach: Array) -> list[Array]:
     return [np.sort(part) for part in np.split(order, cuts[1:])]
 
 
-def _index(index: Array, size: int) -> Tensor | None:
+def _index(index: Array, size: int, device: torch.device) -> Tensor | None:
     identity = len(index) == size and np.array_equal(index, np.arange(size))
-    return None if identity else torch.from_numpy(index)
+    return None if identity else torch.from_numpy(index).to(device)

@@ -74,7 +74,7 @@ class Compact:
         # Both halves of a head turn by the same angles.
         cos, sin = (angle[0, :, None, : angle.shape[-1] // 2] for angle in angles)
         everywhere = plan(packed) if len(self.layers) > 1 else None
-        reads = torch.from_numpy(packed.reads)
+        reads = torch.from_numpy(packed.reads).to(x.device)
         at_reads = plan(packed, packed.reads)
         recompute = torch.is_grad_enabled() and bool(getattr(self.decoder, "gradient_checkpointing", False))
         for layer in self.layers:
@@ -110,15 +110,14 @@ def _layer(layer: Any) -> Layer:
 def _apply(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan, reads: Tensor | None) -> Tensor:
     """x [U, D] after one layer; only at `reads` if they are given."""
     h = _rms_norm(layer.input_norm, x)
-    k, v = _linears(h, layer.k, layer.v)
-    k = _heads(k, layer.head_dim, layer.k_norm, cos, sin)
+    k = _heads(layer.k(h), layer.head_dim, layer.k_norm, cos, sin)
+    v = layer.v(h).view(k.shape)
     if reads is not None:
         x, h, cos, sin = (t.index_select(0, reads) for t in (x, h, cos, sin))
     q = _heads(layer.q(h), layer.head_dim, layer.q_norm, cos, sin)
-    x = x + layer.output(_attention(plan, q, k, v.view(k.shape), layer.scaling))
+    x = x + layer.output(_attention(plan, q, k, v, layer.scaling))
     h = _rms_norm(layer.mlp_norm, x)
-    gate, up = layer.gate(h), layer.up(h)
-    return x + layer.down(layer.activation(gate) * up)
+    return x + layer.down(layer.activation(layer.gate(h)) * layer.up(h))
 
 
 def _attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -135,7 +134,7 @@ def _attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> T
             q[query : query + queries].unflatten(0, (block.rows, block.queries)).transpose(1, 2),
             k[key : key + keys].unflatten(0, (block.rows, block.keys)).transpose(1, 2),
             v[key : key + keys].unflatten(0, (block.rows, block.keys)).transpose(1, 2),
-            attn_mask=block.mask,
+            attn_mask=None if block.mask is None else block.mask.to(q.dtype),
             is_causal=block.mask is None,
             scale=scaling,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -144,10 +143,6 @@ def _attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> T
         query, key = query + queries, key + keys
     flat = results[0] if len(results) == 1 else torch.cat(results)
     return flat if plan.results is None else flat.index_select(0, plan.results)
-
-
-def _linears(h: Tensor, *modules: nn.Module) -> tuple[Tensor, ...]:
-    return tuple(module(h) for module in modules)
 
 
 def _heads(flat: Tensor, head_dim: int, norm: nn.Module | None, cos: Tensor, sin: Tensor) -> Tensor:

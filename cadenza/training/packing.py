@@ -17,7 +17,7 @@ once is exact: causal states are equal where the past is equal, and gradients of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -57,6 +57,14 @@ class Packed:
     shape: tuple[int, int]
     """n, R: the rows, and the trained tokens of the row that has most"""
 
+    def to(self, device: torch.device) -> Packed:
+        """The same with its tensors on a device."""
+        if self.tokens.device == device:
+            return self
+        names = ("tokens", "positions", "predicts", "targets", "places")
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
+
     def by_row(self, values: Tensor) -> Tensor:
         """[n, R]: values [K] of the trained tokens, one row's side by side, 0 beyond."""
         if self.places is None:
@@ -71,7 +79,7 @@ class Packed:
             past = torch.from_numpy(slot_of[:length])
             sees = torch.full((length - first, length), torch.finfo(dtype).min, dtype=dtype).triu(int(first) + 1)
             mask[past[first:, None], past[None]] = sees
-        return mask[None, None]
+        return mask[None, None].to(self.tokens.device)
 
 
 def pack(rows: Rows, chosen: Array, packing: Packing) -> Packed:

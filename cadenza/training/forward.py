@@ -1,0 +1,222 @@
+"""Logprobs, entropies and hidden states of the trained tokens, from a module and rows laid out for one pass.
+
+Invariant: what comes out is what the module's own forward gives for each row alone. The compact pass is used where
+a probe shows that it agrees with the module, and the module itself elsewhere. The head is computed where a trained token
+is predicted and nowhere else, its softmax in float32, in chunks that bound the memory of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cadenza.training.compact import Compact
+from cadenza.training.packing import Packed, Packing, pack
+from cadenza.training.rows import Rows
+
+LOGITS_LIMIT = 1 << 24
+"""Logits that exist at once; more are computed in chunks, and again in the backward pass."""
+
+Precision = Literal["fp32", "bf16"]
+"""fp32: as the parameters are. bf16: matrix products in bfloat16 (autocast); parameters and softmax stay as they are."""
+
+EntropyNeed = Literal["none", "value", "gradient"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScores:
+    """What the policy says of the trained tokens."""
+
+    logprobs: Tensor
+    """[K] under the distribution that was sampled from: logits over the temperature"""
+    entropy: Tensor | None
+    """[K] of that distribution, in nats, if asked for"""
+
+
+class Forward:
+    """The forward pass of one module. The module may be changed by others (trained, adapted) but not rebuilt."""
+
+    def __init__(self, module: nn.Module, *, precision: Precision = "fp32") -> None:
+        base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+        if not hasattr(base, "get_decoder") or not hasattr(base, "get_output_embeddings"):
+            raise TypeError(f"{type(module).__name__} is no causal language model of transformers")
+        self.module = module
+        self.precision = precision
+        self._base = base
+        self._decoder: nn.Module = base.get_decoder()
+        self._head: nn.Module = base.get_output_embeddings()
+        self._compact: Compact | None = None
+        self._plain_head = True
+        self._probe()
+
+    @property
+    def packing(self) -> Packing:
+        """The fastest layout that this module can do."""
+        return "shared" if self._compact is not None else "padded"
+
+    def resolve(self, packing: Packing | Literal["auto"]) -> Packing:
+        """The layout to use when `packing` is asked for."""
+        if packing == "auto":
+            return self.packing
+        if packing != "padded" and self._compact is None and not _full_attention(self._base.config):
+            raise ValueError(
+                f"packing must be 'padded' for {self._base.config.model_type} models, whose layers do not all attend "
+                f"to the whole past; got {packing!r}"
+            )
+        return packing
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self._base.config.hidden_size)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def hidden(self, packed: Packed) -> Tensor:
+        """[K, D]: the hidden state before each trained token."""
+        packed = packed.to(self.device)
+        with self._autocast():
+            return self._hidden(packed).index_select(0, packed.predicts)
+
+    def scores(self, packed: Packed, *, temperature: float = 1.0, entropy: EntropyNeed = "none") -> TokenScores:
+        """Logprobs, and on demand entropies, of the trained tokens."""
+        if temperature <= 0:
+            raise ValueError(f"temperature must be above 0 to train, got {temperature}: greedy tokens have no gradient")
+        packed = packed.to(self.device)
+        with self._autocast():
+            if not self._plain_head:
+                logits = self._logits(packed)
+                return _scores(logits, packed.predicts, packed.targets, temperature, entropy)
+            hidden = self._hidden(packed)
+            vocab = int(self._base.config.vocab_size)
+            chunk = max(LOGITS_LIMIT // vocab, 1)
+            if len(hidden) <= chunk:
+                return _scores(self._head(hidden), packed.predicts, packed.targets, temperature, entropy)
+            return self._chunked(hidden, packed, chunk, temperature, entropy)
+
+    def _chunked(
+        self, hidden: Tensor, packed: Packed, chunk: int, temperature: float, entropy: EntropyNeed
+    ) -> TokenScores:
+        """Scores of `chunk` hidden states at a time; the backward pass computes each chunk's logits again."""
+
+        def score(h: Tensor, predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+            scores = _scores(self._head(h), predicts, targets, temperature, entropy)
+            return scores.logprobs, scores.entropy
+
+        order = packed.predicts.argsort(stable=True)
+        predicts, targets = packed.predicts[order], packed.targets[order]
+        starts = torch.arange(0, len(hidden), chunk, device=predicts.device)
+        bounds = [*torch.searchsorted(predicts, starts).tolist(), len(predicts)]
+        logprobs, entropies = [], []
+        for i, start in enumerate(starts.tolist()):
+            tokens = slice(bounds[i], bounds[i + 1])
+            part = hidden[start : start + chunk], predicts[tokens] - start, targets[tokens]
+            if torch.is_grad_enabled():
+                of_chunk = checkpoint(score, *part, use_reentrant=False)
+            else:
+                of_chunk = score(*part)
+            logprobs.append(of_chunk[0])
+            entropies.append(of_chunk[1])
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        if entropy == "none":
+            return TokenScores(torch.cat(logprobs)[back], None)
+        return TokenScores(torch.cat(logprobs)[back], torch.cat([e for e in entropies if e is not None])[back])
+
+    def _hidden(self, packed: Packed) -> Tensor:
+        """[P, D]: the hidden states at `packed.reads`."""
+        if self._compact is not None:
+            return self._compact.hidden(packed)
+        output = self._decoder(**self._inputs(packed))
+        states: Tensor = output.last_hidden_state
+        return states.flatten(0, 1)[torch.from_numpy(packed.reads).to(states.device)]
+
+    def _logits(self, packed: Packed) -> Tensor:
+        """[P, V] from the module as a whole, for models that do more with logits than their head."""
+        logits: Tensor = self._base(**self._inputs(packed)).logits
+        return logits.flatten(0, 1)[torch.from_numpy(packed.reads).to(logits.device)]
+
+    def _inputs(self, packed: Packed) -> dict[str, Any]:
+        if packed.packing == "padded":
+            # Rows are padded on the right, where causal attention does not look: no mask is needed.
+            return {"input_ids": packed.tokens.view(packed.grid.shape), "use_cache": False}
+        return {
+            "input_ids": packed.tokens[None],
+            "position_ids": packed.positions[None],
+            "attention_mask": packed.mask(next(self.module.parameters()).dtype),
+            "use_cache": False,
+        }
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        if self.precision == "fp32":
+            yield
+        else:
+            with torch.autocast(self.device.type, torch.bfloat16):
+                yield
+
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Find out which short cuts give the module's own logits, on two rows that share a prefix."""
+        ids = np.arange(11) % int(self._base.config.vocab_size)
+        ids[6:9] = ids[:3]
+        offsets, firsts = np.array([0, 6, 11]), np.array([0, 5, 9])
+        trained = np.array([1, 2, 3, 4, 5, 7, 8, 9, 10])
+        rows = Rows(ids, offsets, trained, np.array([5, 4]), firsts, np.array([5, 4]))
+        padded, shared = (pack(rows, np.arange(2), packing).to(self.device) for packing in ("padded", "shared"))
+        with evaluating(self.module):
+            expected = self._logits(padded)[padded.predicts]
+            self._plain_head = _agree(self._head(self._hidden(padded))[padded.predicts], expected)
+            if self._plain_head:
+                self._compact = Compact.of(self._decoder)
+            if self._compact is not None and not _agree(self._head(self._hidden(shared))[shared.predicts], expected):
+                self._compact = None
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Dropout is off inside."""
+    was_training = module.training
+    if was_training:
+        module.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            module.train()
+
+
+def _scores(
+    logits: Tensor, predicts: Tensor, targets: Tensor, temperature: float, entropy: EntropyNeed
+) -> TokenScores:
+    """Of logits [P, V]."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if temperature != 1.0:
+        logits = logits / temperature
+    logprobs = logits.log_softmax(-1)
+    # Flat, because torch gathers and adds up pairs of indices ten times slower.
+    chosen = logprobs.view(-1).index_select(0, predicts * logits.shape[1] + targets)
+    if entropy == "none":
+        return TokenScores(chosen, None)
+    known = logprobs if entropy == "gradient" else logprobs.detach()
+    return TokenScores(chosen, -(known.exp() * known).sum(-1).index_select(0, predicts))
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))
+
+
+def _full_attention(config: Any) -> bool:
+    """Whether a mask of our own making is all that limits what a token sees."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return set(layer_types) == {"full_attention"}
+    return getattr(config, "sliding_window", None) is None and getattr(config, "num_attention_heads", None) is not None

@@ -1,0 +1,141 @@
+"""Optimizer, schedule and clipping: from gradients to one update, a pure function of the number of updates done.
+
+    factor(step) = (step + 1) / warmup_steps                     while step < warmup_steps
+    then with t = (step - warmup_steps) / (total_steps - warmup_steps), at most 1:
+    constant  1        linear  1 - (1 - m) t        cosine  m + (1 - m) (1 + cos(pi t)) / 2        m = min_lr_ratio
+
+An update whose gradient norm is not finite is refused before it touches a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from cadenza.config import Config
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class OptimConfig(Config):
+    """How gradients become weights."""
+
+    optimizer: str = "AdamW"
+    """The name of a class in torch.optim."""
+    optimizer_args: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of that class, as `betas` or `momentum`."""
+    lr: float = Field(default=1e-3, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Of matrices; norms and biases do not decay."""
+    schedule: Schedule = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises."""
+    total_steps: int | None = Field(default=None, gt=0)
+    """Updates after which 'linear' and 'cosine' have reached their end. A batch is epochs * mini_batches updates."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """What is left of the learning rate at the end."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Longer gradients are shortened to this; None only measures them."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OptimConfig:
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule {self.schedule!r} needs total_steps, the updates until its end")
+        if self.total_steps is not None and self.total_steps <= self.warmup_steps:
+            raise ValueError(f"total_steps must be above warmup_steps {self.warmup_steps}, got {self.total_steps}")
+        if not hasattr(torch.optim, self.optimizer):
+            raise ValueError(f"torch.optim has no {self.optimizer!r}; take 'AdamW', 'SGD' or another of its classes")
+        return self
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of the update after `step` updates."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant" or self.total_steps is None:
+            return self.lr
+        t = min((step - self.warmup_steps) / (self.total_steps - self.warmup_steps), 1.0)
+        left = 1 - t if self.schedule == "linear" else (1 + math.cos(math.pi * t)) / 2
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update that was made."""
+
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+
+
+class NonFiniteGradient(ArithmeticError):
+    """The gradient norm is NaN or infinite."""
+
+
+class Optimizer:
+    """Updates the parameters that require gradients."""
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig) -> None:
+        self.config = config
+        self.step = 0
+        """Updates done."""
+        self._named = {name: p for name, p in parameters if p.requires_grad}
+        if not self._named:
+            raise ValueError("nothing to train: no parameter requires a gradient")
+        self._parameters = list(self._named.values())
+        groups = [
+            {"params": [p for p in self._parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self._parameters if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        kind: Any = getattr(torch.optim, config.optimizer)
+        arguments = {"lr": config.lr, **config.optimizer_args}
+        if config.optimizer in ("Adam", "AdamW", "SGD", "Adagrad"):
+            arguments.setdefault("fused", True)
+        self._optimizer: torch.optim.Optimizer = kind([g for g in groups if g["params"]], **arguments)
+
+    def apply(self) -> Update:
+        """Make the update that the gradients ask for, and clear them."""
+        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        grad_norm = float(norm)
+        if not math.isfinite(grad_norm):
+            raise NonFiniteGradient(f"the gradient norm is {grad_norm}")
+        limit = self.config.max_grad_norm
+        if limit is not None and grad_norm > limit:
+            nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
+        lr = self.config.lr_at(self.step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.clear()
+        self.step += 1
+        return Update(grad_norm, lr)
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The optimizer's memory, by 'parameter name/its name'."""
+        state = self._optimizer.state
+        return {
+            f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            for name, parameter in self._named.items()
+            for key, value in state.get(parameter, {}).items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
+        """Go on where another optimizer of the same parameters stopped."""
+        state: dict[nn.Parameter, dict[str, Any]] = {}
+        for place, tensor in tensors.items():
+            name, _, key = place.rpartition("/")
+            if name not in self._named:
+                raise ValueError(f"the optimizer state has the parameter {name!r}, which the model does not train")
+            state.setdefault(self._named[name], {})[key] = tensor.clone()
+        self._optimizer.state.clear()
+        self._optimizer.state.update(state)
+        self.step = step
