@@ -223,8 +223,7 @@ def get_batch_ms(rows: int = 512, tokens: int = 4096) -> tuple[float, float]:
         best = copied = float("inf")
         for _ in range(6):
             await bench.step()
-            while bench.scheduler.ledger.live < rows or bench.scheduler.metrics()["slots/busy"]:
-                await asyncio.sleep(0.001)
+            await _until(lambda: bench.scheduler.ledger.live >= rows and not bench.scheduler.metrics()["slots/busy"])
             gc.collect()
             start = time.process_time()
             batch = await bench.scheduler.get_batch(DataProto(meta_info={"global_step": 0}), rows)
@@ -249,24 +248,30 @@ def get_batch_ms(rows: int = 512, tokens: int = 4096) -> tuple[float, float]:
     return asyncio.run(main())
 
 
-def resident_bytes(tokens: int, env: type = OneTurn, in_flight: int = 20_000) -> float:
-    """Resident memory per trajectory that waits for an answer: to its first turn, or, with `TwoTurns`, to its second
-    after a response of `tokens` tokens."""
+def resident_bytes(tokens: int, env: type, in_flight: int) -> float:
+    """Resident memory per trajectory that waits for an answer: to its first prompt, of one token, or, with `TwoTurns`,
+    to its second prompt after a response of `tokens` tokens."""
 
     async def main() -> float:
         first = env is OneTurn
-        bench = Bench(in_flight, in_flight, alpha=0.0, hold=-1 if first else 0, prompt=64, tokens=tokens, env=env)
+        bench = Bench(in_flight, in_flight, alpha=0.0, hold=-1 if first else 0, prompt=1, tokens=tokens, env=env)
         gc.collect()
         before = _resident()
         await bench.scheduler.resume()
-        while sum(len(replica.in_flight) if first else replica.held for replica in bench.replicas) < in_flight:
-            await asyncio.sleep(0.001)
+        await _until(lambda: sum(len(r.in_flight) if first else r.held for r in bench.replicas) >= in_flight)
         gc.collect()
         used = _resident() - before
         await bench.close()
         return used / in_flight
 
     return asyncio.run(main())
+
+
+async def _until(ready: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Look every millisecond: nothing here has an event of its own to wait for."""
+    async with asyncio.timeout(seconds):
+        while not ready():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 def _resident() -> int:
@@ -282,8 +287,7 @@ def _alone(function: Callable[..., Any], *args: Any) -> Any:
 
 def measure() -> dict[str, float]:
     """All figures."""
-    small, large = 64, 4096
-    per_token = (_alone(resident_bytes, large, TwoTurns) - _alone(resident_bytes, small, TwoTurns)) / (large - small)
+    large, small = (_alone(resident_bytes, tokens, TwoTurns, 20_000) for tokens in (4160, 64))
     get_batch, copy = _alone(get_batch_ms)
     return {
         "us_per_trajectory_1k": min(_alone(us_per_trajectory, 1024, 20) for _ in range(3)),
@@ -291,8 +295,8 @@ def measure() -> dict[str, float]:
         "us_per_route": _alone(us_per_route, 100_000),
         "get_batch_512x4096_ms": get_batch,
         "copy_512x4096_ms": copy,
-        "bytes_per_trajectory": _alone(resident_bytes, small),
-        "bytes_per_token": per_token,
+        "bytes_per_trajectory": _alone(resident_bytes, 1, OneTurn, 100_000),
+        "bytes_per_token": (large - small) / 4096,
     }
 
 

@@ -108,7 +108,9 @@ class Workload:
         for prompt, length in zip(self.prompts, self.lengths, strict=True):
             self._ids += 1
             requests.append(
-                Request(self._ids, (prompt,), len(prompt), length, Sampling(), 7919 * self._ids, 0, self._ids, self._ids, 0)
+                Request(
+                    self._ids, (prompt,), len(prompt), length, Sampling(), 7919 * self._ids, 0, self._ids, self._ids, 0
+                )
             )
         return requests
 

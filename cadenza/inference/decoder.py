@@ -155,6 +155,7 @@ class PackedDecoder:
         self.shape = KVShape(
             int(config.num_hidden_layers), self._heads, self._dim, self._dim, first.dtype, first.device
         )
+        self._single = first.dtype == torch.float32
         self._turns = self._rotation(module)
         self._epsilon = torch.tensor(math.sqrt(self._norm_eps * self._hidden), device=first.device)
         self._head_epsilon = torch.tensor(math.sqrt(self._norm_eps * self._dim), device=first.device)
@@ -175,14 +176,16 @@ class PackedDecoder:
         factors = self._rotating(positions)
         rows.mask.view(-1).index_fill_(0, places, 0.0)
         views = [(panel.first * heads, panel.last * heads, rows.panel(panel)) for panel in panels]
-        attended = torch.empty(count * heads, self._group, self._dim, dtype=self.shape.dtype, device=ids.device)
         x = weights.embedding.index_select(0, ids)
         for index, layer in enumerate(weights.layers):
             packed = self._project(x, layer, factors, rows.flat[index], places)
-            queries = packed[:, : self._group]
+            queries = packed.narrow(1, 0, self._group)
+            parts = []
             for first, last, view in views:
-                scores = torch.baddbmm(view.mask, queries[first:last], view.keys[index])
-                torch.bmm(torch.softmax(scores, -1), view.values[index], out=attended[first:last])
+                part = queries if len(views) == 1 else queries[first:last]
+                scores = torch.baddbmm(view.mask, part, view.keys[index])
+                parts.append(torch.bmm(torch.softmax(scores, -1), view.values[index]))
+            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
             x = self._rest(x, attended.view(count, -1), layer)
         return F.linear(self._normed(x), weights.head, weights.head_bias).float()
 
@@ -215,14 +218,13 @@ class PackedDecoder:
             turning = packed[:, : group + 1]
             size = torch.hypot(torch.linalg.vector_norm(turning, dim=-1, keepdim=True), self._head_epsilon)
             turning.div_(size).mul_(layer.qk_norm)
-        if packed.dtype == torch.float32:
-            torch.view_as_complex(packed.view(-1, group + 2, dim // 2, 2)).mul_(factors)
+        if self._single:
+            packed.view(torch.complex64).mul_(factors)
         else:
-            turned = torch.view_as_complex(packed.float().view(-1, group + 2, dim // 2, 2)).mul_(factors)
-            packed = torch.view_as_real(turned).to(packed.dtype).view(-1, group + 2, dim)
+            packed = packed.float().view(torch.complex64).mul_(factors).view(torch.float32).to(packed.dtype)
         keys, values = cache
-        keys.index_copy_(0, places, packed[:, group])
-        values.index_copy_(0, places, packed[:, group + 1])
+        keys.index_copy_(0, places, packed.select(1, group))
+        values.index_copy_(0, places, packed.select(1, group + 1))
         return packed
 
     def _rest(self, x: Tensor, attended: Tensor, layer: _Layer) -> Tensor:
@@ -231,14 +233,15 @@ class PackedDecoder:
         if layer.out_bias is not None:
             x.add_(layer.out_bias)
         inner = F.linear(self._normed(x), layer.up, layer.up_bias)
-        x = torch.addmm(x, F.silu(inner[:, : self._inner]).mul_(inner[:, self._inner :]), layer.down)
+        gate, up = inner.chunk(2, -1)
+        x = torch.addmm(x, F.silu(gate).mul_(up), layer.down)
         return x if layer.down_bias is None else x.add_(layer.down_bias)
 
     def _normed(self, x: Tensor) -> Tensor:
         """x / |x|; the weight of the norm and the root of the dimension are in the matrix that follows."""
-        wide = x.float()
-        size = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self._epsilon)
-        return (wide / size).to(x.dtype)
+        wide = x if self._single else x.float()
+        normed = wide / torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self._epsilon)
+        return normed if self._single else normed.to(x.dtype)
 
     def _rotating(self, positions: Tensor) -> Tensor:
         """[n * heads, G + 2, D/2] for tokens at these positions."""

@@ -10,10 +10,13 @@ those that are still being filled; the last token of a ready sequence is the inp
 
     prepare   admit, copy what is known of a context, fill the rest up to a budget, arrange the rows
     compute   one forward pass of the ready rows, one token drawn for each
-    advance   book the tokens; whoever is done leaves, and its context goes to the shelf
+    advance   note the tokens; whoever is done leaves, and its context goes to the shelf
 
 A prompt is computed without its last token, for that one is the input of a step like any other. So members of a group
-need nothing but a copy of what the first of them computed; they wait until it has.
+need nothing but a copy of what the first of them computed.
+
+While nobody comes or goes, a step costs nothing per row but arithmetic: what it needs is in a plan that moves on by
+itself, and the tokens are noted there by step. They are booked to their sequences when the plan ends.
 
 Not thread-safe: whoever drives it, `TorchReplica` for one, does so from one thread.
 """
@@ -22,8 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -34,14 +36,16 @@ from torch import Tensor, nn
 from cadenza.inference.decoder import Decoder, Segment
 from cadenza.inference.kv_cache import Context, Index, KVRows, Panel, Shelf, joined, shared
 from cadenza.inference.replica import Finish, Generation, Request, Span, Tokens
-from cadenza.inference.sampling import GOLDEN, Law, counters, draw, law_of, uniforms
+from cadenza.inference.sampling import GOLDEN, MASK64, Law, counters, draw, law_of, uniforms
 
 UNIT = 8
-"""Rows whose lengths are kept close together."""
+"""Rows whose lengths are kept close together, when that is worth it."""
 GRAIN = 32
 """Panels are a multiple of it wide, so that the shapes of a step stay the same for a while."""
-SPLIT = 1 << 14
+SPLIT = 1 << 15
 """Cached numbers that a panel of its own must spare per layer to be worth its three operations."""
+AHEAD = 8
+"""Steps whose random numbers are made at once."""
 WORTH_WAITING = 4
 """Tokens of a prompt that make it worth waiting for the member of the group that computes them."""
 
@@ -50,8 +54,8 @@ class Sequence:
     """A request in the engine."""
 
     __slots__ = (
-        "arrival", "computed", "context", "finish", "logprobs", "marked", "request", "row", "spans", "stops", "target",
-        "tokens",
+        "arrival", "computed", "context", "finish", "length", "logprobs", "marked", "request", "row", "spans", "stops",
+        "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, stops: frozenset[int], target: int, arrival: int) -> None:
@@ -62,24 +66,17 @@ class Sequence:
         self.arrival = arrival
         self.context: Tokens = joined(request.chunks)
         self.tokens: list[int] = []
-        """Written so far."""
+        """Written and booked so far."""
         self.logprobs: list[float] = []
+        self.length = len(self.context)
+        """Tokens that are known, those of the context included."""
+        self.computed = 0
+        """Positions of the row that hold the keys and values of this sequence."""
+        self.row = -1
         self.spans: list[Span] = []
         self.marked = 0
         """Tokens that `spans` covers; the rest is of the present version."""
-        self.row = -1
-        self.computed = 0
-        """Positions of the row that hold the keys and values of this sequence."""
         self.finish: Finish | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens that are known."""
-        return len(self.context) + len(self.tokens)
-
-    @property
-    def ready(self) -> bool:
-        return self.computed == self.length - 1
 
     def known(self) -> Tokens:
         return np.concatenate((self.context, np.array(self.tokens, np.int32))) if self.tokens else self.context
@@ -103,7 +100,7 @@ class Sequence:
         return Generation(tokens, logprobs, tuple(self.spans), self.finish or Finish.ABORT)
 
 
-Source = Sequence | Context | None
+Source = Sequence | Context
 """Where keys and values can be copied from."""
 
 
@@ -112,7 +109,7 @@ class NotNumbers(Exception):
 
 
 class Drawn(NamedTuple):
-    """What a step computed; it counts when it is booked."""
+    """What a step computed; it counts when the engine advances by it."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -137,7 +134,10 @@ class Engine:
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.seated: dict[int, Sequence] = {}
         """In the order in which they sat down."""
+        self._filling: dict[int, Sequence] = {}
+        """Of the seated, those that are not ready."""
         self._groups: dict[int, dict[int, Sequence]] = {}
+        """The seated by group."""
         self._rows = KVRows(decoder.shape)
         self._shelf = Shelf()
         self._plan: _Plan | None = None
@@ -161,31 +161,26 @@ class Engine:
             self._leave(sequence, Finish.ABORT)
         return sequences
 
+    def drop_all(self) -> list[Sequence]:
+        """Take everything out, and trust nothing that was computed."""
+        self._forget()
+        return self.abort_all()
+
     def load(self, version: int, module: nn.Module) -> None:
         """New weights from the next step on. Without `keep_kv`, nothing that the old ones computed is used again."""
         self.decoder.load(module)
+        self._end_plan()
         for sequence in (*self.seated.values(), *self.waiting.values()):
             sequence.mark(self.version)
-            if not self.keep_kv:
-                sequence.computed = 0
         if not self.keep_kv:
-            self._shelf.clear()
+            self._forget()
         self.version = version
-        self._plan = None
-
-    def drop_all(self) -> list[Sequence]:
-        """Take everything out, and trust nothing that was computed."""
-        for sequence in self.seated.values():
-            sequence.computed = 0
-        self._shelf.clear()
-        return self.abort_all()
 
     def release(self) -> None:
         """Free the memory of the cache; nothing is in flight."""
         assert not self.seated
         self._shelf.clear()
         self._rows.free()
-        self._plan = None
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -193,18 +188,18 @@ class Engine:
         """Seat who waits, if it arrived no later than `until`, and fill; False when there is nothing to compute."""
         self._make_room()
         budget = self.prefill_tokens
-        while True:
-            seated = self._admit(until)
-            segments = self._allot(budget)
-            if seated or segments:
-                self._plan = None
-            if self._plan is None:
-                self._arrange()
-            for sequence, source, length in seated:
-                self._reuse(sequence, source, length)
-            budget -= self._fill(segments)
-            if not seated or budget <= 0:  # else members may follow whose prompt has just been computed
+        while (self.waiting or self._filling) and budget > 0:
+            work = self._admit(until, budget)
+            if not work.moved:
                 break
+            self._end_plan()
+            self._arrange()
+            for sequence, source, length in work.known:
+                self._copy(sequence, source, length)
+            self._fill(work.pieces)
+            for sequence, mate, length in work.follow:
+                self._copy(sequence, mate, length)
+            budget -= sum(count for _, _, count in work.pieces)
         if self._plan is None:
             self._plan = self._planned()
         return bool(self._plan.ready)
@@ -213,73 +208,78 @@ class Engine:
         """One token for every ready row."""
         plan = self._plan
         assert plan is not None
-        if plan.steps_left == 0:
+        if plan.panel_steps == 0:
             plan = self._plan = self._extended(plan)
         logits = self.decoder.step(plan.ids, plan.positions, plan.places, plan.panels, self._rows)
-        tokens, logprobs = draw(logits, plan.law, uniforms(plan.counters))
+        tokens, logprobs = draw(logits, plan.law, plan.uniform())
         plan.ids = tokens
         plan.positions.add_(1)
         plan.places.add_(1)
-        plan.counters += np.uint64(GOLDEN)
-        plan.steps_left -= 1
+        plan.panel_steps -= 1
         drawn = Drawn(tokens.tolist(), logprobs.tolist())
         if not math.isfinite(sum(drawn.logprobs)):
             raise NotNumbers(f"version {self.version} gives logits that are not finite")
         return drawn
 
     def advance(self, drawn: Drawn) -> list[Sequence]:
-        """Book a step; the sequences that it ended."""
+        """Note a step; the sequences that it ended."""
         plan = self._plan
         assert plan is not None
+        plan.tokens.append(drawn.tokens)
+        plan.logprobs.append(drawn.logprobs)
+        plan.steps_left -= 1
+        self.generated += len(drawn.tokens)
+        self.kv += len(drawn.tokens)
+        if plan.steps_left > 0 and plan.stops.isdisjoint(drawn.tokens):
+            return []
+        plan.book()
         done = []
-        for sequence, token, logprob in zip(plan.ready, drawn.tokens, drawn.logprobs, strict=True):
-            sequence.tokens.append(token)
-            sequence.logprobs.append(logprob)
-            sequence.computed += 1
-            if token in sequence.stops:
-                sequence.finish = Finish.STOP
-                done.append(sequence)
+        for sequence in plan.ready:
+            if sequence.tokens[-1] in sequence.stops:
+                done.append((sequence, Finish.STOP))
             elif len(sequence.tokens) == sequence.target:
-                sequence.finish = Finish.LENGTH
-                done.append(sequence)
-        self.generated += len(plan.ready)
-        self.kv += len(plan.ready)
-        for sequence in done:
-            self._leave(sequence, sequence.finish)
-        return done
+                done.append((sequence, Finish.LENGTH))
+        for sequence, finish in done:
+            self._leave(sequence, finish)
+        return [sequence for sequence, _ in done]
 
     def check(self) -> None:
         """Assert what must hold between two steps."""
-        assert self.kv == sum(sequence.length for sequence in self.seated.values())
-        assert self.kv + self._shelf.tokens <= self.kv_tokens
-        assert len(self.seated) <= self.max_running
-        assert not self.seated.keys() & self.waiting.keys()
-        rows = [sequence.row for sequence in self.seated.values()]
-        assert len(set(rows)) == len(rows)
-        assert all(sequence.row < 0 and sequence.computed == 0 for sequence in self.waiting.values())
-        assert all(0 <= sequence.computed < sequence.length for sequence in self.seated.values())
-        members = {id for group in self._groups.values() for id in group}
-        assert members == self.seated.keys()
-        self._shelf.check()
         if self._plan is not None:
+            self._plan.book()
             assert [sequence.row for sequence in self._plan.ready] == list(range(len(self._plan.ready)))
-            assert all(sequence.ready for sequence in self._plan.ready)
+        seated = self.seated.values()
+        assert self.kv == sum(sequence.length for sequence in seated)
+        assert self.kv + self._shelf.tokens <= self.kv_tokens
+        assert len(seated) <= self.max_running
+        assert not self.seated.keys() & self.waiting.keys()
+        assert len({sequence.row for sequence in seated}) == len(seated)
+        assert all(sequence.row < 0 and sequence.computed == 0 for sequence in self.waiting.values())
+        assert self._filling.items() <= self.seated.items()
+        for sequence in seated:
+            ready = sequence.request.id not in self._filling
+            assert sequence.length == len(sequence.context) + len(sequence.tokens)
+            assert sequence.computed == sequence.length - 1 if ready else sequence.computed < sequence.length - 1
+        assert {id for group in self._groups.values() for id in group} == self.seated.keys()
+        self._shelf.check()
 
     # -- who sits --------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
         """The next step writes a token per sequence: the shelf gives way first, then whoever sat down last."""
         while self.kv + len(self.seated) > self.kv_tokens:
+            self._end_plan()
             sequence = self.seated[next(reversed(self.seated))]
             self._stand_up(sequence)
             self.waiting[sequence.request.id] = sequence
             self.waiting.move_to_end(sequence.request.id, last=False)
         self._shelf.shrink(self.kv_tokens - self.kv - len(self.seated))
 
-    def _admit(self, until: int) -> list[tuple[Sequence, Source, int]]:
-        """First come, first served, while the context and one more token of everybody fit. With each, where the
-        beginning of its context is known from, and how much of it."""
-        seated: list[tuple[Sequence, Source, int]] = []
+    def _admit(self, until: int, budget: int) -> _Work:
+        """First come, first served, while the context and one more token of everybody fit."""
+        work = _Work()
+        for sequence in self._filling.values():
+            budget -= work.fill(sequence, budget)
         for sequence in self.waiting.values():
             if len(self.seated) >= self.max_running or sequence.arrival > until:
                 break
@@ -287,21 +287,29 @@ class Engine:
                 break
             source, length = self._source(sequence)
             if source is None and length:
-                continue  # a member of its group is computing the prompt
+                continue  # a member of its group is computing the prompt, and is not done with it in this round
             self._sit_down(sequence, length)
-            seated.append((sequence, source, length))
-        for sequence, _, _ in seated:
-            del self.waiting[sequence.request.id]
-        if seated:
+            work.moved[sequence.request.id] = sequence
+            if isinstance(source, Sequence) and source.request.id in work.moved:
+                work.follow.append((sequence, source, length))
+            else:
+                if source is not None:
+                    work.known.append((sequence, source, length))
+                budget -= work.fill(sequence, budget)
+        for id, sequence in work.moved.items():
+            self.waiting.pop(id, None)
+            if sequence.computed == sequence.length - 1:
+                self._filling.pop(id, None)
+        if work.moved:
             self._shelf.shrink(self.kv_tokens - self.kv - len(self.seated))
-        return seated
+        return work
 
-    def _source(self, sequence: Sequence) -> tuple[Source, int]:
+    def _source(self, sequence: Sequence) -> tuple[Source | None, int]:
         """Where most of a context is known from: the session or the group on the shelf, or a member that is seated.
         No source but a length: a member is about to compute so much of it."""
         request = sequence.request
         known = sequence.known()
-        best: Source = None
+        best: Source | None = None
         length = 0
         for context in self._shelf.candidates(request.session, request.group):
             if (common := min(shared(known, context.tokens), len(known) - 1)) > length:
@@ -318,7 +326,7 @@ class Engine:
     def _sit_down(self, sequence: Sequence, computed: int) -> None:
         request = sequence.request
         self._shelf.take(request.session)
-        self.seated[request.id] = sequence
+        self.seated[request.id] = self._filling[request.id] = sequence
         self._groups.setdefault(request.group, {})[request.id] = sequence
         sequence.computed = computed
         self.kv += sequence.length
@@ -326,6 +334,7 @@ class Engine:
     def _stand_up(self, sequence: Sequence) -> None:
         request = sequence.request
         del self.seated[request.id]
+        self._filling.pop(request.id, None)
         members = self._groups[request.group]
         del members[request.id]
         if not members:
@@ -333,22 +342,31 @@ class Engine:
         self.kv -= sequence.length
         sequence.row = -1
         sequence.computed = 0
-        self._plan = None
 
-    def _leave(self, sequence: Sequence, finish: Finish | None) -> None:
+    def _leave(self, sequence: Sequence, finish: Finish) -> None:
         """The end of a sequence; what was computed for it stays on the shelf while there is room."""
+        self._end_plan()
         request = sequence.request
         sequence.finish = finish
         sequence.mark(self.version)
-        if request.id in self.seated:
-            row, computed = sequence.row, sequence.computed
-            self._stand_up(sequence)
-            if computed and self.kv + len(self.seated) + computed <= self.kv_tokens:
-                keys, values = self._rows.save(row, computed)
-                self._shelf.put(request.session, Context(sequence.known()[:computed], keys, values, request.group))
-                self._shelf.shrink(self.kv_tokens - self.kv - len(self.seated))
-        else:
+        if request.id not in self.seated:
             self.waiting.pop(request.id, None)
+            return
+        row, computed = sequence.row, sequence.computed
+        self._stand_up(sequence)
+        if computed and self.kv + len(self.seated) + computed <= self.kv_tokens:
+            keys, values = self._rows.save(row, computed)
+            self._shelf.put(request.session, Context(sequence.known()[:computed], keys, values, request.group))
+            self._shelf.shrink(self.kv_tokens - self.kv - len(self.seated))
+
+    def _forget(self) -> None:
+        """Nothing that was computed is used again."""
+        self._end_plan()
+        self._shelf.clear()
+        for sequence in self.seated.values():
+            sequence.computed = 0
+            if sequence.length > 1:
+                self._filling[sequence.request.id] = sequence
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
@@ -358,16 +376,22 @@ class Engine:
         return self._rows.reserve(len(self.seated), _wide(longest))
 
     def _arrange(self) -> None:
-        """Give every seated sequence its row: the ready ones first, the longest of them in front, and as few moves as
-        that allows. A sequence stays where it is while it is in the right unit of rows."""
+        """Give every seated sequence its row: the ready ones first, and as few moves as that allows. When much shorter
+        panels reward it, the long ones come first, each in the right unit of rows."""
         self._reserve()
-        seated = self.seated.values()
-        ready = sorted((s for s in seated if s.ready), key=lambda s: (-(s.length // GRAIN), s.row))
+        ready = [sequence for id, sequence in self.seated.items() if id not in self._filling]
+        ready.sort(key=lambda sequence: sequence.row)
+        unit = max(len(ready), 1)
+        if len(ready) > UNIT:
+            lengths = [sequence.length for sequence in ready]
+            spared = self._cells(lengths) - self._cells(sorted(lengths, reverse=True))
+            if spared * self.decoder.shape.heads * self.decoder.shape.key_dim >= SPLIT:
+                ready.sort(key=lambda sequence: -sequence.length)
+                unit = UNIT
         moves: list[tuple[Sequence, int]] = []
-        for first in range(0, len(ready), UNIT):
-            unit = ready[first : first + UNIT]
-            moves += _moves(unit, range(first, first + len(unit)))
-        moves += _moves([sequence for sequence in seated if not sequence.ready], range(len(ready), len(seated)))
+        for first in range(0, len(ready), unit):
+            moves += _moves(ready[first : first + unit], first)
+        moves += _moves(list(self._filling.values()), len(ready))
         self._move(moves)
 
     def _move(self, moves: list[tuple[Sequence, int]]) -> None:
@@ -393,83 +417,107 @@ class Engine:
             self._rows.copy(sequence.row, row, sequence.computed)
         sequence.row = row
 
-    def _reuse(self, sequence: Sequence, source: Source, length: int) -> None:
-        """Copy the known beginning of a context into its row."""
+    def _copy(self, sequence: Sequence, source: Source, length: int) -> None:
+        """The known beginning of a context into its row."""
         if isinstance(source, Sequence):
             self._rows.copy(source.row, sequence.row, length)
-        elif source is not None:
+        else:
             self._rows.restore(sequence.row, source.keys, source.values, length)
 
-    def _allot(self, budget: int) -> list[tuple[Sequence, int, int]]:
-        """The pieces of prompts to compute now, first come, first served: sequence, start and count."""
-        pieces = []
-        for sequence in self.seated.values():
-            missing = sequence.length - 1 - sequence.computed
-            if missing > 0 and budget > 0:
-                count = min(missing, budget)
-                pieces.append((sequence, sequence.computed, count))
-                sequence.computed += count
-                budget -= count
-        return pieces
-
-    def _fill(self, pieces: list[tuple[Sequence, int, int]]) -> int:
-        """Compute these pieces; how many tokens that was."""
+    def _fill(self, pieces: list[tuple[Sequence, int, int]]) -> None:
         if pieces:
             segments = [Segment(s.row, start, s.known()[start : start + count]) for s, start, count in pieces]
             self.decoder.fill(segments, self._rows)
-        tokens = sum(count for _, _, count in pieces)
-        self.prefilled += tokens
-        return tokens
+            self.prefilled += sum(count for _, _, count in pieces)
 
     # -- the plan of a step ----------------------------------------------------------------------------------------
 
     def _planned(self) -> _Plan:
-        ready = sorted((s for s in self.seated.values() if s.ready), key=lambda sequence: sequence.row)
+        ready = [sequence for id, sequence in self.seated.items() if id not in self._filling]
+        ready.sort(key=lambda sequence: sequence.row)
         device = self.decoder.shape.device
         positions: Index = np.array([sequence.computed for sequence in ready], np.int64)
         self._rows.show(positions)
-        panels, steps = self._panels(ready)
+        panels, panel_steps = self._panels([sequence.length for sequence in ready])
+        requests = [sequence.request for sequence in ready]
+        written = [len(sequence.tokens) for sequence in ready]
         return _Plan(
             ready=ready,
             ids=torch.tensor([sequence.last() for sequence in ready], device=device),
             positions=torch.from_numpy(positions).to(device),
             places=self._rows.places(np.arange(len(ready)), positions),
             panels=panels,
-            steps_left=steps,
-            law=law_of([sequence.request.sampling for sequence in ready], self.decoder.vocab, device),
+            panel_steps=panel_steps,
+            law=law_of([request.sampling for request in requests], self.decoder.vocab, device),
             counters=counters(
-                [sequence.request.seed for sequence in ready],
-                [sequence.request.offset + len(sequence.tokens) for sequence in ready],
+                [request.seed for request in requests],
+                [request.offset + count for request, count in zip(requests, written, strict=True)],
             ),
+            stops=frozenset().union(*{sequence.stops for sequence in ready}),
+            steps_left=min((s.target - count for s, count in zip(ready, written, strict=True)), default=0),
         )
+
+    def _end_plan(self) -> None:
+        """Somebody comes or goes, or the weights change."""
+        if self._plan is not None:
+            self._plan.book()
+            self._plan = None
 
     def _extended(self, plan: _Plan) -> _Plan:
         """The same plan when its panels have become too narrow."""
+        plan.book()
         if self._reserve():
             return self._planned()
-        plan.panels, plan.steps_left = self._panels(plan.ready)
+        plan.panels, plan.panel_steps = self._panels([sequence.length for sequence in plan.ready])
         return plan
 
-    def _panels(self, ready: list[Sequence]) -> tuple[list[Panel], int]:
-        """Cut the rows into panels, and say for how many steps they are wide enough."""
+    def _panels(self, lengths: list[int]) -> tuple[list[Panel], int]:
+        """Cut rows of these lengths into panels, and say for how many steps they are wide enough."""
         cells = self.decoder.shape.heads * self.decoder.shape.key_dim
         panels: list[Panel] = []
         steps = GRAIN
-        for first in range(0, len(ready), UNIT):
-            unit = ready[first : first + UNIT]
-            longest = max(sequence.length for sequence in unit)
+        for first in range(0, len(lengths), UNIT):
+            unit = lengths[first : first + UNIT]
+            longest = max(unit)
             width, last = _wide(longest), first + len(unit)
             steps = min(steps, width - longest + 1)
-            if panels and len(unit) * (panels[-1].width - width) * cells < SPLIT:
+            if panels and len(unit) * abs(panels[-1].width - width) * cells < SPLIT:
                 before = panels.pop()
                 first, width = before.first, max(width, before.width)
             panels.append(Panel(first, last, width))
         return panels, steps
 
+    def _cells(self, lengths: list[int]) -> int:
+        """Positions that the panels of rows of these lengths cover."""
+        return sum((panel.last - panel.first) * panel.width for panel in self._panels(lengths)[0])
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one round of admission leads to."""
+
+    moved: dict[int, Sequence] = field(default_factory=dict)
+    """Who sat down, or is filled a little more."""
+    known: list[tuple[Sequence, Source, int]] = field(default_factory=list)
+    """Whose beginning is copied before the filling, from where, and how much."""
+    pieces: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    """What is filled: sequence, start, count."""
+    follow: list[tuple[Sequence, Sequence, int]] = field(default_factory=list)
+    """Whose beginning is copied after the filling, for it is filled in this round."""
+
+    def fill(self, sequence: Sequence, budget: int) -> int:
+        """Compute the rest of a prompt, as far as the budget goes; what that costs."""
+        count = min(sequence.length - 1 - sequence.computed, budget)
+        if count > 0:
+            self.pieces.append((sequence, sequence.computed, count))
+            sequence.computed += count
+            self.moved[sequence.request.id] = sequence
+        return max(count, 0)
+
 
 @dataclass(slots=True)
 class _Plan:
-    """What stays the same from one step to the next while nobody comes or goes."""
+    """What a step needs; it moves on by itself while nobody comes or goes."""
 
     ready: list[Sequence]
     """By row."""
@@ -480,24 +528,51 @@ class _Plan:
     places: Tensor
     """[n * heads] where its keys and values go."""
     panels: list[Panel]
-    steps_left: int
+    panel_steps: int
     """Steps for which the panels are wide enough."""
     law: Law
     counters: NDArray[np.uint64]
-    """[n] where each stands in its stream of random numbers."""
+    """[n, 1] where each stands in its stream of random numbers, after those in `uniforms`."""
+    stops: frozenset[int]
+    """Tokens that end any of them."""
+    steps_left: int
+    """Steps until the first of them is as long as it may be."""
+    tokens: list[list[int]] = field(default_factory=list)
+    """[steps][n] not booked yet"""
+    logprobs: list[list[float]] = field(default_factory=list)
+    uniforms: list[Tensor] = field(default_factory=list)
+    """[steps][n, 1] the random numbers of the next steps, last step first"""
+
+    def uniform(self) -> Tensor:
+        """The random numbers of this step."""
+        if not self.uniforms:
+            ahead = torch.from_numpy(uniforms(self.counters, AHEAD)).to(self.ids.device)
+            self.uniforms = list(ahead.flip(0))
+            self.counters += np.uint64(AHEAD * GOLDEN & MASK64)
+        return self.uniforms.pop()
+
+    def book(self) -> None:
+        """Give the noted tokens to their sequences."""
+        if steps := len(self.tokens):
+            columns = zip(self.ready, zip(*self.tokens, strict=True), zip(*self.logprobs, strict=True), strict=True)
+            for sequence, tokens, logprobs in columns:
+                sequence.tokens.extend(tokens)
+                sequence.logprobs.extend(logprobs)
+                sequence.length += steps
+                sequence.computed += steps
+            self.tokens.clear()
+            self.logprobs.clear()
 
 
 def _wide(length: int) -> int:
     return -(-length // GRAIN) * GRAIN
 
 
-def _moves(sequences: list[Sequence], rows: Iterable[int]) -> list[tuple[Sequence, int]]:
-    """Who has to move, and where to, so that these sequences sit in these rows."""
-    free = dict.fromkeys(rows)
-    moving = []
-    for sequence in sequences:
-        if sequence.row in free:
-            del free[sequence.row]
-        else:
-            moving.append(sequence)
-    return list(zip(moving, free, strict=True))
+def _moves(sequences: list[Sequence], first: int) -> list[tuple[Sequence, int]]:
+    """Who has to move, and where to, so that these sequences sit in the rows from `first` on."""
+    rows = range(first, first + len(sequences))
+    moving = [sequence for sequence in sequences if sequence.row not in rows]
+    if not moving:
+        return []
+    taken = {sequence.row for sequence in sequences}
+    return list(zip(moving, [row for row in rows if row not in taken], strict=True))

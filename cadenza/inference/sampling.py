@@ -47,37 +47,42 @@ def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def counters(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
-    """[n] where each row stands in its stream of random numbers; the next position is `GOLDEN` further.
+    """[n, 1] where each row stands in its stream of random numbers; the next position is `GOLDEN` further.
 
     Seeds are mixed first: those of the turns of one trajectory lie a multiple of `GOLDEN` apart, and their streams
     would be the same one, shifted.
     """
     streams = mixed(np.array([seed & MASK64 for seed in seeds], np.uint64))
-    return streams + np.array(positions, np.uint64) * np.uint64(GOLDEN)
+    return (streams + np.array(positions, np.uint64) * np.uint64(GOLDEN))[:, None]
 
 
-def uniforms(counters: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """[n] in [0, 1 - 2^-23]: a multiple of it by a float32 is smaller than that float32, also after rounding."""
-    return (mixed(counters) >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+def uniforms(counters: NDArray[np.uint64], steps: int) -> NDArray[np.float32]:
+    """[steps, n, 1] for the next positions of each row, in [0, 1 - 2^-23]: a float32 multiplied by one of them becomes
+    smaller, also after rounding."""
+    ahead = np.arange(steps, dtype=np.uint64) * np.uint64(GOLDEN)
+    return (mixed(counters + ahead[:, None, None]) >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
 
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """How the rows of a batch are drawn, as columns. None stands for columns that would change nothing."""
+    """How the rows of a batch are drawn, as columns [n, 1], or [1, 1] when they are all drawn alike. None stands for
+    columns that would change nothing."""
 
     temperature: Tensor | None
-    """[n, 1]; 1 in greedy rows."""
+    """1 in greedy rows."""
     greedy: Tensor | None
-    """[n, 1] rows that take the largest logit."""
+    """Rows that take the largest logit."""
     all_greedy: bool
     limits: tuple[Tensor, Tensor] | None
-    """top-k and top-p, [n, 1] each; the size of the vocabulary and 1 mean no limit."""
+    """top-k and top-p; the size of the vocabulary and 1 mean no limit."""
     width: int
     """Candidates to rank for the limits: the largest top-k, or a first guess when a row has none."""
 
 
 def law_of(rows: Sequence[Sampling], vocab: int, device: torch.device) -> Law:
-    """The common form of what the rows want."""
+    """The common form of what the rows want. Columns of equal values have length 1."""
+    if len(kinds := set(rows)) == 1:
+        rows = list(kinds)
     greedy = [row.temperature == 0 for row in rows]
     warm = [1.0 if row.temperature == 0 else row.temperature for row in rows]
     top_k = [vocab if row.top_k == 0 or row.temperature == 0 else min(row.top_k, vocab) for row in rows]
@@ -97,8 +102,8 @@ def law_of(rows: Sequence[Sampling], vocab: int, device: torch.device) -> Law:
     )
 
 
-def draw(logits: Tensor, law: Law, uniform: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
-    """Tokens [n] and their logprobs [n] from float32 logits [n, V]."""
+def draw(logits: Tensor, law: Law, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [n] and their logprobs [n] from float32 logits [n, V] and numbers [n, 1]."""
     if law.all_greedy:
         best = logits.argmax(-1, keepdim=True)
         return best[:, 0], torch.log_softmax(logits, -1).gather(1, best)[:, 0]
@@ -109,7 +114,7 @@ def draw(logits: Tensor, law: Law, uniform: NDArray[np.float32]) -> tuple[Tensor
         chances = _limited(chances, *law.limits, law.width)
     below = chances.cumsum(-1)
     total = below[:, -1:]
-    tokens = torch.searchsorted(below, torch.from_numpy(uniform).to(logits.device)[:, None] * total, right=True)
+    tokens = torch.searchsorted(below, uniform * total, right=True)
     # Only what is not a number finds no place in the CDF; the clamp lets it come out as a logprob that says so.
     tokens.clamp_max_(logits.shape[-1] - 1)
     if law.greedy is not None:

@@ -137,7 +137,10 @@ class TorchReplica:
         target = min(request.max_tokens, self._longest - request.context)
         sequence = engine.Sequence(request, stops, target, self._arrivals)
         vocab = self._engine.decoder.vocab
-        if len(sequence.context) != request.context or not 0 <= sequence.context.min() <= sequence.context.max() < vocab:
+        if (
+            len(sequence.context) != request.context
+            or not 0 <= sequence.context.min() <= sequence.context.max() < vocab
+        ):
             text = f"{request.context} tokens of 0 to {vocab - 1}"
             future.set_exception(ReplicaError(f"{self.name}: the chunks of request {request.id} are not {text}"))
             return future

@@ -6,30 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 from cadenza.envs.protocol import EnvType
-from cadenza.rollout.leases import Leases
 from cadenza.rollout.ledger import Attempt
+from cadenza.rollout.model import Surroundings
 from cadenza.rollout.records import Trajectory
 
 
 class EnvHandle:
     """One env for one attempt."""
 
-    __slots__ = ("_attempt", "_env", "_leases", "_max_turns", "_type", "done", "reward", "trajectory")
+    __slots__ = ("_around", "_attempt", "_env", "_type", "done", "reward", "trajectory")
 
-    def __init__(
-        self,
-        env: Any,
-        type: EnvType,
-        attempt: Attempt,
-        trajectory: Trajectory,
-        leases: Leases,
-        max_turns: int,
-    ) -> None:
+    def __init__(self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, around: Surroundings) -> None:
         self._env = env
         self._type = type
         self._attempt = attempt
-        self._leases = leases
-        self._max_turns = max_turns
+        self._around = around
         self.trajectory = trajectory
         self.done = False
         self.reward = 0.0
@@ -54,7 +45,7 @@ class EnvHandle:
             trajectory.turns[-1].reward += self.reward
         if info:
             trajectory.info = info
-        if len(trajectory.turns) >= self._max_turns and not terminated:
+        if len(trajectory.turns) >= self._around.max_turns and not terminated:
             truncated = True
         trajectory.terminated, trajectory.truncated = terminated, truncated
         self.done = terminated or truncated
@@ -63,6 +54,6 @@ class EnvHandle:
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
         self._attempt.place = place
         result = await self._type.call(place, method)(*args)
-        self._leases.renew(self._attempt)
+        self._around.leases.renew(self._attempt)
         self._attempt.place = "rollout"
         return result

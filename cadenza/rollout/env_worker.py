@@ -26,7 +26,7 @@ from cadenza.rollout.failures import logger
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.leases import Leases
 from cadenza.rollout.ledger import Attempt
-from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model
+from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, Surroundings
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import Sampler
 
@@ -58,12 +58,9 @@ class EnvWorker:
         self.expired = 0
         """Leases that ran out."""
         self._queue = queue
-        self._sampler = sampler
-        self._codec = codec
         self._spawn = spawn
         self._seed = seed
         self._max_reward_tries = max_reward_tries
-        self._namespace = sampler.namespace()
         self._play = plays.make(config.rollout)
         self._types = {
             name: EnvType(name, envs.make(domain.env), dict(domain.env_args)) for name, domain in config.domains.items()
@@ -73,6 +70,10 @@ class EnvWorker:
         }
         self._free = list(range(config.slots - 1, -1, -1))
         self._leases = Leases(config.lease_seconds, self._expire)
+        self._around = Surroundings(
+            sampler, codec, config.sampling, config.max_context, config.max_turns, self._leases, queue.ledger,
+            sampler.namespace(),
+        )  # fmt: skip
         queue.stop = self.stop
         queue.refill = self.fill
 
@@ -81,7 +82,6 @@ class EnvWorker:
         while self._free and (attempt := self._queue.issue(self._free[-1])) is not None:
             self._free.pop()
             self.busy += 1
-            self._leases.renew(attempt)
             attempt.runner = self._spawn(self._run(attempt), attempt.key)
 
     def stop(self, attempt: Attempt) -> None:
@@ -110,6 +110,7 @@ class EnvWorker:
             started=attempt.started,
         )  # fmt: skip
         attempt.place = "init"
+        self._leases.renew(attempt)
         env: Any = None
         try:
             try:
@@ -118,12 +119,9 @@ class EnvWorker:
                 attempt.place = "rollout"
                 await self._play(
                     task,
-                    EnvHandle(env, type, attempt, trajectory, self._leases, self.config.max_turns),
-                    Model(
-                        attempt, trajectory, self._sampler, self._codec, self.config.sampling,
-                        self.config.max_context, self._leases, self._queue.ledger, self._namespace,
-                    ),
-                )  # fmt: skip
+                    EnvHandle(env, type, attempt, trajectory, self._around),
+                    Model(attempt, trajectory, self._around),
+                )
                 if not trajectory.turns:
                     raise ValueError("the rollout returned without one turn of the model")
             except USER_CODE as error:  # counted, shown once, bounded by a budget

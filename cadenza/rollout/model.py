@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -80,35 +81,30 @@ class Reply:
         return self.turn.finish
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all attempts of a scheduler share."""
+
+    sampler: Sampler
+    codec: Codec
+    sampling: Sampling
+    max_context: int
+    max_turns: int
+    leases: Leases
+    ledger: Ledger
+    namespace: int
+    """Where this scheduler's range of session and group ids begins."""
+
+
 class Model:
     """The model, as one attempt sees it."""
 
-    __slots__ = (
-        "_attempt", "_cached", "_chunks", "_codec", "_context", "_leases", "_ledger", "_max_context", "_namespace",
-        "_sampler", "_sampling", "_seat", "trajectory",
-    )  # fmt: skip
+    __slots__ = ("_around", "_attempt", "_cached", "_chunks", "_context", "_seat", "trajectory")
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        trajectory: Trajectory,
-        sampler: Sampler,
-        codec: Codec,
-        sampling: Sampling,
-        max_context: int,
-        leases: Leases,
-        ledger: Ledger,
-        namespace: int,
-    ) -> None:
+    def __init__(self, attempt: Attempt, trajectory: Trajectory, around: Surroundings) -> None:
         self.trajectory = trajectory
         self._attempt = attempt
-        self._sampler = sampler
-        self._codec = codec
-        self._sampling = sampling
-        self._max_context = max_context
-        self._leases = leases
-        self._ledger = ledger
-        self._namespace = namespace
+        self._around = around
         self._chunks: tuple[Tokens, ...] = ()
         self._context = 0
         self._seat: Seat | None = None
@@ -117,12 +113,12 @@ class Model:
     @property
     def room(self) -> int:
         """Tokens that still fit into the context."""
-        return self._max_context - self._context
+        return self._around.max_context - self._context
 
     def chat(self, observation: Observation, *, fresh: bool = False) -> Awaitable[Reply]:
         """Say something to the model and await its answer. `fresh` forgets the conversation before."""
         if not isinstance(observation, np.ndarray):
-            observation = np.asarray(self._codec.encode(observation, first=fresh or not self._chunks), np.int32)
+            observation = np.asarray(self._around.codec.encode(observation, first=fresh or not self._chunks), np.int32)
         return self.generate(observation, fresh=fresh)
 
     async def generate(self, tokens: Sequence[int] | Tokens, *, fresh: bool = False) -> Reply:
@@ -134,24 +130,24 @@ class Model:
         if fresh and not len(prompt):
             raise ValueError("the first prompt of a context must hold at least one token, got none")
         chunks, context = ((*chunks, prompt), context + len(prompt)) if len(prompt) else (chunks, context)
-        limit = min(self._max_context - context, self._sampling.max_tokens)
+        limit = min(self._around.max_context - context, self._around.sampling.max_tokens)
         if limit <= 0:
-            raise ContextFull(f"{context} tokens leave no room in max_context {self._max_context}")
+            raise ContextFull(f"{context} tokens leave no room in max_context {self._around.max_context}")
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        self._leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
+        self._around.leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
         try:
             answer = await self._part(chunks, context, limit, 0)
             if answer.finish is Finish.ABORT:
                 answer = await self._continue(chunks, context, limit, answer)
         finally:
-            self._leases.renew(attempt)
+            self._around.leases.renew(attempt)
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._context = context + len(answer.tokens)
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
         attempt.turns += 1
-        return Reply(turn, self._codec)
+        return Reply(turn, self._around.codec)
 
     async def _continue(self, chunks: tuple[Tokens, ...], context: int, limit: int, answer: Generation) -> Generation:
         """Go on from the tokens of an interrupted answer, over as many interruptions as come."""
@@ -165,16 +161,17 @@ class Model:
 
     async def _part(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
         """One answer of one replica: whole, or the beginning of it."""
-        attempt, sampler = self._attempt, self._sampler
+        attempt, around = self._attempt, self._around
+        sampler, namespace = around.sampler, around.namespace
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
-        namespace = self._namespace
+        group = attempt.group.id + namespace if namespace else attempt.group.id
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            seat = await sampler.grant(self._seat, namespace + attempt.group.id, context, self._cached)
+            seat = await sampler.grant(self._seat, group, context, self._cached)
             request = Request(
-                sampler.next_id(), chunks, context, limit, self._sampling, seed, done, namespace + attempt.id,
-                namespace + attempt.group.id, sampler.epoch,
+                sampler.next_id(), chunks, context, limit, around.sampling, seed, done,
+                attempt.id + namespace if namespace else attempt.id, group, sampler.epoch,
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
             answer: asyncio.Future[Generation] | None = None
@@ -183,7 +180,7 @@ class Model:
                 part = await answer
             except asyncio.CancelledError:
                 if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
-                    self._ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
+                    self._around.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
                 else:
                     seat.replica.abort(request.id, attempt.cause or "cancelled")
                 raise
@@ -208,12 +205,12 @@ class Model:
             seat.served += 1
             self._seat = seat
             self._cached = context + len(part.tokens)
-            self._ledger.add_tokens(attempt, len(part.tokens))
+            self._around.ledger.add_tokens(attempt, len(part.tokens))
             return part
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
 
     def _tell(self, kind: str, detail: str, tokens: int | None = None) -> None:
-        if (events := self._ledger.events) is not None:
+        if (events := self._around.ledger.events) is not None:
             detail = detail if tokens is None else f"{detail} {tokens}"
             events(Event(asyncio.get_running_loop().time(), kind, self._attempt.key, detail))
 

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -135,7 +136,7 @@ def fuzz(
     else:
         # A fresh interpreter: a fork would copy the threads of a progress display.
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=_settle_memory) as pool:
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
             parts = _in_order(pool, chunks, repeat_every, draw, ahead=4 * workers)
             _collect(findings, parts, progress)
     return findings
@@ -166,17 +167,25 @@ def _in_order(
 
 def _chunk(first: int, count: int, repeat_every: int, draw: Callable[[int], Scenario]) -> Findings:
     findings = Findings()
-    for seed in range(first, first + count):
-        twice = seed % repeat_every == 0
-        findings.add(examine(draw(seed), twice=twice))
-        findings.repeated += twice
+    with _collecting_between() as collect:
+        for seed in range(first, first + count):
+            twice = seed % repeat_every == 0
+            findings.add(examine(draw(seed), twice=twice))
+            findings.repeated += twice
+            collect()
     return findings
 
 
-def _settle_memory() -> None:
-    """What is loaded stays: the collector need not look at it after every schedule."""
-    gc.collect()
-    gc.freeze()
+@contextmanager
+def _collecting_between() -> Iterator[Callable[[], object]]:
+    """A schedule is garbage as a whole: collecting it once, when it is over, is cheaper than all the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield lambda: gc.collect(0)
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

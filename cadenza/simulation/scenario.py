@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import Any, Literal, get_args
 
@@ -26,8 +27,8 @@ Order = Literal["resume_first", "resume_last", "no_resume", "rolling", "colocate
 """suspend-update-resume-get_batch-train; suspend-update-get_batch-train-resume; suspend-update-get_batch-train;
 update-get_batch-train with the gate open; update-get_batch-suspend-train."""
 ORDERS: tuple[Order, ...] = get_args(Order)
-Size = Literal["same", "double", "twice"]
-"""What one step asks for: a batch, one of twice the size, or two batches for one version."""
+Size = Literal["same", "double", "twice", "halves"]
+"""What one step asks for: a batch, one of twice the size, two batches for one version, or one batch in two calls."""
 Staleness = Literal["wait", "drop"]
 FilterKind = Literal["none", "instant", "slow", "off_loop"]
 RewardForm = Literal["none", "async", "sync"]
@@ -43,7 +44,7 @@ class Deadlines:
     stall: float = 400.0
     control: float = 5.0
     load: float = 6.0
-    heartbeat: float = 2.0
+    heartbeat: float = 4.0
     strikes: int = 3
 
     @property
@@ -208,23 +209,21 @@ class Scenario:
 def _draw(seed: int, rng: Random) -> Scenario:
     group_size = rng.randint(1, 8)
     alpha = rng.choice(ALPHAS)
-    steps = rng.randint(MIN_VERSIONS + math.ceil(alpha) // 2, 8)
-    groups = max(1, round(MIN_TRAJECTORIES / (steps * group_size)))
-    batch = group_size * groups
+    odd_size: Size = rng.choice(("same", "same", "same", "double", "twice", "halves"))
+    steps, groups = rng.choice(_shapes(group_size, math.ceil(alpha), odd_size in ("double", "twice")))
     doomed = rng.random() < 0.03
-    steps = max(MIN_VERSIONS, math.ceil(MIN_TRAJECTORIES / batch)) + (LAST_CALL if doomed else 0)
+    steps += LAST_CALL if doomed else 0
     staleness: Staleness = "wait" if rng.random() < 0.8 else "drop"
     extra_groups = rng.choice((0, 0, 0, 0, 1, 2))
     filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
     filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2))
-    odd_size: Size = rng.choice(("same", "same", "same", "double", "twice"))
     finite = not doomed and staleness == "wait" and rng.random() < 0.8
-    cut = steps * groups + (0 if odd_size == "same" else groups)
+    cut = steps * groups + (groups if odd_size in ("double", "twice") else 0)
     needed = cut + math.ceil(2 * filter_rate * cut) + extra_groups * steps // 2 + 1 + 12 // group_size
     domains = _domains(rng, needed if finite else None)
-    replicas = rng.randint(1, 6)
+    replicas = rng.choice((1, 2, 2, 3, 3, 4, 6))
     protected = rng.randrange(replicas)
-    slots = max(2, int(batch * rng.choice((0.3, 0.7, 1.0, 1.5, 2.5))))
+    slots = max(2, int(group_size * groups * rng.choice((0.3, 0.7, 1.0, 1.5, 2.5))))
     on_grid = rng.random() < 0.4
     faults = draw_faults(
         rng,
@@ -245,11 +244,11 @@ def _draw(seed: int, rng: Random) -> Scenario:
         shuffle=rng.getrandbits(32) if rng.random() < 0.5 else None,
         replicas=replicas,
         protected=protected,
-        step_seconds=2.0**-7 if on_grid else rng.uniform(0.004, 0.02),
+        step_seconds=2.0**-5 if on_grid else rng.uniform(0.01, 0.1),
         load_cost=0.0 if on_grid else 1.0,
         kv_capacity=rng.choice((320, 640, 4096)),
         max_running=rng.choice((4, 8, 64)),
-        length=rng.choice((4.0, 8.0, 16.0)),
+        length=rng.choice((4.0, 12.0, 30.0)),
         arrival_delay=rng.choice((0.0, 0.0, 0.01, 0.3)),
         load_seconds=rng.choice((0.0, 0.1, 0.5)),
         wake_seconds=rng.choice((0.0, 0.3)),
@@ -273,14 +272,25 @@ def _draw(seed: int, rng: Random) -> Scenario:
         repeated=rng.random() < 0.15,
         odd_step=rng.randrange(steps),
         odd_size=odd_size,
-        patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.25, 1.0)),
-        train_seconds=rng.choice((0.0, 0.25, 1.0, 4.0)),
+        patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.5)),
+        train_seconds=rng.choice((0.0, 0.25, 0.5, 1.0, 4.0)),
         validation=_validation(rng) if rng.random() < 0.25 else None,
         resizes=_resizes(rng, replicas, protected),
         take_all=finite and rng.random() < 0.5,
         doomed=doomed,
         faults=faults,
     )
+
+
+@lru_cache
+def _shapes(group_size: int, bound: int, odd: bool) -> list[tuple[int, int]]:
+    """Steps, and groups of a batch, that train hardly more trajectories than a schedule needs."""
+    return [
+        (steps, groups)
+        for steps in range(max(MIN_VERSIONS, bound + 1), 10)
+        for groups in range(1, 20)
+        if MIN_TRAJECTORIES <= (steps + odd) * groups * group_size < MIN_TRAJECTORIES + 12
+    ]
 
 
 def _domains(rng: Random, tasks: int | None) -> tuple[DomainPlan, ...]:

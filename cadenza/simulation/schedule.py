@@ -29,8 +29,9 @@ from cadenza.simulation.clock import run as run_virtual
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.envs import SimEnv, SimTrainer, SyncSimEnv, Words, World, executor_cost
 from cadenza.simulation.faults import FaultPlan, FaultyReplica, Kind
-from cadenza.simulation.monitor import Line, Livelock, Monitor, View, Violation, invariant_of
+from cadenza.simulation.monitor import Line, Livelock, Monitor, Violation, invariant_of
 from cadenza.simulation.scenario import DEADLINES, DomainPlan, Resize, Scenario, ValidationPlan, length_of
+from cadenza.simulation.view import View
 from cadenza.testing import LocalCluster
 
 MAX_CONTEXT = 256
@@ -180,7 +181,14 @@ class _Driver:
         groups = self.scenario.groups
         if step != self.scenario.odd_step:
             return (groups,)
-        return {"same": (groups,), "double": (2 * groups,), "twice": (groups, groups)}[self.scenario.odd_size]
+        match self.scenario.odd_size:
+            case "double":
+                return (2 * groups,)
+            case "twice":
+                return (groups, groups)
+            case "halves" if groups > 1:
+                return (groups // 2, groups - groups // 2)
+        return (groups,)
 
     async def _suspend(self) -> None:
         self.monitor.suspending()
@@ -390,6 +398,6 @@ class _Driver:
         )
         mode: Any = view.name
         scheduler = RolloutScheduler(config, manager, self.cluster.resources, self.cluster, mode, events=view)
-        view.ledger = scheduler.ledger
+        view.ledger, view.metrics = scheduler.ledger, scheduler.metrics
         self.monitor.views.append(view)
         return scheduler

@@ -57,7 +57,7 @@ class Compact:
     def of(cls, decoder: nn.Module) -> Compact | None:
         """For the decoder of a transformers model (without its head), if it is of a known kind."""
         config: Any = getattr(decoder, "config", None)
-        if getattr(config, "model_type", None) not in MODEL_TYPES or getattr(config, "attention_dropout", 0.0):
+        if getattr(config, "model_type", None) not in MODEL_TYPES or config.attention_dropout > 0:
             return None
         if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
             return None
@@ -73,17 +73,20 @@ class Compact:
         angles = self.rotary(x, packed.positions[None])
         # Both halves of a head turn by the same angles.
         cos, sin = (angle[0, :, None, : angle.shape[-1] // 2] for angle in angles)
-        everywhere = plan(packed) if len(self.layers) > 1 else None
-        reads = torch.from_numpy(packed.reads).to(x.device)
-        at_reads = plan(packed, packed.reads)
         recompute = torch.is_grad_enabled() and bool(getattr(self.decoder, "gradient_checkpointing", False))
-        for layer in self.layers:
-            last = layer is self.layers[-1]
-            arguments = (layer, x, cos, sin, at_reads if last else everywhere, reads if last else None)
-            if recompute:
-                x = checkpoint(_apply, *arguments, use_reentrant=False)
-            else:
-                x = _apply(*arguments)
+
+        def apply(layer: Layer, x: Tensor, plan: Plan, reads: Tensor | None) -> Tensor:
+            if not recompute:
+                return _apply(layer, x, cos, sin, plan, reads)
+            again: Tensor = checkpoint(_apply, layer, x, cos, sin, plan, reads, use_reentrant=False)
+            return again
+
+        *layers, last = self.layers
+        if layers:
+            everywhere = plan(packed)
+            for layer in layers:
+                x = apply(layer, x, everywhere, None)
+        x = apply(last, x, plan(packed, packed.reads), torch.from_numpy(packed.reads).to(x.device))
         return _rms_norm(self.norm, x)
 
 
@@ -117,7 +120,7 @@ def _apply(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan, reads:
     q = _heads(layer.q(h), layer.head_dim, layer.q_norm, cos, sin)
     x = x + layer.output(_attention(plan, q, k, v, layer.scaling))
     h = _rms_norm(layer.mlp_norm, x)
-    return x + layer.down(layer.activation(layer.gate(h)) * layer.up(h))
+    return torch.add(x, layer.down(layer.activation(layer.gate(h)) * layer.up(h)))
 
 
 def _attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
@@ -131,9 +134,9 @@ def _attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> T
     for block in plan.blocks:
         queries, keys = block.rows * block.queries, block.rows * block.keys
         result = F.scaled_dot_product_attention(
-            q[query : query + queries].unflatten(0, (block.rows, block.queries)).transpose(1, 2),
-            k[key : key + keys].unflatten(0, (block.rows, block.keys)).transpose(1, 2),
-            v[key : key + keys].unflatten(0, (block.rows, block.keys)).transpose(1, 2),
+            q[query : query + queries].view(block.rows, block.queries, *q.shape[1:]).transpose(1, 2),
+            k[key : key + keys].view(block.rows, block.keys, *k.shape[1:]).transpose(1, 2),
+            v[key : key + keys].view(block.rows, block.keys, *v.shape[1:]).transpose(1, 2),
             attn_mask=None if block.mask is None else block.mask.to(q.dtype),
             is_causal=block.mask is None,
             scale=scaling,
@@ -147,15 +150,15 @@ def _attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> T
 
 def _heads(flat: Tensor, head_dim: int, norm: nn.Module | None, cos: Tensor, sin: Tensor) -> Tensor:
     """[U, H, d]: the heads, turned to their positions."""
-    heads = flat.unflatten(1, (-1, head_dim))
+    heads = flat.view(len(flat), -1, head_dim)
     if norm is not None:
         heads = _rms_norm(norm, heads)
-    turned: Tensor = Rotary.apply(heads, cos, sin)
+    turned: Tensor = Rotary.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
     return turned
 
 
 def _rms_norm(norm: Any, x: Tensor) -> Tensor:
-    normed: Tensor = RMSNorm.apply(x, norm.weight, norm.variance_epsilon)
+    normed: Tensor = RMSNorm.apply(x, norm.weight, norm.variance_epsilon)  # type: ignore[no-untyped-call]
     return normed
 
 
@@ -169,7 +172,8 @@ class RMSNorm(torch.autograd.Function):
         scale = scale.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         unit = wide * scale
         ctx.save_for_backward(unit, weight, scale)
-        return unit.to(x.dtype) * weight
+        ctx.dtype = x.dtype
+        return torch.mul(unit.to(x.dtype), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -181,7 +185,7 @@ class RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             by_unit = (grad * weight).to(unit.dtype)
             along = (by_unit * unit).mean(-1, keepdim=True)
-            by_x = by_unit.addcmul_(unit, along, value=-1).mul_(scale).to(grad.dtype)
+            by_x = by_unit.addcmul_(unit, along, value=-1).mul_(scale).to(ctx.dtype)
         return by_x, by_weight, None
 
 
@@ -205,4 +209,4 @@ def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     turned = torch.empty(heads.shape, dtype=torch.promote_types(heads.dtype, cos.dtype), device=heads.device)
     torch.mul(left, cos, out=turned[..., :half]).addcmul_(right, sin, value=-direction)
     torch.mul(right, cos, out=turned[..., half:]).addcmul_(left, sin, value=direction)
-    return turned
+    return turned.to(heads.dtype)

@@ -1,8 +1,8 @@
 """Logprobs, entropies and hidden states of the trained tokens, from a module and rows laid out for one pass.
 
 Invariant: what comes out is what the module's own forward gives for each row alone. The compact pass is used where
-a probe shows that it agrees with the module, and the module itself elsewhere. The head is computed where a trained token
-is predicted and nowhere else, its softmax in float32, in chunks that bound the memory of the logits.
+a probe shows that it agrees with the module, and the module itself elsewhere. The head is computed where a trained
+token is predicted and nowhere else, its softmax in float32, in chunks that bound the memory of the logits.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cadenza.training.batching import micro_batches
 from cadenza.training.compact import Compact
+from cadenza.training.models import is_adapted
 from cadenza.training.packing import Packed, Packing, pack
-from cadenza.training.rows import Rows
+from cadenza.training.rows import Array, Rows
 
 LOGITS_LIMIT = 1 << 24
 """Logits that exist at once; more are computed in chunks, and again in the backward pass."""
 
 Precision = Literal["fp32", "bf16"]
-"""fp32: as the parameters are. bf16: matrix products in bfloat16 (autocast); parameters and softmax stay as they are."""
+"""fp32: as the parameters are. bf16: matrix products in bfloat16 (autocast), parameters and softmax as they are."""
 
 EntropyNeed = Literal["none", "value", "gradient"]
 
@@ -44,7 +46,8 @@ class Forward:
     """The forward pass of one module. The module may be changed by others (trained, adapted) but not rebuilt."""
 
     def __init__(self, module: nn.Module, *, precision: Precision = "fp32") -> None:
-        base: Any = module.get_base_model() if hasattr(module, "get_base_model") else module
+        adapted: Any = module
+        base = adapted.get_base_model() if is_adapted(module) else adapted
         if not hasattr(base, "get_decoder") or not hasattr(base, "get_output_embeddings"):
             raise TypeError(f"{type(module).__name__} is no causal language model of transformers")
         self.module = module
@@ -101,6 +104,16 @@ class Forward:
             if len(hidden) <= chunk:
                 return _scores(self._head(hidden), packed.predicts, packed.targets, temperature, entropy)
             return self._chunked(hidden, packed, chunk, temperature, entropy)
+
+    @torch.no_grad()
+    def logprobs(self, rows: Rows, chosen: Array, *, budget: int, packing: Packing, temperature: float = 1.0) -> Array:
+        """[K] float32: the logprobs of all trained tokens of the chosen rows, 0 for the others; without gradients."""
+        values = np.zeros(len(rows.trained), np.float32)
+        with evaluating(self.module):
+            for part in micro_batches(rows, chosen, budget, packing):
+                scores = self.scores(pack(rows, part, packing), temperature=temperature)
+                values[rows.numbers(part)] = scores.logprobs.float().cpu().numpy()
+        return values
 
     def _chunked(
         self, hidden: Tensor, packed: Packed, chunk: int, temperature: float, entropy: EntropyNeed
@@ -193,9 +206,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             module.train()
 
 
-def _scores(
-    logits: Tensor, predicts: Tensor, targets: Tensor, temperature: float, entropy: EntropyNeed
-) -> TokenScores:
+def _scores(logits: Tensor, predicts: Tensor, targets: Tensor, temperature: float, entropy: EntropyNeed) -> TokenScores:
     """Of logits [P, V]."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:

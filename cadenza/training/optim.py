@@ -126,11 +126,12 @@ class Optimizer:
             f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             for name, parameter in self._named.items()
             for key, value in state.get(parameter, {}).items()
+            if value is not None
         }
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Go on where another optimizer of the same parameters stopped."""
-        state: dict[nn.Parameter, dict[str, Any]] = {}
+        state: dict[Tensor, dict[str, Any]] = {}
         for place, tensor in tensors.items():
             name, _, key = place.rpartition("/")
             if name not in self._named:

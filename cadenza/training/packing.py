@@ -61,9 +61,14 @@ class Packed:
         """The same with its tensors on a device."""
         if self.tokens.device == device:
             return self
-        names = ("tokens", "positions", "predicts", "targets", "places")
-        tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: t if t is None else t.to(device) for name, t in tensors.items()})
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            predicts=self.predicts.to(device),
+            targets=self.targets.to(device),
+            places=None if self.places is None else self.places.to(device),
+        )
 
     def by_row(self, values: Tensor) -> Tensor:
         """[n, R]: values [K] of the trained tokens, one row's side by side, 0 beyond."""
@@ -125,7 +130,8 @@ def shared_prefixes(ids: Array, lengths: Array) -> Array:
     """[n-1]: how many first tokens each row of ids [n, L] has in common with the row before it."""
     differs = ids[1:] != ids[:-1]
     first = np.where(differs.any(1), differs.argmax(1), ids.shape[1])
-    return np.minimum(first, np.minimum(lengths[1:], lengths[:-1]))
+    common: Array = np.minimum(first, np.minimum(lengths[1:], lengths[:-1]))
+    return common
 
 
 def _slots(exists: Array, owned: Array) -> tuple[Array, Array]:

@@ -46,7 +46,7 @@ class Rows:
         ids = batch.batch.ragged("input_ids")
         mask = _flat(batch, "response_mask", ids).astype(bool, copy=False)
         if "attention_mask" in batch.batch and not _flat(batch, "attention_mask", ids).all():
-            raise ValueError("attention_mask has zeros inside a row: rows are ragged and need no padding of their own")
+            raise ValueError("attention_mask has zeros inside a row: rows are ragged and need no padding")
         if IS_PADDING in batch.batch:
             mask = mask & ~np.repeat(batch.batch.numpy(IS_PADDING).astype(bool), ids.lengths)
         trained = np.flatnonzero(mask)
@@ -119,7 +119,8 @@ class Rows:
 def ranges(starts: Array, counts: Array) -> Array:
     """The integers start, start + 1 ... of each (start, count), one after the other."""
     ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+    numbers: Array = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - counts), counts)
+    return numbers
 
 
 def _flat(batch: DataProto, name: str, ids: Ragged) -> Array:

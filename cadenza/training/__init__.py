@@ -1,0 +1,31 @@
+"""Training: actor, critic and reference on torch, from batches to weights and checkpoints."""
+
+from __future__ import annotations
+
+from cadenza.training.actor import Actor, ActorConfig
+from cadenza.training.checkpoint import CheckpointError, Checkpoints
+from cadenza.training.critic import Critic, CriticConfig
+from cadenza.training.learner import NonFiniteLoss, TrainingState
+from cadenza.training.models import LoraConfig, ModelConfig, ModelNotFound, load_model
+from cadenza.training.reference import Reference, ReferenceConfig
+from cadenza.training.supervised import Supervised, SupervisedConfig, examples
+
+__all__ = [
+    "Actor",
+    "ActorConfig",
+    "CheckpointError",
+    "Checkpoints",
+    "Critic",
+    "CriticConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ModelNotFound",
+    "NonFiniteLoss",
+    "Reference",
+    "ReferenceConfig",
+    "Supervised",
+    "SupervisedConfig",
+    "TrainingState",
+    "examples",
+    "load_model",
+]

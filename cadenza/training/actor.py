@@ -1,0 +1,335 @@
+"""The policy that is trained.
+
+Invariant: the loss of an update is a sum over its trained tokens divided by one count for the whole update, so the
+result is the same however the rows are cut into micro-batches; rows marked `is_padding` count nowhere.
+```
+advantages, logprobs of the past --> token loss (ppo_clip ...) * importance weights --+
+entropy, reference logprobs      --> entropy bonus, KL                              --+--> sum / count --> update
+```
+Which logprobs are the old ones: those in the column `old_logprobs` if it is there; else those of the weights at the
+beginning of `train`. A batch that is one update needs no pass for them: they are its own logprobs, without gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from cadenza.algorithms import (
+    LOSSES,
+    Aggregation,
+    TokenLoss,
+    denominator,
+    effective_sample_size,
+    entropy_bonus,
+    kl,
+    kl_loss,
+    loss_sum,
+    merge_metrics,
+    ppo_clip,
+    token_metrics,
+    token_weights,
+    truncated_weights,
+)
+from cadenza.config import load
+from cadenza.data import DataProto
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
+from cadenza.training.models import adapter_weights
+from cadenza.training.packing import Packed
+from cadenza.training.rows import Array, Rows
+
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
+"""From logprobs, old logprobs, advantages and mask [n, R]: a row's trained tokens side by side."""
+
+
+class ActorConfig(LearnerConfig):
+    """How the policy learns from a batch."""
+
+    temperature: float = Field(default=1.0, gt=0)
+    """That of the sampler, so that logprobs are those of the distribution that was sampled from."""
+    loss: str | PolicyLoss = "ppo_clip"
+    """'ppo_clip', 'policy_gradient', 'module:name', or a function."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    clip_high: float = Field(default=0.2, ge=0)
+    """Above `clip_low`, rare tokens can become likely faster (DAPO)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Bound on the ratio of tokens with a negative advantage."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
+    """KL to the reference in the loss; needs the column `ref_logprobs`."""
+    kl_estimator: Literal["k2", "k3"] = "k3"
+    aggregation: Aggregation = "token_mean"
+    constant_length: int | None = Field(default=None, gt=0)
+    """Tokens by which 'sequence_sum' divides every sequence: the longest response, for instance."""
+    sequence: Literal["row", "trajectory"] = "row"
+    """What counts as one sequence, where the contexts of a trajectory are several rows."""
+    old_logprobs: Literal["recompute", "infer"] = "recompute"
+    """What the policy moves away from: the trainer's own logprobs, or those that the sampler reported."""
+    correction: Literal["off", "token", "sequence"] = "off"
+    """Weights trainer / sampler for tokens of older versions or other kernels, by token or by row."""
+    correction_cap: float = Field(default=2.0, gt=0)
+    skip_idle: bool = True
+    """Rows whose advantages are all 0 have no gradient: leave their passes out where nothing else (entropy, KL, a
+    loss of one's own) needs them. They count in the denominator; other metrics are about the rows that were computed.
+    """
+
+    @model_validator(mode="after")
+    def _one_past(self) -> ActorConfig:
+        if self.correction != "off" and self.old_logprobs == "infer":
+            raise ValueError(
+                "correction and old_logprobs='infer' both divide by the sampler's probability: use one of them"
+            )
+        if (self.aggregation == "sequence_sum") != (self.constant_length is not None):
+            raise ValueError("constant_length goes with aggregation 'sequence_sum' and nothing else")
+        if isinstance(self.loss, str) and self.loss not in LOSSES and ":" not in self.loss:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, 'module:name' or a function, got {self.loss!r}")
+        return self
+
+    @property
+    def skips(self) -> bool:
+        """Whether a row without advantages can be left out."""
+        known = isinstance(self.loss, str) and self.loss in LOSSES
+        return self.skip_idle and known and not self.entropy_coef and not self.kl_coef
+
+
+@dataclass(slots=True)
+class Columns:
+    """What the loss needs besides the policy's logprobs: [N, R], a row's trained tokens side by side."""
+
+    mask: Tensor
+    advantages: Tensor
+    weights: Tensor
+    """Of each token in the sum of the loss."""
+    old: Tensor
+    """Logprobs that the policy moves away from."""
+    pending: Array
+    """[N] rows whose old logprobs are those of their first pass, which is still to come"""
+    infer: Tensor | None
+    """Logprobs that the sampler reported."""
+    reference: Tensor | None
+    trajectories: Tensor | None
+    """[N] which rows are one sequence, if a row is not"""
+
+
+class Actor:
+    """Trains a policy."""
+
+    def __init__(self, module: nn.Module, config: ActorConfig, seed: int, *, failures: Path | None = None) -> None:
+        self.config = config
+        self._learner = Learner(module, config, seed, failures=failures)
+        self._loss = _policy_loss(config)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._learner.module
+
+    @property
+    def version(self) -> int:
+        """Batches trained on: the version of the weights."""
+        return self._learner.version
+
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """Learn from a batch with the columns `input_ids`, `response_mask` and `advantages` ([N, L] or [N])."""
+        rows = Rows.of(batch)
+        updates = self._learner.updates(batch, rows)
+        columns = self._columns(batch, rows)
+        working = self._working(columns)
+        self._recall(rows, columns, updates[0], working)
+        parts = []
+        for chosen in updates:
+            computed = chosen[working[chosen]]
+            if not len(computed):
+                computed = chosen[:1]  # an update without gradient is still one: the optimizer's momentum goes on
+            tally = Tally()
+            metrics = self._learner.update(batch, self._losses(rows, columns, chosen, computed, tally))
+            metrics |= tally.metrics() | {"skipped_rows": float(len(chosen) - len(computed))}
+            parts.append((metrics, float(rows.counts[chosen].sum())))
+        self._learner.version += 1
+        totals = {"tokens": float(len(rows.trained)), "updates": float(len(updates)), "lr": parts[-1][0]["lr"]}
+        return merge_metrics(parts) | totals
+
+    def logprobs(self, batch: DataProto) -> DataProto:
+        """The batch with the column `old_logprobs`: what the policy says of it now."""
+        rows = Rows.of(batch)
+        return rows.write(batch, "old_logprobs", self._logprobs(rows, rows.active))
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published: all parameters and buffers, or with LoRA the adapter alone. The live tensors, not copies:
+        whoever keeps them beyond the next `train` copies them."""
+        return adapter_weights(self.module) or {name: t.detach() for name, t in self.module.state_dict().items()}
+
+    def state(self) -> TrainingState:
+        """What a checkpoint needs besides the weights."""
+        return self._learner.state()
+
+    def load_state(self, state: TrainingState) -> None:
+        self._learner.load_state(state)
+
+    def _logprobs(self, rows: Rows, chosen: Array) -> Array:
+        return self._learner.forward.logprobs(
+            rows,
+            chosen,
+            budget=self.config.token_budget,
+            packing=self._learner.packing,
+            temperature=self.config.temperature,
+        )
+
+    def _columns(self, batch: DataProto, rows: Rows) -> Columns:
+        config = self.config
+
+        def read(name: str, *, needed: bool) -> Tensor | None:
+            return rows.pad(rows.read(batch, name)) if needed or name in batch.batch else None
+
+        mask = rows.pad(np.ones(len(rows.trained), bool))
+        infer = read("infer_logprobs", needed=config.correction != "off" or config.old_logprobs == "infer")
+        old = infer if config.old_logprobs == "infer" else read("old_logprobs", needed=False)
+        trajectories = batch.batch["traj_id"] if config.sequence == "trajectory" else None
+        return Columns(
+            mask=mask,
+            advantages=cast("Tensor", read("advantages", needed=True)),
+            weights=token_weights(mask, config.aggregation, traj_ids=trajectories),
+            old=torch.zeros(mask.shape) if old is None else old,
+            pending=np.full(len(rows), old is None),
+            infer=infer,
+            reference=read("ref_logprobs", needed=config.kl_coef > 0),
+            trajectories=trajectories,
+        )
+
+    def _working(self, columns: Columns) -> Array:
+        """[N]: the rows that have to be computed."""
+        works = columns.mask if not self.config.skips else columns.mask & (columns.advantages != 0)
+        return works.any(1).numpy()
+
+    def _recall(self, rows: Rows, columns: Columns, first: Array, working: Array) -> None:
+        """Old logprobs for the rows whose first pass comes after the weights have changed."""
+        later = columns.pending & working
+        later[first] = False
+        if later.any():
+            columns.old = rows.pad(self._logprobs(rows, np.flatnonzero(later)))
+            columns.pending[later] = False
+
+    def _losses(
+        self, rows: Rows, columns: Columns, chosen: Array, computed: Array, tally: Tally
+    ) -> Iterator[MicroLoss]:
+        """The loss of each micro-batch of the computed rows, over the count of all the chosen ones."""
+        config = self.config
+        trajectories = None if columns.trajectories is None else columns.trajectories[chosen]
+        count = denominator(
+            columns.mask[chosen],
+            config.aggregation,
+            constant_length=config.constant_length,
+            traj_ids=trajectories,
+        )
+        for packed in self._learner.packed(rows, computed):
+            scores = self._learner.forward.scores(
+                packed, temperature=config.temperature, entropy="gradient" if config.entropy_coef else "value"
+            )
+            logprobs = packed.by_row(scores.logprobs)
+            entropies = packed.by_row(cast("Tensor", scores.entropy))
+            if columns.pending[packed.rows].all():
+                columns.old[packed.rows, : packed.shape[1]] = logprobs.detach().float().cpu()
+                columns.pending[packed.rows] = False
+            part = _select(columns, packed)
+            yield MicroLoss(self._micro_loss(part, logprobs, entropies, count, tally), packed.rows)
+
+    def _micro_loss(self, part: Columns, logprobs: Tensor, entropies: Tensor, count: float, tally: Tally) -> Tensor:
+        """The share of some rows in the loss of the update."""
+        config = self.config
+        mask, old = part.mask, part.old
+        policy = self._loss(logprobs, old, part.advantages, mask)
+        values = policy.values
+        metrics = dict(policy.metrics)
+        trainer = logprobs.detach() if config.old_logprobs == "infer" else old
+        sampler = part.infer if part.infer is not None else old
+        level: Literal["token", "sequence"] = "sequence" if config.correction == "sequence" else "token"
+        correction = truncated_weights(trainer, sampler, mask, level=level, cap=config.correction_cap)
+        metrics |= {name: correction.metrics[name] for name in MISMATCH_METRICS}
+        if config.correction != "off":
+            values = values * correction.weights
+        pg_loss = loss_sum(values, part.weights) / count
+        bonus = entropy_bonus(entropies, mask, coefficient=config.entropy_coef)
+        metrics |= bonus.metrics
+        if config.entropy_coef:
+            values = values + bonus.values
+        if part.reference is not None and config.kl_coef:
+            penalty = kl_loss(logprobs, part.reference, mask, coefficient=config.kl_coef, estimator=config.kl_estimator)
+            metrics |= penalty.metrics
+            values = values + (penalty.values if config.correction == "off" else penalty.values * correction.weights)
+        elif part.reference is not None:
+            metrics |= token_metrics(mask, kl=kl(logprobs.detach(), part.reference, mask, estimator="k3"))
+        # One sample per row where a row has one weight; its first trained token speaks for all.
+        samples = correction.weights[:, 0] if level == "sequence" else correction.weights[mask]
+        tally.add(metrics, policy.tokens, float(pg_loss.detach()), samples)
+        return loss_sum(values, part.weights) / count
+
+
+MISMATCH_METRICS = ("mismatch_kl", "logprob_gap_mean", "logprob_gap_max", "weight_mean", "weight_changed_fraction")
+"""What is told about the distance of trainer and sampler."""
+
+
+class Tally:
+    """The metrics of one update, merged over its micro-batches to what one pass would have given."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[dict[str, float], float]] = []
+        self._samples: list[Tensor] = []
+        self._pg_loss = 0.0
+
+    def add(self, metrics: dict[str, float], tokens: int, pg_loss: float, samples: Tensor) -> None:
+        self._parts.append((metrics, float(tokens)))
+        self._pg_loss += pg_loss
+        self._samples.append(samples)
+
+    def metrics(self) -> dict[str, float]:
+        merged = merge_metrics(self._parts)
+        merged["clip_fraction"] = sum(value for name, value in merged.items() if name.startswith("clip_fraction_"))
+        samples = torch.cat(self._samples)
+        merged["ess"] = effective_sample_size(samples, torch.ones_like(samples, dtype=torch.bool))
+        return merged | {"pg_loss": self._pg_loss}
+
+
+def _select(columns: Columns, packed: Packed) -> Columns:
+    """The rows of a micro-batch, as wide as their longest."""
+    index, width = torch.from_numpy(packed.rows), packed.shape[1]
+
+    def take(values: Tensor) -> Tensor:
+        return values.index_select(0, index)[:, :width].to(packed.tokens.device)
+
+    return Columns(
+        mask=take(columns.mask),
+        advantages=take(columns.advantages),
+        weights=take(columns.weights),
+        old=take(columns.old),
+        pending=columns.pending[packed.rows],
+        infer=None if columns.infer is None else take(columns.infer),
+        reference=None if columns.reference is None else take(columns.reference),
+        trajectories=None,
+    )
+
+
+def _policy_loss(config: ActorConfig) -> PolicyLoss:
+    if config.loss == "ppo_clip":
+
+        def clipped(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> TokenLoss:
+            return ppo_clip(
+                logprobs,
+                old,
+                advantages,
+                mask,
+                clip_low=config.clip_low,
+                clip_high=config.clip_high,
+                dual_clip=config.dual_clip,
+            )
+
+        return clipped
+    if not isinstance(config.loss, str):
+        return config.loss
+    found: Any = LOSSES[config.loss] if config.loss in LOSSES else load(config.loss)
+    return cast("PolicyLoss", found)

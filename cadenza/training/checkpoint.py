@@ -1,0 +1,249 @@
+"""Checkpoints: everything that a run needs to go on, in a directory that appears whole or not at all.
+
+    step-000012/           what `save_pretrained` writes: `from_pretrained` of transformers loads it
+      training/            state.json, tensors.safetensors: optimizer, schedule, random state, the user's values
+      critic/ ...          other parts, each laid out the same way
+    last -> step-000012    best -> step-000008
+
+Invariant: at any instant, also after `kill -9` or on a full disk, every directory called step-N is complete. It is
+written beside its place under another name, flushed, then renamed. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from cadenza.training.learner import TrainingState
+from cadenza.training.models import is_adapted
+
+FORMAT = 1
+_STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
+_UNFINISHED = ".unfinished-"
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written or read."""
+
+
+class Part(Protocol):
+    """What is saved and restored: an actor, a critic."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    def state(self) -> TrainingState: ...
+
+    def load_state(self, state: TrainingState) -> None: ...
+
+
+def save(
+    path: Path,
+    parts: Mapping[str, Part],
+    *,
+    user: Mapping[str, Any] | None = None,
+    extra: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a checkpoint to `path`, which must not exist. The first part is the model at its top.
+
+    `user` is a JSON-like dict that `load` gives back. `extra` writes more files, as those of a tokenizer, into the
+    directory it is called with. One process at a time writes to a directory of checkpoints.
+    """
+    document = json.dumps({"format": FORMAT, "user": dict(user or {})})
+    for killed in path.parent.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(killed, ignore_errors=True)
+    unfinished = path.parent / f"{_UNFINISHED}{path.name}"
+    try:
+        if path.exists():
+            raise FileExistsError(f"{path} exists already")
+        for number, (name, part) in enumerate(parts.items()):
+            _save_part(unfinished if number == 0 else unfinished / name, part)
+        _save_random_state(unfinished / "training")
+        (unfinished / "training" / "user.json").write_text(document, encoding="utf-8")
+        if extra is not None:
+            extra(unfinished)
+        _flush(unfinished)
+        unfinished.rename(path)
+    except (OSError, SafetensorError) as error:
+        kept = latest(path.parent)
+        rest = f"the checkpoint {kept} is intact" if kept else "there is no earlier checkpoint"
+        raise CheckpointError(f"the checkpoint {path} could not be saved: {error}; {rest}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def load(path: Path, parts: Mapping[str, Part], *, random_state: bool = True) -> dict[str, Any]:
+    """Restore the parts, in the order in which they were saved, and the random state; the user's dict."""
+    if not (path / "training" / "user.json").is_file():
+        raise CheckpointError(f"{path} is no checkpoint of cadenza: it has no training/user.json")
+    document = json.loads((path / "training" / "user.json").read_text(encoding="utf-8"))
+    if document["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {document['format']}, this version of cadenza reads {FORMAT}")
+    for number, (name, part) in enumerate(parts.items()):
+        place = path if number == 0 else path / name
+        load_weights(place, part.module)
+        values = json.loads((place / "training" / "state.json").read_text(encoding="utf-8"))
+        part.load_state(TrainingState(load_file(place / "training" / "tensors.safetensors"), values))
+    if random_state:
+        _load_random_state(path / "training")
+    user: dict[str, Any] = document["user"]
+    return user
+
+
+def load_weights(path: Path, module: nn.Module) -> None:
+    """Set the weights of the module, or of its adapter, to those in the directory."""
+    found: Any = module
+    try:
+        if is_adapted(module):
+            import peft
+
+            peft.set_peft_model_state_dict(module, peft.load_peft_weights(str(path), device="cpu"))
+        else:
+            # Through transformers, which knows how names and tied weights of each model are stored.
+            stored = type(found).from_pretrained(path, dtype=found.dtype)
+            module.load_state_dict(stored.state_dict())
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise CheckpointError(f"the weights in {path} cannot be loaded: {error}") from error
+
+
+def latest(directory: Path) -> Path | None:
+    """The complete checkpoint with the highest step."""
+    steps = _steps(directory)
+    return steps[max(steps)] if steps else None
+
+
+class Checkpoints:
+    """The checkpoints of one run: the last ones and the best are kept."""
+
+    def __init__(self, directory: Path, *, keep: int = 1) -> None:
+        """`keep` is how many of the last ones stay."""
+        if keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self.directory = directory
+        self.keep = keep
+
+    def save(
+        self,
+        step: int,
+        parts: Mapping[str, Part],
+        *,
+        score: float | None = None,
+        user: Mapping[str, Any] | None = None,
+        extra: Callable[[Path], None] | None = None,
+    ) -> Path:
+        """Save as `step-N`, link it as `last`, and as `best` if no kept one has a higher score."""
+        path = self._free_name(step)
+        save(path, parts, user={"step": step, "score": score, "user": dict(user or {})}, extra=extra)
+        self._link("last", latest(self.directory))
+        best = self.best
+        self._link("best", best)
+        self._prune(best)
+        return path
+
+    def load(self, path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+        """Restore from one of the checkpoints; the user's dict."""
+        user: dict[str, Any] = load(path, parts)["user"]
+        return user
+
+    @property
+    def latest(self) -> Path | None:
+        return latest(self.directory)
+
+    @property
+    def best(self) -> Path | None:
+        """The one with the highest score; the earliest among equals."""
+        scored = [(score, path) for path in _steps(self.directory).values() if (score := _score(path)) is not None]
+        return max(scored, key=lambda pair: pair[0])[1] if scored else None
+
+    def _free_name(self, step: int) -> Path:
+        """A step that is saved again gets a number: what is there is never replaced, only outlived."""
+        path, number = self.directory / f"step-{step:06d}", 0
+        while path.exists():
+            number += 1
+            path = self.directory / f"step-{step:06d}.{number}"
+        return path
+
+    def _link(self, name: str, path: Path | None) -> None:
+        if path is None:
+            return
+        fresh = self.directory / f".{name}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(path.name)
+        fresh.replace(self.directory / name)
+
+    def _prune(self, best: Path | None) -> None:
+        steps = _steps(self.directory)
+        for step in sorted(steps)[: -self.keep]:
+            if steps[step] != best:
+                shutil.rmtree(steps[step], ignore_errors=True)
+
+
+def _steps(directory: Path) -> dict[tuple[int, int], Path]:
+    """The complete checkpoints, by step and number."""
+    if not directory.is_dir():
+        return {}
+    found = [(_STEP.fullmatch(path.name), path) for path in directory.iterdir()]
+    return dict(sorted(((int(match[1]), int(match[2] or 0)), path) for match, path in found if match))
+
+
+def _score(path: Path) -> float | None:
+    document = json.loads((path / "training" / "user.json").read_text(encoding="utf-8"))
+    score = document["user"].get("score")
+    return None if score is None or math.isnan(score) else float(score)
+
+
+def _save_part(place: Path, part: Part) -> None:
+    (place / "training").mkdir(parents=True, exist_ok=True)
+    module: Any = part.module
+    if is_adapted(part.module):
+        module.save_pretrained(place, save_embedding_layers=False)
+    else:
+        module.save_pretrained(place, max_shard_size="1000GB")
+    state = part.state()
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
+    save_file(tensors, place / "training" / "tensors.safetensors")
+    (place / "training" / "state.json").write_text(json.dumps(state.values), encoding="utf-8")
+
+
+def _save_random_state(place: Path) -> None:
+    numpy_state: Any = np.random.get_state()
+    version, internal, gauss = random.getstate()
+    save_file({"torch": torch.get_rng_state()}, place / "random.safetensors")
+    document = {
+        "python": [version, list(internal), gauss],
+        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+    }
+    (place / "random.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+def _load_random_state(place: Path) -> None:
+    state: Tensor = load_file(place / "random.safetensors")["torch"]
+    torch.set_rng_state(state)
+    document = json.loads((place / "random.json").read_text(encoding="utf-8"))
+    version, internal, gauss = document["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = document["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+
+
+def _flush(directory: Path) -> None:
+    """Bytes and names are on the disk, not only in its cache: a rename must not overtake them."""
+    for path in [*directory.rglob("*"), directory]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,121 @@
+"""What the critic expects of the future at each trained token: a value head on a language model of its own.
+
+The value at a token is the opinion before that token was written, like its logprob. The head begins at zero, so an
+untrained critic expects nothing, and the first advantages are the plain returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from cadenza.algorithms import (
+    Aggregation,
+    denominator,
+    explained_variance,
+    loss_sum,
+    merge_metrics,
+    token_weights,
+    value_clip,
+)
+from cadenza.data import DataProto
+from cadenza.training.forward import evaluating
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
+from cadenza.training.packing import Packed
+from cadenza.training.rows import Array, Rows
+
+
+class CriticConfig(LearnerConfig):
+    """How the critic learns from a batch."""
+
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """How far a value may move from the old one before moving gains nothing; None does not bound it."""
+    aggregation: Aggregation = "token_mean"
+    constant_length: int | None = Field(default=None, gt=0)
+
+
+class Critic:
+    """Trains a value head and the model under it."""
+
+    def __init__(self, module: nn.Module, config: CriticConfig, seed: int, *, failures: Path | None = None) -> None:
+        """`module` is a causal language model; its head is not used."""
+        self.config = config
+        model: Any = module
+        self.head = nn.Linear(model.config.hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self._learner = Learner(module, config, seed, head=self.head, failures=failures)
+        self.head.to(self._learner.forward.device)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._learner.module
+
+    @property
+    def version(self) -> int:
+        """Batches trained on."""
+        return self._learner.version
+
+    @torch.no_grad()
+    def values(self, batch: DataProto) -> DataProto:
+        """The batch with the column `values`."""
+        rows = Rows.of(batch)
+        values = np.zeros(len(rows.trained), np.float32)
+        with evaluating(self.module):
+            for packed in self._learner.packed(rows, rows.active):
+                values[rows.numbers(packed.rows)] = self._values(packed).cpu().numpy()
+        return rows.write(batch, "values", values)
+
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """Learn from a batch with the columns `returns` and `values`, the latter from before it was trained on."""
+        rows = Rows.of(batch)
+        columns = {name: rows.pad(rows.read(batch, name)) for name in ("returns", "values")}
+        columns["mask"] = mask = rows.pad(np.ones(len(rows.trained), bool))
+        columns["weights"] = token_weights(mask, self.config.aggregation)
+        parts = []
+        for chosen in self._learner.updates(batch, rows):
+            told: list[tuple[dict[str, float], float]] = []
+            metrics = self._learner.update(batch, self._losses(rows, columns, chosen, told))
+            metrics["value_loss"] = metrics.pop("loss")
+            parts.append((metrics | merge_metrics(told), float(rows.counts[chosen].sum())))
+        self._learner.version += 1
+        foreseen = explained_variance(columns["values"], columns["returns"], mask)
+        return merge_metrics(parts) | {"explained_variance": foreseen, "lr": parts[-1][0]["lr"]}
+
+    def state(self) -> TrainingState:
+        """What a checkpoint needs besides the weights of the module: the value head is part of it."""
+        state = self._learner.state()
+        heads = {f"head/{name}": tensor.detach() for name, tensor in self.head.state_dict().items()}
+        return replace(state, tensors={**state.tensors, **heads})
+
+    def load_state(self, state: TrainingState) -> None:
+        self._learner.load_state(state)
+        prefix = "head/"
+        heads = {k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}
+        self.head.load_state_dict(heads)
+
+    def _losses(
+        self, rows: Rows, columns: Mapping[str, Tensor], chosen: Array, told: list[tuple[dict[str, float], float]]
+    ) -> Iterator[MicroLoss]:
+        count = denominator(
+            columns["mask"][chosen], self.config.aggregation, constant_length=self.config.constant_length
+        )
+        for packed in self._learner.packed(rows, chosen):
+            values = packed.by_row(self._values(packed))
+            index = torch.from_numpy(packed.rows)
+            part = {name: t[index, : packed.shape[1]].to(values.device) for name, t in columns.items()}
+            loss = value_clip(values, part["values"], part["returns"], part["mask"], clip=self.config.value_clip)
+            told.append((loss.metrics, float(loss.tokens)))
+            yield MicroLoss(loss_sum(loss.values, part["weights"]) / count, packed.rows)
+
+    def _values(self, packed: Packed) -> Tensor:
+        """[K]"""
+        values: Tensor = self.head(self._learner.forward.hidden(packed).to(self.head.weight.dtype))
+        return values[:, 0]

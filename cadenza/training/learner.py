@@ -1,0 +1,177 @@
+"""One module that learns: its forward pass, its optimizer, and the way from micro-batch losses to an update.
+
+Invariant: an update happens whole or not at all. Losses of micro-batches are added up as gradients; when one of them or
+the gradient is not finite, or anything raises on the way, the gradients are dropped and the weights stay as they were
+before that update. The batch at fault is saved for whoever wants to look at it.
+```
+rows --mini_batches--> rows of one update --packed--> micro-batch --loss--> backward ...--> clip, step
+```
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+from torch import Tensor, nn
+
+from cadenza.data import DataProto
+from cadenza.training.batching import micro_batches, mini_batches
+from cadenza.training.forward import Forward, Precision
+from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
+from cadenza.training.packing import Packed, Packing, pack
+from cadenza.training.rows import Array, Rows
+
+
+class LearnerConfig(OptimConfig):
+    """How a batch becomes updates."""
+
+    epochs: int = Field(default=1, gt=0)
+    """Times that a batch is gone through."""
+    mini_batches: int = Field(default=1, gt=0)
+    """Updates per epoch, each on its share of the trajectories; their order is shuffled anew every epoch."""
+    token_budget: int = Field(default=4096, gt=0)
+    """Tokens computed at once. It bounds memory and changes no result."""
+    packing: Packing | Literal["auto"] = "auto"
+    """How rows share a pass (packing.py); 'auto' takes the fastest that the model can do."""
+    precision: Precision = "fp32"
+
+
+class NonFiniteLoss(ArithmeticError):
+    """A loss or a gradient is NaN or infinite."""
+
+    def __init__(self, what: str, step: int, rows: tuple[int, ...], saved: str) -> None:
+        super().__init__(what, step, rows, saved)
+        self.what = what
+        self.step = step
+        """Updates done before the one that failed."""
+        self.rows = rows
+        """The rows of the batch that were computed when it happened; all of them for a gradient."""
+        self.saved = saved
+        """Where the batch is, or why it could not be saved."""
+
+    def __str__(self) -> str:
+        some = ", ".join(map(str, self.rows[:8])) + (" ..." if len(self.rows) > 8 else "")
+        return f"{self.what} at update {self.step}, rows {some}; the weights were not changed; {self.saved}"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What a learner needs besides its weights to go on after a restart."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    """JSON-like"""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroLoss:
+    """The loss of one micro-batch: its share of the update's loss, with the global denominator."""
+
+    loss: Tensor
+    rows: Array
+
+
+class Learner:
+    """A module with its optimizer."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: LearnerConfig,
+        seed: int,
+        *,
+        head: nn.Module | None = None,
+        failures: Path | None = None,
+    ) -> None:
+        """`head` is trained besides the module. `failures` is the directory for batches with a loss that is not
+        finite."""
+        self.module = module
+        self.config = config
+        self.seed = seed
+        self.forward = Forward(module, precision=config.precision)
+        self.packing = self.forward.resolve(config.packing)
+        self.version = 0
+        """Batches trained on."""
+        self._failures = failures
+        heads = [] if head is None else list(head.named_parameters(prefix="head"))
+        self.optimizer = Optimizer([*module.named_parameters(), *heads], config)
+
+    def updates(self, batch: DataProto, rows: Rows) -> list[Array]:
+        """The rows of each update, for all epochs. The same for the same seed and version."""
+        active = rows.active
+        if not len(active):
+            raise ValueError(f"the batch of {len(rows)} rows has no trained token: is response_mask empty?")
+        if self.config.mini_batches == 1:
+            return [active] * self.config.epochs
+        trajectories = batch.batch.numpy("traj_id") if "traj_id" in batch.batch else np.arange(len(rows))
+        parts: list[Array] = []
+        for epoch in range(self.config.epochs):
+            rng = np.random.default_rng((self.seed, self.version, epoch))
+            parts += [active[part] for part in mini_batches(trajectories[active], self.config.mini_batches, rng)]
+        return parts
+
+    def packed(self, rows: Rows, chosen: Array) -> Iterator[Packed]:
+        """The chosen rows as micro-batches."""
+        for part in micro_batches(rows, chosen, self.config.token_budget, self.packing):
+            yield pack(rows, part, self.packing)
+
+    def update(self, batch: DataProto, losses: Iterable[MicroLoss]) -> dict[str, float]:
+        """One update from the losses, each made and taken apart before the next."""
+        if not self.module.training:
+            self.module.train()
+        total = 0.0
+        seen: list[Array] = []
+        try:
+            for part in losses:
+                seen.append(part.rows)
+                value = float(part.loss.detach())
+                if not math.isfinite(value):
+                    raise self._failure(f"the loss is {value}", batch, part.rows)
+                part.loss.backward()  # type: ignore[no-untyped-call]
+                total += value
+            update = self.optimizer.apply()
+        except NonFiniteGradient as error:
+            raise self._failure(str(error), batch, np.concatenate(seen)) from None
+        finally:
+            self.optimizer.clear()
+        return {"loss": total, "grad_norm": update.grad_norm, "lr": update.lr}
+
+    def state(self) -> TrainingState:
+        return TrainingState(
+            {f"optimizer/{name}": tensor for name, tensor in self.optimizer.tensors().items()},
+            {"version": self.version, "updates": self.optimizer.step},
+        )
+
+    def load_state(self, state: TrainingState) -> None:
+        prefix = "optimizer/"
+        tensors = {k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}
+        self.optimizer.load(tensors, state.values["updates"])
+        self.version = state.values["version"]
+
+    def _failure(self, what: str, batch: DataProto, rows: Array) -> NonFiniteLoss:
+        step = self.optimizer.step
+        return NonFiniteLoss(what, step, tuple(sorted(rows.tolist())), _save(batch, self._failures, step))
+
+
+def _save(batch: DataProto, directory: Path | None, step: int) -> str:
+    """Where the batch went. Saving must not hide the error that it is about."""
+    if directory is None:
+        return "the batch was not saved: no directory was given for it"
+    number = 0
+    while (place := directory / f"update-{step}-{number}").exists():
+        number += 1
+    try:
+        try:
+            batch.to_disk(place)
+        except TypeError:
+            # Object columns and meta_info may hold what JSON cannot; the numbers are what matters.
+            batch.select(non_tensor_batch_keys=(), meta_info_keys=()).to_disk(place)
+    except OSError as error:
+        return f"the batch could not be saved to {place}: {error}"
+    return f"the batch is in {place}"

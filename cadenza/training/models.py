@@ -1,0 +1,140 @@
+"""A causal language model to train: a tiny one built here, or any checkpoint that transformers can load.
+
+The same config and seed give the same weights, and making them leaves the global random state as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from cadenza.config import Config
+
+
+class LoraConfig(Config):
+    """Train low-rank additions to some matrices, and leave the model itself as it is."""
+
+    r: int = Field(default=16, gt=0)
+    """Rank of the additions."""
+    alpha: float = Field(default=32.0, gt=0)
+    """They are scaled by alpha / r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the matrices, as `q_proj`; or all but the head."""
+
+
+class ModelConfig(Config):
+    """Which model, in what form."""
+
+    path: str | None = None
+    """A directory written by `save_pretrained`, or a name on the hub. None builds a tiny policy of the size below."""
+    layers: int = Field(default=4, gt=0)
+    hidden: int = Field(default=64, gt=0)
+    heads: int = Field(default=4, gt=0)
+    intermediate: int | None = Field(default=None, gt=0)
+    """Width of the MLP; None is four times `hidden`."""
+    max_positions: int = Field(default=4096, gt=0)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the parameters. For bfloat16 products on float32 parameters see `precision` of the actor."""
+    lora: LoraConfig | None = None
+    gradient_checkpointing: bool = False
+    """Compute the layers again in the backward pass instead of keeping their states."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> ModelConfig:
+        if self.path is None and self.lora is not None:
+            raise ValueError("lora needs a path: an adapter to a model that is not stored could not be loaded again")
+        if self.path is None and (self.hidden % self.heads or self.hidden // self.heads % 2):
+            raise ValueError(f"hidden must be heads times an even number, got {self.hidden} for {self.heads} heads")
+        return self
+
+
+class ModelNotFound(FileNotFoundError):
+    """The configured model cannot be loaded."""
+
+
+def load_model(config: ModelConfig, vocab_size: int, seed: int, *, eos_token_id: int | None = None) -> nn.Module:
+    """The model, ready to train. Its vocabulary has `vocab_size` tokens, or at least so many if it is loaded."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = _tiny(config, vocab_size, eos_token_id) if config.path is None else _pretrained(config)
+        if model.config.vocab_size < vocab_size:
+            raise ValueError(
+                f"the model {config.path} knows {model.config.vocab_size} tokens, the tokenizer {vocab_size}: "
+                "take the tokenizer that belongs to the model"
+            )
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if config.lora is not None:
+            model = _with_adapter(model, config.lora)
+    trained: nn.Module = model.train()
+    return trained
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it is a model with a LoRA adapter."""
+    return hasattr(module, "peft_config")
+
+
+def adapter_weights(module: nn.Module) -> dict[str, Tensor] | None:
+    """The parameters of the adapter under peft's names; None without one."""
+    if not is_adapted(module):
+        return None
+    import peft
+
+    weights = peft.get_peft_model_state_dict(module)
+    return {name: tensor.detach() for name, tensor in weights.items()}
+
+
+def _tiny(config: ModelConfig, vocab_size: int, eos_token_id: int | None) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden,
+        intermediate_size=config.intermediate or 4 * config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.heads,
+        max_position_embeddings=config.max_positions,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=None,
+        dtype=config.dtype,
+    )
+    model: Any = LlamaForCausalLM(settings)  # type: ignore[no-untyped-call]
+    return model.to(getattr(torch, config.dtype))
+
+
+def _pretrained(config: ModelConfig) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    path = str(config.path)
+    way_out = "give a directory written by save_pretrained, or no path for a tiny policy built here"
+    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith(".")
+    if not Path(path).is_dir() and not is_hub_name:
+        raise ModelNotFound(f"model.path {path} does not exist: {way_out}")
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"model.path {path} cannot be loaded: {way_out}. transformers says: {error}") from error
+
+
+def _with_adapter(model: Any, config: LoraConfig) -> Any:
+    import peft
+
+    targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
+    adapter = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]
+        lora_dropout=config.dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    return peft.get_peft_model(model, adapter)

@@ -1,0 +1,94 @@
+"""Learning to say what was said: token cross-entropy on (prompt, response) pairs, with the actor's machinery.
+
+For warm starts (the format of an answer, or demonstrations) before reinforcement learning, and for SFT. Prompt tokens
+do not train. The optimizer is its own, so what it remembers does not leak into the actor that goes on with the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+from torch import nn
+
+from cadenza.algorithms import Aggregation, denominator, loss_sum, merge_metrics, token_weights
+from cadenza.data import DataProto, Ragged
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
+from cadenza.training.rows import Array, Rows
+
+Pair = tuple[npt.ArrayLike, npt.ArrayLike]
+"""Prompt tokens and response tokens."""
+
+
+class SupervisedConfig(LearnerConfig):
+    """How to learn from examples."""
+
+    batch_size: int = Field(default=64, gt=0)
+    """Examples per update in `fit`."""
+    aggregation: Aggregation = "token_mean"
+    constant_length: int | None = Field(default=None, gt=0)
+
+
+class Supervised:
+    """Trains a language model on examples."""
+
+    def __init__(self, module: nn.Module, config: SupervisedConfig, seed: int, *, failures: Path | None = None) -> None:
+        self.config = config
+        self.seed = seed
+        self._learner = Learner(module, config, seed, failures=failures)
+
+    @property
+    def module(self) -> nn.Module:
+        return self._learner.module
+
+    @property
+    def version(self) -> int:
+        """Batches trained on."""
+        return self._learner.version
+
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """Learn from a batch with the columns `input_ids` and `response_mask`."""
+        rows = Rows.of(batch)
+        parts = []
+        for chosen in self._learner.updates(batch, rows):
+            metrics = self._learner.update(batch, self._losses(rows, chosen))
+            parts.append((metrics, float(rows.counts[chosen].sum())))
+        self._learner.version += 1
+        return merge_metrics(parts) | {"tokens": float(len(rows.trained)), "lr": parts[-1][0]["lr"]}
+
+    def fit(self, pairs: Sequence[Pair], *, passes: int = 1) -> Iterator[dict[str, float]]:
+        """Go through the pairs in batches, shuffled anew for every pass; the metrics of each batch."""
+        for turn in range(passes):
+            order = np.random.default_rng((self.seed, turn)).permutation(len(pairs))
+            for start in range(0, len(order), self.config.batch_size):
+                chosen = order[start : start + self.config.batch_size]
+                yield self.train(examples([pairs[i] for i in chosen]))
+
+    def state(self) -> TrainingState:
+        return self._learner.state()
+
+    def load_state(self, state: TrainingState) -> None:
+        self._learner.load_state(state)
+
+    def _losses(self, rows: Rows, chosen: Array) -> Iterator[MicroLoss]:
+        by = self.config.aggregation
+        mask = rows.pad(np.ones(len(rows.trained), bool))
+        weights = token_weights(mask, by)
+        count = denominator(mask[chosen], by, constant_length=self.config.constant_length)
+        for packed in self._learner.packed(rows, chosen):
+            logprobs = packed.by_row(self._learner.forward.scores(packed).logprobs)
+            weight = weights[packed.rows, : packed.shape[1]].to(logprobs.device)
+            yield MicroLoss(loss_sum(-logprobs, weight) / count, packed.rows)
+
+
+def examples(pairs: Sequence[Pair]) -> DataProto:
+    """A batch of (prompt, response) pairs."""
+    ids, masks = [], []
+    for prompt, response in pairs:
+        first, second = np.asarray(prompt, np.int32), np.asarray(response, np.int32)
+        ids.append(np.concatenate((first, second)))
+        masks.append(np.repeat((False, True), (len(first), len(second))))
+    return DataProto({"input_ids": Ragged.from_rows(ids), "response_mask": Ragged.from_rows(masks)})
