@@ -70,6 +70,8 @@ def as_async(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
         except StopIteration as error:  # a future cannot carry it
             raise RuntimeError("StopIteration raised") from error
 
+    call.__wrapped__ = function  # type: ignore[attr-defined]  # a virtual loop asks what it costs
+
     def off_loop(*args: Any) -> Awaitable[Any]:
         return asyncio.get_running_loop().run_in_executor(THREADS, call, *args)
 

@@ -208,9 +208,7 @@ class PackedDecoder:
 
     # What both have in common.
 
-    def _project(
-        self, x: Tensor, layer: _Layer, factors: Tensor, cache: tuple[Tensor, Tensor], places: Tensor
-    ) -> Tensor:
+    def _project(self, x: Tensor, layer: _Layer, factors: Tensor, cache: Tensor, places: Tensor) -> Tensor:
         """Queries, key and value of every token and kv head, [n * heads, G + 2, D]; key and value go to the cache."""
         group, dim = self._group, self._dim
         packed = F.linear(self._normed(x), layer.qkv, layer.qkv_bias).view(-1, group + 2, dim)
@@ -222,9 +220,7 @@ class PackedDecoder:
             packed.view(torch.complex64).mul_(factors)
         else:
             packed = packed.float().view(torch.complex64).mul_(factors).view(torch.float32).to(packed.dtype)
-        keys, values = cache
-        keys.index_copy_(0, places, packed.select(1, group))
-        values.index_copy_(0, places, packed.select(1, group + 1))
+        cache.index_copy_(1, places, packed.narrow(1, group, 2).transpose(0, 1))
         return packed
 
     def _rest(self, x: Tensor, attended: Tensor, layer: _Layer) -> Tensor:
@@ -499,7 +495,7 @@ class _RowsCache:
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         for new, flat in zip((key_states, value_states), self.rows.flat[layer_idx], strict=True):
-            flat.index_copy_(0, self.places, new.transpose(1, 2).reshape(-1, new.shape[-1]))
+            flat[:, : new.shape[-1]].index_copy_(0, self.places, new.transpose(1, 2).flatten(0, 2))
         keys = self.rows.keys[layer_idx, :, :, : self.width]
         values = self.rows.values[layer_idx, :, :, : self.width]
         if isinstance(self.which, slice):

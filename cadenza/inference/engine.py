@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +36,8 @@ from torch import Tensor, nn
 
 from cadenza.inference.decoder import Decoder, Segment
 from cadenza.inference.kv_cache import Context, Index, KVRows, Panel, Shelf, joined, shared
-from cadenza.inference.replica import Finish, Generation, Request, Span, Tokens
-from cadenza.inference.sampling import GOLDEN, MASK64, Law, counters, draw, law_of, uniforms
+from cadenza.inference.replica import Finish, Generation, Request, Sampling, Span, Tokens
+from cadenza.inference.sampling import GOLDEN, MASK64, Law, draw, law_of, stream, uniforms
 
 UNIT = 8
 """Rows whose lengths are kept close together, when that is worth it."""
@@ -54,8 +55,8 @@ class Sequence:
     """A request in the engine."""
 
     __slots__ = (
-        "arrival", "computed", "context", "finish", "length", "logprobs", "marked", "request", "row", "spans", "stops",
-        "target", "tokens",
+        "arrival", "computed", "context", "counter", "finish", "last", "length", "logprobs", "marked", "request", "row",
+        "spans", "stops", "target", "tokens",
     )  # fmt: skip
 
     def __init__(self, request: Request, stops: frozenset[int], target: int, arrival: int) -> None:
@@ -70,6 +71,10 @@ class Sequence:
         self.logprobs: list[float] = []
         self.length = len(self.context)
         """Tokens that are known, those of the context included."""
+        self.last = int(self.context[-1])
+        """The last of them, input of the next step."""
+        self.counter = stream(request.seed, request.offset)
+        """Where it stands in its stream of random numbers."""
         self.computed = 0
         """Positions of the row that hold the keys and values of this sequence."""
         self.row = -1
@@ -80,10 +85,6 @@ class Sequence:
 
     def known(self) -> Tokens:
         return np.concatenate((self.context, np.array(self.tokens, np.int32))) if self.tokens else self.context
-
-    def last(self) -> int:
-        """The input of its next step."""
-        return self.tokens[-1] if self.tokens else int(self.context[-1])
 
     def mark(self, version: int) -> None:
         """All tokens that have no version yet were written by this one."""
@@ -140,6 +141,7 @@ class Engine:
         """The seated by group."""
         self._rows = KVRows(decoder.shape)
         self._shelf = Shelf()
+        self._laws: dict[Sampling, Law] = {}
         self._plan: _Plan | None = None
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -197,10 +199,11 @@ class Engine:
             for sequence, source, length in work.known:
                 self._copy(sequence, source, length)
             self._fill(work.pieces)
-            for sequence, mate, length in work.follow:
-                self._copy(sequence, mate, length)
+            for (_, length), (mate, *members) in work.follow.items():
+                self._rows.spread(mate.row, [sequence.row for sequence in members], length)
             budget -= sum(count for _, _, count in work.pieces)
         if self._plan is None:
+            self._arrange()
             self._plan = self._planned()
         return bool(self._plan.ready)
 
@@ -235,7 +238,7 @@ class Engine:
         plan.book()
         done = []
         for sequence in plan.ready:
-            if sequence.tokens[-1] in sequence.stops:
+            if sequence.last in sequence.stops:
                 done.append((sequence, Finish.STOP))
             elif len(sequence.tokens) == sequence.target:
                 done.append((sequence, Finish.LENGTH))
@@ -291,7 +294,7 @@ class Engine:
             self._sit_down(sequence, length)
             work.moved[sequence.request.id] = sequence
             if isinstance(source, Sequence) and source.request.id in work.moved:
-                work.follow.append((sequence, source, length))
+                work.follow.setdefault((source.request.id, length), [source]).append(sequence)
             else:
                 if source is not None:
                     work.known.append((sequence, source, length))
@@ -355,8 +358,8 @@ class Engine:
         row, computed = sequence.row, sequence.computed
         self._stand_up(sequence)
         if computed and self.kv + len(self.seated) + computed <= self.kv_tokens:
-            keys, values = self._rows.save(row, computed)
-            self._shelf.put(request.session, Context(sequence.known()[:computed], keys, values, request.group))
+            context = Context(sequence.known()[:computed], self._rows.save(row, computed), request.group)
+            self._shelf.put(request.session, context)
             self._shelf.shrink(self.kv_tokens - self.kv - len(self.seated))
 
     def _forget(self) -> None:
@@ -380,14 +383,11 @@ class Engine:
         panels reward it, the long ones come first, each in the right unit of rows."""
         self._reserve()
         ready = [sequence for id, sequence in self.seated.items() if id not in self._filling]
-        ready.sort(key=lambda sequence: sequence.row)
+        ready.sort(key=_row)
         unit = max(len(ready), 1)
-        if len(ready) > UNIT:
-            lengths = [sequence.length for sequence in ready]
-            spared = self._cells(lengths) - self._cells(sorted(lengths, reverse=True))
-            if spared * self.decoder.shape.heads * self.decoder.shape.key_dim >= SPLIT:
-                ready.sort(key=lambda sequence: -sequence.length)
-                unit = UNIT
+        if self._worth_sorting([sequence.length for sequence in ready]):
+            ready.sort(key=lambda sequence: -sequence.length)
+            unit = UNIT
         moves: list[tuple[Sequence, int]] = []
         for first in range(0, len(ready), unit):
             moves += _moves(ready[first : first + unit], first)
@@ -422,7 +422,7 @@ class Engine:
         if isinstance(source, Sequence):
             self._rows.copy(source.row, sequence.row, length)
         else:
-            self._rows.restore(sequence.row, source.keys, source.values, length)
+            self._rows.restore(sequence.row, source.saved, length)
 
     def _fill(self, pieces: list[tuple[Sequence, int, int]]) -> None:
         if pieces:
@@ -434,28 +434,33 @@ class Engine:
 
     def _planned(self) -> _Plan:
         ready = [sequence for id, sequence in self.seated.items() if id not in self._filling]
-        ready.sort(key=lambda sequence: sequence.row)
+        ready.sort(key=_row)
         device = self.decoder.shape.device
         positions: Index = np.array([sequence.computed for sequence in ready], np.int64)
         self._rows.show(positions)
         panels, panel_steps = self._panels([sequence.length for sequence in ready])
-        requests = [sequence.request for sequence in ready]
-        written = [len(sequence.tokens) for sequence in ready]
         return _Plan(
             ready=ready,
-            ids=torch.tensor([sequence.last() for sequence in ready], device=device),
+            ids=torch.from_numpy(np.array([sequence.last for sequence in ready], np.int64)).to(device),
             positions=torch.from_numpy(positions).to(device),
             places=self._rows.places(np.arange(len(ready)), positions),
             panels=panels,
             panel_steps=panel_steps,
-            law=law_of([request.sampling for request in requests], self.decoder.vocab, device),
-            counters=counters(
-                [request.seed for request in requests],
-                [request.offset + count for request, count in zip(requests, written, strict=True)],
-            ),
+            law=self._law(ready),
+            counters=np.array([sequence.counter for sequence in ready], np.uint64)[:, None],
             stops=frozenset().union(*{sequence.stops for sequence in ready}),
-            steps_left=min((s.target - count for s, count in zip(ready, written, strict=True)), default=0),
+            steps_left=min([sequence.target - len(sequence.tokens) for sequence in ready], default=0),
         )
+
+    def _law(self, ready: list[Sequence]) -> Law:
+        """How these are drawn. Usually they are all drawn alike, and the law is known."""
+        samplings = [sequence.request.sampling for sequence in ready]
+        if len({id(sampling) for sampling in samplings}) != 1:
+            return law_of(samplings, self.decoder.vocab, self.decoder.shape.device)
+        law = self._laws.get(samplings[0])
+        if law is None:
+            law = self._laws[samplings[0]] = law_of(samplings[:1], self.decoder.vocab, self.decoder.shape.device)
+        return law
 
     def _end_plan(self) -> None:
         """Somebody comes or goes, or the weights change."""
@@ -487,9 +492,16 @@ class Engine:
             panels.append(Panel(first, last, width))
         return panels, steps
 
-    def _cells(self, lengths: list[int]) -> int:
-        """Positions that the panels of rows of these lengths cover."""
-        return sum((panel.last - panel.first) * panel.width for panel in self._panels(lengths)[0])
+    def _worth_sorting(self, lengths: list[int]) -> bool:
+        """Whether the panels of rows of these lengths would cover clearly less if the long ones came first."""
+        least = SPLIT // (self.decoder.shape.heads * self.decoder.shape.key_dim)
+        if len(lengths) <= UNIT or len(lengths) * (max(lengths) - min(lengths)) < least:
+            return False
+        now, then = (
+            sum((panel.last - panel.first) * panel.width for panel in self._panels(order)[0])
+            for order in (lengths, sorted(lengths, reverse=True))
+        )
+        return now - then >= least
 
 
 @dataclass(slots=True)
@@ -502,8 +514,9 @@ class _Work:
     """Whose beginning is copied before the filling, from where, and how much."""
     pieces: list[tuple[Sequence, int, int]] = field(default_factory=list)
     """What is filled: sequence, start, count."""
-    follow: list[tuple[Sequence, Sequence, int]] = field(default_factory=list)
-    """Whose beginning is copied after the filling, for it is filled in this round."""
+    follow: dict[tuple[int, int], list[Sequence]] = field(default_factory=dict)
+    """Whose beginning is copied after the filling, for it is filled in this round: by the member that has it and the
+    length of it, this member and those that follow it."""
 
     def fill(self, sequence: Sequence, budget: int) -> int:
         """Compute the rest of a prompt, as far as the budget goes; what that costs."""
@@ -558,10 +571,15 @@ class _Plan:
             for sequence, tokens, logprobs in columns:
                 sequence.tokens.extend(tokens)
                 sequence.logprobs.extend(logprobs)
+                sequence.last = tokens[-1]
                 sequence.length += steps
                 sequence.computed += steps
+                sequence.counter = (sequence.counter + steps * GOLDEN) & MASK64
             self.tokens.clear()
             self.logprobs.clear()
+
+
+_row = attrgetter("row")
 
 
 def _wide(length: int) -> int:

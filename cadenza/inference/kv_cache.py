@@ -76,14 +76,12 @@ class KVRows:
         """Make room for `rows` rows of `width` positions; True when the tensors are new ones."""
         if rows + 1 <= self.rows and width <= self.width:
             return False
-        keys, values, old_rows, old_width = self.keys, self.values, self.rows, self.width
+        old, old_rows, old_width = self._store, self.rows, self.width
         self._allocate(
             old_rows if rows + 1 <= old_rows else max(2 * old_rows, rows + 1, _LEAST_ROWS + 1),
             old_width if width <= old_width else max(2 * old_width, width, _LEAST_WIDTH),
         )
-        if old_rows and old_width:
-            self.keys[:, :old_rows, :, :old_width] = keys
-            self.values[:, :old_rows, :, :old_width] = values
+        self._store[:, :, :old_rows, :, :old_width] = old
         return True
 
     def places(self, rows: Index, positions: Index) -> Tensor:
@@ -108,36 +106,44 @@ class KVRows:
 
     def show(self, lengths: Index) -> None:
         """Let row r of the mask see its first `lengths[r]` positions."""
-        seen = torch.from_numpy(lengths).to(self.shape.device)[:, None, None] > self._positions
-        mask = self.mask.view(self.rows, self.shape.heads, self.width)[: len(lengths)]
-        mask.copy_(torch.where(seen, 0.0, -torch.inf).expand_as(mask))
+        ends = torch.from_numpy(np.repeat(lengths, self.shape.heads)).to(self.shape.device)
+        self.mask[: len(ends), 0].zero_().masked_fill_(self._positions >= ends[:, None], -torch.inf)
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of one row to another."""
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        self._store[:, :, target, :, :length] = self._store[:, :, source, :, :length]
 
-    def save(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+    def spread(self, source: int, targets: list[int], length: int) -> None:
+        """The first `length` positions of one row to many others."""
+        if len(targets) == 1:
+            self.copy(source, targets[0], length)
+            return
+        first = self._store[:, :, source : source + 1, :, :length]
+        if targets[-1] - targets[0] == len(targets) - 1 and targets == sorted(targets):
+            self._store[:, :, targets[0] : targets[-1] + 1, :, :length] = first
+        else:
+            self._store[:, :, targets, :, :length] = first
+
+    def save(self, row: int, length: int) -> Tensor:
         """A copy of the first `length` positions."""
-        return self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone()
+        return self._store[:, :, row, :, :length].clone()
 
-    def restore(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
+    def restore(self, row: int, saved: Tensor, length: int) -> None:
         """The first `length` positions of a saved context into a row."""
-        self.keys[:, row, :, :length] = keys[:, :, :length]
-        self.values[:, row, :, :length] = values[:, :, :length]
+        self._store[:, :, row, :, :length] = saved[:, :, :, :length]
 
     def _allocate(self, rows: int, width: int) -> None:
         shape = self.shape
-        size = (shape.layers, rows, shape.heads, width)
-        self.keys = torch.zeros(*size, shape.key_dim, dtype=shape.dtype, device=shape.device)
-        self.values = torch.zeros(*size, shape.value_dim, dtype=shape.dtype, device=shape.device)
+        dim = max(shape.key_dim, shape.value_dim)
+        size = (2, shape.layers, rows, shape.heads, width, dim)
+        self._store = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        self.keys = self._store[0, ..., : shape.key_dim]
+        """[layer, row, head, position, dim]"""
+        self.values = self._store[1, ..., : shape.value_dim]
+        self.flat = [self._store[:, layer].view(2, -1, dim) for layer in range(shape.layers)] if rows else []
+        """By layer, keys and values as [2, row * head * position, dim]: what `places` counts."""
         self.mask = torch.zeros(rows * shape.heads, 1, width, dtype=shape.dtype, device=shape.device)
         """What is added to the scores of each row and head: 0 where it may look, else minus infinity."""
-        self.flat = [
-            (keys.view(-1, shape.key_dim), values.view(-1, shape.value_dim))
-            for keys, values in zip(self.keys, self.values, strict=True)
-        ]
-        """By layer, keys and values as [row * head * position, dim]: what `places` counts."""
         self._panels: dict[Panel, PanelView] = {}
         self._positions = torch.arange(width, device=shape.device)
         self.rows, self.width = rows, width
@@ -149,9 +155,8 @@ class Context:
 
     tokens: Tokens
     """[T] what they were computed from."""
-    keys: Tensor
-    """[layer, head, T, dim]"""
-    values: Tensor
+    saved: Tensor
+    """[2, layer, head, T, dim]"""
     group: int
 
 
@@ -200,7 +205,7 @@ class Shelf:
     def check(self) -> None:
         """Assert what must hold between two calls."""
         assert self.tokens == sum(len(context.tokens) for context in self._contexts.values())
-        assert all(context.keys.shape[2] == len(context.tokens) for context in self._contexts.values())
+        assert all(context.saved.shape[3] == len(context.tokens) for context in self._contexts.values())
         assert all(self._contexts[session].group == group for group, session in self._groups.items())
 
 

@@ -28,39 +28,28 @@ _NUCLEUS = 256
 """Candidates looked at for top-p before the whole vocabulary is sorted."""
 
 
-def refusal(sampling: Sampling) -> str | None:
-    """Why tokens cannot be drawn like this, if so."""
-    if not sampling.temperature >= 0:
-        return f"temperature must be >= 0, got {sampling.temperature}"
-    if not 0 < sampling.top_p <= 1:
-        return f"top_p must be above 0 and at most 1, got {sampling.top_p}"
-    if sampling.top_k < 0:
-        return f"top_k must be >= 0, got {sampling.top_k}"
-    return None
+def stream(seed: int, position: int) -> int:
+    """Where the random number of a position stands; that of the next position is `GOLDEN` further.
 
-
-def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: every bit of the input moves every bit of the output."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def counters(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.uint64]:
-    """[n, 1] where each row stands in its stream of random numbers; the next position is `GOLDEN` further.
-
-    Seeds are mixed first: those of the turns of one trajectory lie a multiple of `GOLDEN` apart, and their streams
-    would be the same one, shifted.
+    The seed is mixed first: the seeds of the turns of one trajectory lie a multiple of `GOLDEN` apart, and their
+    streams would be the same one, shifted.
     """
-    streams = mixed(np.array([seed & MASK64 for seed in seeds], np.uint64))
-    return (streams + np.array(positions, np.uint64) * np.uint64(GOLDEN))[:, None]
+    start = seed & MASK64
+    start = (start ^ (start >> 30)) * 0xBF58476D1CE4E5B9 & MASK64
+    start = (start ^ (start >> 27)) * 0x94D049BB133111EB & MASK64
+    return ((start ^ (start >> 31)) + position * GOLDEN) & MASK64
 
 
 def uniforms(counters: NDArray[np.uint64], steps: int) -> NDArray[np.float32]:
-    """[steps, n, 1] for the next positions of each row, in [0, 1 - 2^-23]: a float32 multiplied by one of them becomes
-    smaller, also after rounding."""
-    ahead = np.arange(steps, dtype=np.uint64) * np.uint64(GOLDEN)
-    return (mixed(counters + ahead[:, None, None]) >> np.uint64(41)).astype(np.float32) * np.float32(2.0**-23)
+    """[steps, n, 1] for the next positions of rows that stand at these places [n, 1] of their streams: splitmix64.
+
+    They are in [0, 1 - 2^-23]: a float32 multiplied by one of them becomes smaller, also after rounding.
+    """
+    bits = counters + (np.arange(steps, dtype=np.uint64) * np.uint64(GOLDEN))[:, None, None]
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    numbers: NDArray[np.float32] = ((bits ^ (bits >> np.uint64(31))) >> np.uint64(41)).astype(np.float32)
+    return numbers * np.float32(2.0**-23)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,9 @@ from cadenza.inference.replica import (
     ReplicaLost,
     ReplicaStats,
     Request,
+    RequestRefused,
     StaleEpoch,
 )
-from cadenza.inference.sampling import refusal
 
 T = TypeVar("T")
 _FOREVER = 1 << 62
@@ -111,6 +111,7 @@ class TorchReplica:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._flight: dict[int, _Flight] = {}
         self._calls: set[asyncio.Future[Any]] = set()
+        self._stops: dict[tuple[int, ...], frozenset[int]] = {(): self.eos_token_ids}
         self._arrivals = self._answered = 0
         self._asleep = False
         self._lost: str | None = None
@@ -133,7 +134,9 @@ class TorchReplica:
             future.set_exception(error)
             return future
         self._arrivals += 1
-        stops = self.eos_token_ids.union(request.sampling.stop)
+        stops = self._stops.get(request.sampling.stop)
+        if stops is None:
+            stops = self._stops[request.sampling.stop] = self.eos_token_ids.union(request.sampling.stop)
         target = min(request.max_tokens, self._longest - request.context)
         sequence = engine.Sequence(request, stops, target, self._arrivals)
         vocab = self._engine.decoder.vocab
@@ -142,7 +145,7 @@ class TorchReplica:
             or not 0 <= sequence.context.min() <= sequence.context.max() < vocab
         ):
             text = f"{request.context} tokens of 0 to {vocab - 1}"
-            future.set_exception(ReplicaError(f"{self.name}: the chunks of request {request.id} are not {text}"))
+            future.set_exception(RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}"))
             return future
         self._flight[request.id] = _Flight(future, sequence)
         self._inbox.put(lambda: self._engine.add(sequence))
@@ -234,9 +237,8 @@ class TorchReplica:
             return ReplicaError(f"{self.name}: request {request.id} is already in flight")
         if not 0 < request.context < self._longest or request.max_tokens < 1:
             text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
-            return ReplicaError(f"{text} do not fit: the context must have 1 to {self._longest - 1} tokens")
-        reason = refusal(request.sampling)
-        return None if reason is None else ReplicaError(f"{self.name}: {reason}")
+            return RequestRefused(f"{text} do not fit: the context must have 1 to {self._longest - 1} tokens")
+        return None
 
     async def _ask(self, act: Callable[[], None]) -> None:
         """Have the thread do something between two steps."""

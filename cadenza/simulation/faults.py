@@ -3,7 +3,7 @@
 Invariant: a fault counts as injected only when it took effect: an env raised, a call failed, an abort was lost. A plan
 that has hit nothing when most of the schedule has been issued lets the next env raise: no schedule goes without.
 
-    ledger --issue n--> FaultPlan --strike, after its delay--> replica
+    ledger, controller --"it is such a moment"--> FaultPlan --strike, after its delay--> replica
     env, reward --"this is my n-th call"--> FaultPlan --> Fault | None
 """
 
@@ -29,6 +29,9 @@ ENV_KINDS: tuple[EnvKind, ...] = get_args(EnvKind)
 REWARD_KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
 KINDS: tuple[Kind, ...] = (*REPLICA_KINDS, *ENV_KINDS, *REWARD_KINDS)
 
+Moment = Literal["issue", "suspend", "publish", "resume", "resize"]
+"""An attempt is issued, or a control operation begins."""
+
 CLOSE = -1
 """The number of the call of an env that closes it."""
 FOREVER = 1e7
@@ -45,10 +48,12 @@ class Fault:
     target: int
     """Replica: its index. Env: the n-th that is made. Reward: the n-th trajectory that is judged."""
     after: int = 0
-    """Replica: strikes when so many attempts were issued. Env: strikes at this call (0 is reset, CLOSE is close).
-    Weight update: strikes at this version."""
+    """Replica: strikes after so many moments. Env: strikes at this call (0 is reset, CLOSE is close). Weight update:
+    strikes at this version."""
+    moment: Moment = "issue"
+    """Replica: what is counted."""
     delay: float = 0.0
-    """Replica: seconds between the trigger and the strike."""
+    """Replica: seconds between the last of these moments and the strike."""
     amount: float = 1.0
     """slow: the factor; flaky, failed_weight_update, reward_hang: the calls; late_abort, env_slow: the seconds;
     hang: seconds until it goes on by itself."""
@@ -106,8 +111,12 @@ def _replica_fault(rng: Random, kind: Kind, replicas: int, versions: int, envs: 
         "hang": rng.choice((0.3, FOREVER, FOREVER)),
         "failed_weight_update": float(rng.choice((1, 1, 2))),
     }.get(kind, 1.0)
-    after = rng.randint(1, versions) if kind == "failed_weight_update" else rng.randrange(1, envs)
-    return Fault(kind, rng.randrange(replicas), after, rng.choice((0.0, 0.0, rng.random())), amount)
+    moment: Moment = rng.choice(("issue", "issue", "suspend", "publish", "resume", "resize"))
+    if kind == "failed_weight_update":
+        moment = "publish"
+    after = rng.randrange(1, envs) if moment == "issue" else 1 if moment == "resize" else rng.randint(1, versions)
+    delay = rng.choice((0.0, rng.random() * 0.1, rng.random()))
+    return Fault(kind, rng.randrange(replicas), after, moment, delay, amount)
 
 
 class FaultPlan:
@@ -116,24 +125,17 @@ class FaultPlan:
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.injected: Counter[Kind] = Counter()
         self.replicas: Sequence[FaultyReplica] = ()
-        self._faults = faults
         self._waiting = [fault for fault in faults if fault.kind in REPLICA_KINDS]
         self._envs = {(fault.target, fault.after): fault for fault in faults if fault.kind in ENV_KINDS}
         self._rewards = {fault.target: fault for fault in faults if fault.kind in REWARD_KINDS}
-        self._issued = 0
+        self._moments: Counter[Moment] = Counter()
         self._version = 0
 
-    def tell_issued(self) -> None:
-        """Another attempt was issued."""
-        self._issued += 1
+    def tell(self, moment: Moment) -> None:
+        """It is such a moment."""
+        self._moments[moment] += 1
         if self._waiting:
             self._look()
-
-    def tell_publishing(self, version: int) -> None:
-        """The weights of a version are about to be loaded."""
-        for fault in self._faults:
-            if fault.kind == "failed_weight_update" and fault.after == version:
-                self.replicas[fault.target].fail_load(int(fault.amount))
 
     def tell_published(self, version: int) -> None:
         self._version = version
@@ -142,7 +144,7 @@ class FaultPlan:
     def of_env(self, env: int, call: int) -> Fault | None:
         """The fault of this call of this env; whoever asks lets it happen."""
         fault = self._envs.get((env, call))
-        if fault is None and call == 0 and self._issued >= FORCE_AFTER and not self.injected:
+        if fault is None and call == 0 and self._moments["issue"] >= FORCE_AFTER and not self.injected:
             fault = Fault("env_exception", env)
         if fault is not None:
             self.injected[fault.kind] += 1
@@ -157,10 +159,12 @@ class FaultPlan:
         return fault
 
     def _look(self) -> None:
-        due = [f for f in self._waiting if f.after <= self._issued and f.version <= self._version]
+        due = [f for f in self._waiting if f.after <= self._moments[f.moment] and f.version <= self._version]
         for fault in due:
             self._waiting.remove(fault)
-            if fault.kind != "failed_weight_update":
+            if fault.kind == "failed_weight_update":
+                self._strike(fault)
+            else:
                 asyncio.get_running_loop().call_later(fault.delay, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
@@ -185,6 +189,8 @@ class FaultPlan:
                 replica.late_abort(fault.amount)
             case "lost_abort":
                 replica.lost_abort()
+            case "failed_weight_update":
+                replica.fail_load(int(fault.amount))
 
 
 OnAsk = Callable[["FaultyReplica", Request, "asyncio.Future[Generation]"], None]

@@ -16,8 +16,8 @@ one scheduler is checked by its `View`, what concerns the sampler and the whole 
 4. Cut: the monitor keeps its own list of whole groups that passed their filter. A batch is cut, and returned, at the
    very instant at which one was possible, and no group that was ready before is left behind for a younger one.
 5. Deadlines: the schedule ends within the time that its work and the deadlines of its faults add up to; whatever
-   fails was hit by a fault itself; what is cancelled belongs to a retired task or to the end; every env is closed once, and
-   no slot is taken in the end.
+   fails was hit by a fault itself; what is cancelled belongs to a retired task or to the end; every env is closed once,
+   and no slot is taken in the end.
 6. Suspension: from the return of `suspend` until whoever asked for it opens the gate again, no replica writes a token
    and none accepts a request. Every request continues its turn from exactly the tokens that were returned for it
    before. A request is interrupted only while a suspension, or a shrink of its own replica, is under way.

@@ -236,7 +236,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
     )
     if doomed:
         faults += tuple(
-            Fault("kill", index, MIN_TRAJECTORIES, rng.choice((0.0, rng.random() * 2)), version=LAST_CALL)
+            Fault("kill", index, MIN_TRAJECTORIES, delay=rng.choice((0.0, rng.random() * 2)), version=LAST_CALL)
             for index in range(replicas)
         )
     return Scenario(

@@ -21,7 +21,7 @@ from typing import Any
 from cadenza.data import DataProto
 from cadenza.inference.replica import PauseMode, Sampling
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
-from cadenza.rollout.failures import RolloutError, SchedulerClosed
+from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.clock import Deadlock, VirtualTimeout
@@ -142,6 +142,11 @@ class _Driver:
                 if not scenario.doomed:
                     monitor.violate(5, f"NoReplicas, although replica {scenario.protected} is well: {error}")
                 monitor.told = True
+            except Stalled as error:
+                asleep = any(replica.asleep for replica in monitor.replicas)
+                if not (scenario.doomed and asleep):  # else somebody might still have brought one back
+                    monitor.violate(5, f"Stalled: {error}")
+                monitor.told = True
             except RolloutError as error:
                 monitor.violate(invariant_of(error), f"{type(error).__name__}: {error}")
                 monitor.told = True
@@ -192,6 +197,7 @@ class _Driver:
 
     async def _suspend(self) -> None:
         self.monitor.suspending()
+        self.world.plan.tell("suspend")
         await self.train.suspend()
         self.monitor.suspended()
         if self.scenario.repeated:
@@ -199,12 +205,13 @@ class _Driver:
 
     async def _resume(self) -> None:
         self.monitor.ask_gate()
+        self.world.plan.tell("resume")
         await self.train.resume()
         if self.scenario.repeated:
             await self.train.resume()
 
     async def _publish(self, version: int) -> None:
-        self.world.plan.tell_publishing(version)
+        self.world.plan.tell("publish")
         await self.cluster.sampler.load_weights(version)
 
     async def _get(self, scheduler: RolloutScheduler, view: View, groups: int | None, step: int) -> DataProto | None:
@@ -215,6 +222,7 @@ class _Driver:
         while True:
             if scheduler is self.train:  # the other one does not hold the gate
                 self.monitor.ask_gate()
+                self.world.plan.tell("resume")
             view.ask(groups)
             try:
                 async with asyncio.timeout(patience):
@@ -262,6 +270,7 @@ class _Driver:
         await asyncio.sleep(resize.delay)
         devices, scheduler = resize.devices, self.train
         self.monitor.leaving(devices)
+        self.world.plan.tell("resize")
         try:
             await scheduler.shrink_sampler(devices)
         except ValueError:
@@ -269,9 +278,10 @@ class _Driver:
         finally:
             self.monitor.left(devices)
         await asyncio.sleep(resize.away)
-        states = self.cluster.sampler.devices
-        back = [device for device in devices if states[device] == "asleep"]
+        self.world.plan.tell("resize")
         for skip_load in (True, False) if resize.skip_load else (False,):
+            states = self.cluster.sampler.devices
+            back = [device for device in devices if states[device] == "asleep"]
             try:
                 if back:
                     await scheduler.expand_sampler(back, skip_load)

@@ -125,7 +125,7 @@ class View:
         self._states[key] = "running"
         self._group(key).live += 1
         if self.name == "train":
-            self.monitor.world.plan.tell_issued()
+            self.monitor.world.plan.tell("issue")
             self.monitor.tell_issued(len(self._states))
 
     def _finish(self, event: Event) -> None:

@@ -24,7 +24,7 @@ from cadenza.training.packing import Packed, Packing, pack
 from cadenza.training.rows import Array, Rows
 
 LOGITS_LIMIT = 1 << 24
-"""Logits that exist at once; more are computed in chunks, and again in the backward pass."""
+"""64 MB in float32."""
 
 Precision = Literal["fp32", "bf16"]
 """fp32: as the parameters are. bf16: matrix products in bfloat16 (autocast), parameters and softmax as they are."""
@@ -45,13 +45,17 @@ class TokenScores:
 class Forward:
     """The forward pass of one module. The module may be changed by others (trained, adapted) but not rebuilt."""
 
-    def __init__(self, module: nn.Module, *, precision: Precision = "fp32") -> None:
+    def __init__(
+        self, module: nn.Module, *, precision: Precision = "fp32", logits_limit: int = LOGITS_LIMIT
+    ) -> None:
+        """At most `logits_limit` logits exist at once; more come in chunks, and again in the backward pass."""
         adapted: Any = module
         base = adapted.get_base_model() if is_adapted(module) else adapted
         if not hasattr(base, "get_decoder") or not hasattr(base, "get_output_embeddings"):
             raise TypeError(f"{type(module).__name__} is no causal language model of transformers")
         self.module = module
         self.precision = precision
+        self.logits_limit = logits_limit
         self._base = base
         self._decoder: nn.Module = base.get_decoder()
         self._head: nn.Module = base.get_output_embeddings()
@@ -100,7 +104,7 @@ class Forward:
                 return _scores(logits, packed.predicts, packed.targets, temperature, entropy)
             hidden = self._hidden(packed)
             vocab = int(self._base.config.vocab_size)
-            chunk = max(LOGITS_LIMIT // vocab, 1)
+            chunk = max(self.logits_limit // vocab, 1)
             if len(hidden) <= chunk:
                 return _scores(self._head(hidden), packed.predicts, packed.targets, temperature, entropy)
             return self._chunked(hidden, packed, chunk, temperature, entropy)
