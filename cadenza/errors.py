@@ -8,6 +8,10 @@ class InfrastructureError(Exception):
     a reward. An env or a reward may raise it to say that the task is not to blame."""
 
 
+class DeadlinePassed(InfrastructureError):
+    """Something did not answer in time."""
+
+
 class EnvError(Exception):
     """An env broke its contract."""
 
@@ -21,8 +25,13 @@ USER_CODE = (Exception, SystemExit, asyncio.CancelledError)
 ends its attempt and not the job."""
 
 
+def stopped(error: BaseException) -> bool:
+    """Whether this is a cancellation from outside, and not one that the called code brought about itself."""
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+
+
 def raise_if_stopped(error: BaseException) -> None:
     """A cancellation from outside is not user code's: it goes on."""
-    task = asyncio.current_task()
-    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+    if stopped(error):
         raise error

@@ -8,7 +8,11 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, TypeVar
+
+from cadenza.errors import DeadlinePassed
+
+T = TypeVar("T")
 
 
 class Threads(Executor):
@@ -50,6 +54,29 @@ class Threads(Executor):
 
 
 THREADS = Threads()
+_abandoned: set[asyncio.Future[Any]] = set()
+"""Calls that nobody waits for any more; kept until they end, so that they are not collected half-way."""
+
+
+async def within(seconds: float, call: Awaitable[T]) -> T:
+    """Await user code, but not longer than this, even when it does not let itself be cancelled."""
+    future = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([future], timeout=seconds)
+    finally:
+        if not future.done():
+            future.cancel()
+            _abandoned.add(future)
+            future.add_done_callback(_forget)
+    if not future.done():
+        raise DeadlinePassed(f"no answer within {seconds} s")
+    return future.result()
+
+
+def _forget(future: asyncio.Future[Any]) -> None:
+    _abandoned.discard(future)
+    if not future.cancelled():
+        future.exception()  # nobody is left to hear it
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -84,6 +84,11 @@ class FakeReplica:
         return future
 
     def abort(self, request_id: int, cause: str) -> None:
+        for request, future in self._waiting:
+            if request.id == request_id:
+                self._waiting.remove((request, future))
+                self._deliver(_Running(request, future, np.empty(0, np.int32), 0.0), 0, Finish.ABORT, cause)
+                return
         running = self._running.pop(request_id, None)
         if running is not None:
             self._deliver(running, running.progress(), Finish.ABORT, cause)

@@ -589,16 +589,16 @@ def test_a_rollout_that_is_not_async_is_told_to_be() -> None:
     simulate(main)
 
 
-def test_a_first_prompt_beyond_max_context_names_the_field() -> None:
+def test_a_first_prompt_beyond_max_context_retires_its_task_at_once_and_names_the_field() -> None:
     class Long(Once):
         async def reset(self, seed: int) -> str:
             return "x" * 100
 
     async def main() -> None:
-        async with playing(env=Long, max_context=50, error_budget=5) as scheduler:
-            with pytest.raises(ErrorBudget):
-                await get(scheduler, 4)
-            assert "max_context" in scheduler.why("toy/0")
+        async with playing(env=Long, max_context=50, error_budget=0, tasks=4) as scheduler:
+            assert await get(scheduler, 4) is None
+            assert fates(scheduler) == {"failed": 4}
+            assert "max_context 50" in scheduler.why("toy/0")
 
     simulate(main)
 

@@ -446,7 +446,7 @@ def test_beat_13_infrastructure_failures_never_enter_a_batch_as_samples_of_score
             batch = await got(scheduler, 16)
             assert column(batch, "scores") == [1.0] * 16
             assert all(len(response) == 10 for response in responses(batch))
-            assert causes(scheduler, Fate.FAILED) == {"step: InfrastructureError: the sandbox is gone": 16}
+            assert causes(scheduler, Fate.FAILED) == {"step: InfrastructureError": 16}
 
     simulate(main)
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -51,6 +52,8 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 96, "max_position_embeddings": 256, "initializer_range": 0.15, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
+TEXTS: WeakKeyDictionary[Any, dict[bytes, list[int]]] = WeakKeyDictionary()
+"""What `greedy` has found out."""
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen2": ("Qwen2", {}),
@@ -96,10 +99,15 @@ def ask(
 
 def greedy(model: Any, tokens: Tokens, count: int) -> list[int]:
     """What transformers writes."""
-    ids = torch.from_numpy(tokens).long()[None]
-    mask = torch.ones_like(ids)
-    out = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return list(out[0, len(tokens) :].tolist())
+    known = TEXTS.setdefault(model, {})
+    text = known.get(tokens.tobytes(), [])
+    if len(text) < count:
+        ids = torch.from_numpy(tokens).long()[None]
+        longest = max(count, min(60, SIZES["max_position_embeddings"] - len(tokens)))
+        options = {"max_new_tokens": longest, "do_sample": False, "pad_token_id": 0}
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(tokens) :].tolist()
+        known[tokens.tobytes()] = text
+    return text[:count]
 
 
 def scores(model: Any, tokens: Tokens, written: Tokens, temperature: float = 1.0) -> Any:
@@ -140,7 +148,7 @@ def served(
 
 async def until(condition: Callable[[], bool]) -> None:
     """Until the engine thread has come so far."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - the engine tells nobody of its steps
         await asyncio.sleep(0.001)
 
 
@@ -173,7 +181,7 @@ def test_greedy_output_equals_generate_for_mixed_lengths(kind: str) -> None:
 def test_llama_like_models_are_packed_and_others_run_as_they_are() -> None:
     decoders = {kind: type(decoder_for(tiny(kind))) for kind in KINDS}
     assert {kind for kind, of in decoders.items() if of is PackedDecoder} == {"llama", "qwen2", "qwen3", "biased"}
-    assert {of for of in decoders.values()} == {PackedDecoder, ModuleDecoder}
+    assert set(decoders.values()) == {PackedDecoder, ModuleDecoder}
 
 
 def test_a_multiplier_that_the_packing_does_not_know_makes_it_step_back() -> None:
@@ -333,8 +341,9 @@ def test_an_aborted_turn_goes_on_from_its_tokens_on_any_replica(sampling: Sampli
     async def main(first: TorchReplica, second: TorchReplica) -> None:
         whole = await first.generate(ask(1, count=150, sampling=sampling, session=99))
         for replica in (first, second):
+            before = first.generated
             future = first.generate(ask(2, prompt(10, 1), 150, sampling, seed=10))
-            await until(lambda: first.generated % 150 > 20)
+            await until(lambda before=before: first.generated > before + 20)
             first.abort(2, "moved")
             part = await future
             done = len(part.tokens)
@@ -346,7 +355,6 @@ def test_an_aborted_turn_goes_on_from_its_tokens_on_any_replica(sampling: Sampli
             assert [*part.tokens.tolist(), *rest.tokens.tolist()] == whole.tokens.tolist()
             logprobs = np.concatenate((part.logprobs, rest.logprobs))
             np.testing.assert_allclose(logprobs, whole.logprobs, atol=1e-4)
-            await first.generate(ask(4, prompt(3), 300 - first.generated % 150))
 
     with replicas(2) as (first, second):
         asyncio.run(main(first, second))
@@ -440,7 +448,7 @@ def test_members_of_a_group_compute_their_prompt_once(together: bool) -> None:
         longer = np.concatenate((prompt(40), prompt(7, 9)))
         answer = await replica.generate(ask(9, longer, group=4))
         assert answer.tokens.tolist() == greedy(tiny(), longer, 20)
-        assert (await replica.stats()).prefilled == 39 + 7
+        assert (await replica.stats()).prefilled == 39 + 6
 
     served(main)
 
@@ -451,8 +459,9 @@ def test_groups_that_come_mixed_and_longer_than_the_budget_are_filled_bit_by_bit
         futures = [replica.generate(ask(i, text, 10, group=i % 3)) for i, text in enumerate(texts)]
         for text, future in zip(texts, futures, strict=True):
             assert (await future).tokens.tolist() == greedy(tiny(), text, 10)
-        # Of each group the first computes 60 tokens, and everybody the beginning of the end that is its own.
-        assert (await replica.stats()).prefilled == 3 * 60 + sum(i // 3 for i in range(12))
+        # Of each group the first computes 60 tokens, and everybody its own end; for the last few nobody waits.
+        least = 3 * 60 + sum(i // 3 for i in range(12))
+        assert least <= (await replica.stats()).prefilled < least + 9 * engine_module.WORTH_WAITING
 
     served(main, prefill_tokens=7)
 
@@ -500,7 +509,7 @@ def test_an_idle_context_gives_way_the_oldest_first() -> None:
 @settings(max_examples=25)
 def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: Any) -> None:
     """Random arrivals, groups, turns, aborts, new weights and budgets, one step at a time."""
-    drawn_rows = st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(1, 40), st.integers(0, 2))
+    drawn_rows = st.tuples(st.integers(0, 12), st.sampled_from([1, 2, 20, 45]), st.integers(1, 40), st.integers(0, 2))
     rows = data.draw(st.lists(drawn_rows, min_size=1, max_size=14), label="arrival, prompt, response, group")
     aborts = data.draw(st.dictionaries(st.integers(0, 40), st.integers(0, 13), max_size=4), label="step: request")
     loads = data.draw(st.sets(st.integers(1, 40), max_size=2), label="new weights at steps")
@@ -516,7 +525,7 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
 
     def text(i: int) -> Tokens:
         _, length, _, group = rows[i]
-        return common[:length] if group else prompt(length, i)
+        return common[:length] if group else prompt(length, i % 3)
 
     sequences: dict[int, Sequence] = {}
     done: dict[int, Sequence] = {}

@@ -4,9 +4,9 @@
     cadenza bench engine --json     one line of JSON
 
 All write the same 32 responses of a 1M-parameter Llama: prompts and responses of 8 to 128 tokens each, drawn once, at
-temperature 1 and on one thread. Only tokens that were asked for count: a padded batch goes on until its longest response
-is complete. Times are CPU times of the whole process, the best of a few rounds; the ways take turns, so that a busy
-machine is busy for all of them.
+temperature 1 and on one thread. Only tokens that were asked for count: a padded batch goes on until its longest
+response is complete. Times are CPU times of the whole process, the best of a few rounds; the ways take turns, so that
+a busy machine is busy for all of them.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ import json as jsonlib
 import logging
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from cadenza.inference.replica import Request, Sampling, Tokens
 from cadenza.inference.torch_engine import TorchReplica
 
 REQUESTS, SHORTEST, LONGEST, VOCAB = 32, 8, 128, 512
+SAMPLING = Sampling()
 ROUNDS = 5
 SLOW_ROUNDS = 2
 """Of those that take seconds."""
+PAGES = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 512}
+"""The cache of `generate_batch`; what it takes on its own is most of the memory, which costs it most of the time."""
 TARGETS = {"sequential_ratio": 3.0, "padded_ratio": 1.3}
 
 
 def policy() -> Any:
     """A Llama of 1.05M parameters, random."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    transformers: Any = import_module("transformers")
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=512, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
         eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 class Workload:
@@ -77,12 +79,12 @@ class Workload:
 
     def continuous(self) -> None:
         """`generate_batch`: every request until the longest is complete, for it knows one length for all."""
-        from transformers import ContinuousBatchingConfig, GenerationConfig
-
+        transformers: Any = import_module("transformers")
+        length = max(self.lengths)
         self.model.generate_batch(
             inputs=[prompt.tolist() for prompt in self.prompts],
-            generation_config=GenerationConfig(max_new_tokens=max(self.lengths), eos_token_id=-1, **self.options),
-            continuous_batching_config=ContinuousBatchingConfig(page_size=32, num_blocks=512, max_batch_tokens=512),
+            generation_config=transformers.GenerationConfig(max_new_tokens=length, eos_token_id=-1, **self.options),
+            continuous_batching_config=transformers.ContinuousBatchingConfig(**PAGES),
             progress_bar=False,
         )
 
@@ -106,12 +108,8 @@ class Workload:
         """New sessions every time: nothing is cached from the last round."""
         requests = []
         for prompt, length in zip(self.prompts, self.lengths, strict=True):
-            self._ids += 1
-            requests.append(
-                Request(
-                    self._ids, (prompt,), len(prompt), length, Sampling(), 7919 * self._ids, 0, self._ids, self._ids, 0
-                )
-            )
+            id = self._ids = self._ids + 1
+            requests.append(Request(id, (prompt,), len(prompt), length, SAMPLING, 7919 * id, 0, id, id, 0))
         return requests
 
 

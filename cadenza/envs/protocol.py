@@ -19,8 +19,8 @@ from cadenza.off_loop import as_async, is_async
 
 Outcome = tuple[Any, float, bool, bool, dict[str, Any]]
 """observation, reward, terminated, truncated, info: what a step returns."""
-OBSERVATION = (str, list, tuple, np.ndarray)
-"""Text, chat messages, tokens."""
+OBSERVATION = (str, list, tuple)
+"""Text or chat messages; tokens are a flat array of integers."""
 
 
 class Env(Protocol):
@@ -81,7 +81,11 @@ class EnvType:
         return method if on_loop else as_async(method)
 
     def check_observation(self, observation: Any, where: str) -> Any:
-        if not isinstance(observation, OBSERVATION):
+        if isinstance(observation, np.ndarray):
+            fits = observation.ndim == 1 and observation.dtype.kind in "iu"
+        else:
+            fits = isinstance(observation, OBSERVATION)
+        if not fits:
             what = "no observation" if observation is None else f"observation {_short(observation)}"
             raise EnvError(f"env '{self.name}' {where} returned {what}; return text, messages or tokens")
         return observation

@@ -37,6 +37,10 @@ class KVShape:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def bytes(self) -> int:
+        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
 
 class Panel(NamedTuple):
     """Consecutive rows that attend to the same number of positions."""

@@ -44,6 +44,8 @@ T = TypeVar("T")
 _FOREVER = 1 << 62
 _PREFILL_WORK = 1 << 33
 """Weights times tokens that are filled in one go: about a second of one core."""
+_KV_BYTES = 1 << 30
+"""What the cache may take unless its size is given."""
 
 
 @dataclass(slots=True)
@@ -64,8 +66,8 @@ class TorchReplica:
     state dict (all of it, or what changed, adapters included), or None for the module the replica was made of.
 
     Without `keep_kv`, new weights drop the cache, and frozen requests are prefilled again before they go on; with it,
-    they go on from keys and values of the old weights. `kv_tokens` counts the tokens of running and cached contexts;
-    the rows in memory are as wide as the longest running one. `prefill_tokens` bounds the tokens of prompts between
+    they go on from keys and values of the old weights. `kv_tokens` counts the tokens of running and cached contexts,
+    a gigabyte of them by default; the rows in memory are as wide as the longest running one. `prefill_tokens` bounds the tokens of prompts between
     two steps, and with them the time that a pause may take. `threads` sets the threads of torch, which are common to
     the process. A replica that is not needed any more is closed.
     """
@@ -78,7 +80,7 @@ class TorchReplica:
         devices: Sequence[int] = (0,),
         eos_token_ids: Collection[int] | None = None,
         max_running: int = 64,
-        kv_tokens: int = 1 << 16,
+        kv_tokens: int | None = None,
         prefill_tokens: int | None = None,
         keep_kv: bool = False,
         version: int = 0,
@@ -88,6 +90,8 @@ class TorchReplica:
         for what, value, least in (*bounds, ("threads", threads, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{what} must be at least {least}, got {value}")
+        decoder = decoder_for(model)
+        kv_tokens = kv_tokens or min(1 << 16, max(_KV_BYTES // decoder.shape.bytes, decoder.max_positions))
         self.name = name
         self.devices = tuple(devices)
         self.kv_capacity = kv_tokens
@@ -95,7 +99,6 @@ class TorchReplica:
         self.fence = 0
         self.returned = 0
         self.discarded: dict[str, int] = {}
-        decoder = decoder_for(model)
         size = max(sum(parameter.numel() for parameter in model.parameters()), 1)
         self._engine = Engine(
             decoder,
@@ -163,28 +166,31 @@ class TorchReplica:
         await self._call(lambda future: self._pause(mode, until, future))
 
     async def resume(self) -> None:
+        self._alive()
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it instead of resuming it")
         await self._ask(self._resume)
 
     async def load_weights(self, version: int, weights: object) -> None:
+        self._alive()
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it before loading weights")
         await self._ask(lambda: self._load(version, weights))
 
     async def sleep(self) -> None:
+        self._alive()
         if not self._asleep:
             await self._ask(self._release)
             self._asleep = True
 
     async def wake(self) -> None:
+        self._alive()
         if self._asleep:
             await self._ask(self._resume)
             self._asleep = False
 
     async def stats(self) -> ReplicaStats:
-        if self._lost is not None:
-            raise ReplicaLost(self._lost)
+        self._alive()
         running = len(self._engine.seated)
         return ReplicaStats(
             version=self._engine.version,
@@ -211,13 +217,10 @@ class TorchReplica:
         self._thread.join(seconds)
 
     def check(self) -> None:
-        """Assert what must hold of the account and, while nothing runs, of the engine."""
-        with self._books:
-            held = sum(len(flight.sequence.tokens) for flight in self._flight.values())
-            generated = self._engine.generated
-        assert generated == self.returned + sum(self.discarded.values()) + held, (generated, self.returned, held)
-        if not self._engine.seated or self._paused:
-            self._engine.check()
+        """Assert what must hold while the replica is idle, paused or dead."""
+        self._engine.check()
+        held = sum(len(flight.sequence.tokens) for flight in self._flight.values())
+        assert self.generated == self.returned + sum(self.discarded.values()) + held, (self.returned, held)
 
     @property
     def generated(self) -> int:
@@ -240,6 +243,10 @@ class TorchReplica:
             return RequestRefused(f"{text} do not fit: the context must have 1 to {self._longest - 1} tokens")
         return None
 
+    def _alive(self) -> None:
+        if self._lost is not None:
+            raise ReplicaLost(self._lost)
+
     async def _ask(self, act: Callable[[], None]) -> None:
         """Have the thread do something between two steps."""
 
@@ -251,8 +258,7 @@ class TorchReplica:
 
     async def _call(self, act: Callable[[asyncio.Future[None]], None]) -> None:
         """Have the thread do something that resolves a future; `kill` resolves it too."""
-        if self._lost is not None:
-            raise ReplicaLost(self._lost)
+        self._alive()
         self._loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = self._loop.create_future()
 
@@ -278,7 +284,7 @@ class TorchReplica:
             del self._flight[sequence.request.id]
             self._answered += 1
             if error is not None or flight.future.done():
-                self._discard(flight.cause, len(sequence.tokens))
+                self._discard("failed" if error is not None else flight.cause, len(sequence.tokens))
             else:
                 self.returned += len(sequence.tokens)
             _settle(flight.future, error or sequence.answer())
@@ -293,9 +299,10 @@ class TorchReplica:
             if self._lost is not None:
                 return
             self._lost = text
+            held = self._engine.generated - self.returned - sum(self.discarded.values())
         self._inbox.put(self._stop)
+        self._discard(cause, held)
         for flight in self._flight.values():
-            self._discard(cause, len(flight.sequence.tokens))
             _settle(flight.future, ReplicaLost(text))
         self._flight.clear()
         for future in self._calls:

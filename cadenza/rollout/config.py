@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -66,7 +66,7 @@ class DomainConfig(Config):
     env: str | Callable[..., Any]
     """A registered name, 'module:name', or the class itself."""
     env_args: dict[str, Any] = Field(default_factory=dict)
-    tasks: int | Sequence[Any] | None = None
+    tasks: int | list[Any] | tuple[Any, ...] | None = None
     """How many seeds, or the rows of a dataset; None is an endless stream of seeds."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the groups, relative to the other domains."""

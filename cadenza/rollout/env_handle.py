@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cadenza.envs.protocol import EnvType
+from cadenza.errors import EnvError
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import Surroundings
 from cadenza.rollout.records import Trajectory
@@ -14,13 +16,15 @@ from cadenza.rollout.records import Trajectory
 class EnvHandle:
     """One env for one attempt."""
 
-    __slots__ = ("_around", "_attempt", "_env", "_type", "done", "reward", "trajectory")
+    __slots__ = ("_around", "_attempt", "_env", "_type", "call", "done", "reward", "trajectory")
 
     def __init__(self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, around: Surroundings) -> None:
         self._env = env
         self._type = type
         self._attempt = attempt
         self._around = around
+        self.call: Awaitable[Any] | None = None
+        """The last call. One in a thread may run on when nobody waits for it any more."""
         self.trajectory = trajectory
         self.done = False
         self.reward = 0.0
@@ -38,6 +42,10 @@ class EnvHandle:
 
     async def step(self, action: str) -> Any:
         """Act; returns the next observation. The reward is booked on the turn that led to the action."""
+        if not self.trajectory.turns:
+            raise EnvError(
+                f"env '{self._type.name}' was stepped before the first turn of the model: no turn gets the reward"
+            )
         outcome = self._type.check_outcome(await self._call("step", self._env.step, action))
         observation, self.reward, terminated, truncated, info = outcome
         trajectory = self.trajectory
@@ -53,7 +61,8 @@ class EnvHandle:
 
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
         self._attempt.place = place
-        result = await self._type.call(place, method)(*args)
+        self.call = self._type.call(place, method)(*args)
+        result = await (asyncio.shield(self.call) if isinstance(self.call, asyncio.Future) else self.call)
         self._around.leases.renew(self._attempt)
         self._attempt.place = "rollout"
         return result

@@ -11,14 +11,16 @@ does not speak any more: what its task still returns is dropped.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import cadenza.envs as envs
 import cadenza.rewards as rewards
 from cadenza.envs.protocol import EnvType
-from cadenza.errors import USER_CODE, InfrastructureError, raise_if_stopped
+from cadenza.errors import USER_CODE, DeadlinePassed, InfrastructureError, raise_if_stopped
 from cadenza.inference.replica import RequestRefused
+from cadenza.off_loop import within
 from cadenza.rollout import plays
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
@@ -31,10 +33,6 @@ from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import Sampler
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-
-
-LEFT = "left"
-"""The place of an attempt that has given its slot back."""
 
 
 class EnvWorker:
@@ -69,6 +67,10 @@ class EnvWorker:
             name: rewards.make(domain.reward) for name, domain in config.domains.items() if domain.reward is not None
         }
         self._free = list(range(config.slots - 1, -1, -1))
+        self._occupants: list[Attempt | None] = [None] * config.slots
+        """Who holds which slot: what a slot belongs to is decided here and nowhere else."""
+        self._leaving: set[Attempt] = set()
+        """Attempts that close their env."""
         self._leases = Leases(config.lease_seconds, self._expire)
         self._around = Surroundings(
             sampler, codec, config.sampling, config.max_context, config.max_turns, self._leases, queue.ledger,
@@ -80,18 +82,22 @@ class EnvWorker:
     def fill(self) -> None:
         """Give every free slot work, as long as there is any."""
         while self._free and (attempt := self._queue.issue(self._free[-1])) is not None:
-            self._free.pop()
+            self._occupants[self._free.pop()] = attempt
             self.busy += 1
             attempt.runner = self._spawn(self._run(attempt), attempt.key)
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end its task."""
         self._leases.drop(attempt)
-        if isinstance(attempt.runner, asyncio.Task) and attempt.place != "close":  # that one is on its way out
+        if not isinstance(attempt.runner, asyncio.Task):
+            return
+        coroutine = attempt.runner.get_coro()
+        if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            self._vacate(attempt)  # its coroutine will never run, so nobody else frees the slot
+        elif attempt not in self._leaving:
+            asyncio.get_running_loop().call_later(self.patience, self._abandon, attempt)
+        if attempt not in self._leaving:
             attempt.runner.cancel()
-            if attempt.place == "slot":  # its coroutine will never run, so nobody else frees the slot
-                attempt.runner = None
-                self._vacate(attempt)
 
     @property
     def patience(self) -> float:
@@ -112,16 +118,14 @@ class EnvWorker:
         attempt.place = "init"
         self._leases.renew(attempt)
         env: Any = None
+        handle: EnvHandle | None = None
         try:
             try:
                 env = await type.make()
                 type.check(env)
                 attempt.place = "rollout"
-                await self._play(
-                    task,
-                    EnvHandle(env, type, attempt, trajectory, self._around),
-                    Model(attempt, trajectory, self._around),
-                )
+                handle = EnvHandle(env, type, attempt, trajectory, self._around)
+                await self._play(task, handle, Model(attempt, trajectory, self._around))
                 if not trajectory.turns:
                     raise ValueError("the rollout returned without one turn of the model")
             except USER_CODE as error:  # counted, shown once, bounded by a budget
@@ -131,17 +135,23 @@ class EnvWorker:
                 else:
                     self._failed(attempt, attempt.place, error)
             finally:
-                self._leases.drop(attempt)
-                attempt.place = "close"
-                try:
-                    if env is not None and hasattr(env, "close"):
-                        await self._close_env(type, env)
-                finally:
-                    self._vacate(attempt)
+                await self._leave(attempt, type, env, handle)
             if attempt.fate is None:
                 await self._score(attempt, trajectory)
         finally:
             attempt.runner = None
+
+    async def _leave(self, attempt: Attempt, type: EnvType, env: Any, handle: EnvHandle | None) -> None:
+        """Close the env and free the slot. Nobody interrupts this; it has deadlines of its own."""
+        self._leases.drop(attempt)
+        self._leaving.add(attempt)
+        try:
+            if env is not None and hasattr(env, "close"):
+                attempt.place = "close"
+                await self._close_env(type, env, handle)
+        finally:
+            self._leaving.discard(attempt)
+            self._vacate(attempt)
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """Compute the reward, and hand the episode over."""
@@ -167,47 +177,54 @@ class EnvWorker:
         """Call the reward; one that is late is asked again, because the tokens are worth more than the call."""
         for left in range(self._max_reward_tries - 1, -1, -1):
             try:
-                async with asyncio.timeout(self.config.reward_seconds):
-                    return await reward(trajectory)
-            except TimeoutError:
+                return await within(self.config.reward_seconds, reward(trajectory))
+            except DeadlinePassed:
                 if not left:
-                    raise InfrastructureError(
-                        f"no answer within reward_seconds {self.config.reward_seconds}, {self._max_reward_tries} times"
-                    ) from None
+                    raise
         raise AssertionError("unreachable")
 
     def _failed(self, attempt: Attempt, place: str, error: BaseException) -> None:
         """Decide what kind of failure it was, and book it."""
         if attempt.fate is not None:
             return
-        domain = attempt.group.task.domain
-        infrastructure = isinstance(error, InfrastructureError)
-        if not infrastructure and not isinstance(error, RequestRefused):
-            self._queue.errors.add(f"{place} of domain '{domain}'", error)
-        self._queue.fail(attempt, f"{place}: {type(error).__name__}: {error}"[:200], counts=not infrastructure)
+        weight = 1.0
+        if isinstance(error, ContextFull):  # data, and the next try would meet it again
+            weight = float("inf")
+        elif isinstance(error, (RequestRefused, DeadlinePassed)):  # data, or a task that always hangs
+            weight = 1.0
+        elif isinstance(error, InfrastructureError):  # not the task's fault, but it cannot go on for ever
+            weight = 0.25
+        else:
+            self._queue.errors.add(f"{place} of domain '{attempt.group.task.domain}'", error)
+        self._queue.fail(attempt, f"{place}: {type(error).__name__}", str(error)[:200], weight=weight)
 
     def _expire(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env
         always hangs must be retired."""
         self.expired += 1
-        cause = f"{attempt.place}: no progress within lease_seconds {self._leases.seconds}"
-        logger.warning("%s of domain '%s' failed, %s", attempt.key, attempt.group.task.domain, cause)
-        self._queue.fail(attempt, cause, counts=True)
+        detail = f"no progress within lease_seconds {self._leases.seconds}"
+        logger.warning(
+            "%s of domain '%s' failed in %s: %s", attempt.key, attempt.group.task.domain, attempt.place, detail
+        )
+        self._queue.fail(attempt, f"{attempt.place}: lease expired", detail)
         self.stop(attempt)
-        asyncio.get_running_loop().call_later(self.patience, self._abandon, attempt)
 
     def _abandon(self, attempt: Attempt) -> None:
         """Its env does not even let itself be cancelled: the slot goes on without it."""
-        if attempt.runner is not None and attempt.place != LEFT:
+        if self._occupants[attempt.slot] is attempt:
             self.leaked_envs += 1
-            logger.warning("%s does not end after its lease; its env is left behind, its slot is not", attempt.key)
+            logger.warning("%s does not end; its env is left behind, its slot is not", attempt.key)
             self._vacate(attempt)
 
-    async def _close_env(self, type: EnvType, env: Any) -> None:
+    async def _close_env(self, type: EnvType, env: Any, handle: EnvHandle | None) -> None:
+        """Close the env, after a call that still runs in a thread, if that one ends in time."""
+        seconds = self.config.close_seconds
         try:
-            async with asyncio.timeout(self.config.close_seconds):
-                await type.call("close", env.close)()
-        except TimeoutError:
+            call = handle.call if handle is not None else None
+            if isinstance(call, asyncio.Future) and not call.done():
+                await asyncio.wait([call], timeout=seconds)
+            await within(seconds, type.call("close", env.close)())
+        except DeadlinePassed:
             self.leaked_envs += 1
             logger.warning("close of an env of domain '%s' did not return in time; it is left behind", type.name)
         except USER_CODE as error:  # counted and shown once
@@ -217,9 +234,9 @@ class EnvWorker:
 
     def _vacate(self, attempt: Attempt) -> None:
         """Free the slot, once."""
-        if attempt.place == LEFT:
+        if self._occupants[attempt.slot] is not attempt:
             return
-        attempt.place = LEFT
+        self._occupants[attempt.slot] = None
         self._queue.vacate(attempt)
         self._free.append(attempt.slot)
         self.busy -= 1

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import inspect
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -27,7 +28,7 @@ from typing import Any, Literal
 from cadenza.config import load
 from cadenza.errors import USER_CODE, raise_if_stopped
 from cadenza.observe.events import EventSink
-from cadenza.off_loop import as_async
+from cadenza.off_loop import as_async, within
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, StalenessError, Stalled, UserErrors
 from cadenza.rollout.ledger import Attempt, Group, GroupState, Ledger, LedgerError
@@ -67,7 +68,7 @@ class GroupQueueManager:
         """Set by whoever runs attempts: end this one, it has its fate."""
         self.refill: Callable[[], None] = lambda: None
         """Set by whoever has slots: there may be work."""
-        self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+        self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
         """Set by whoever owns the tasks: run a filter."""
         self._filter: GroupFilter | None = None
         if config.group_filter is not None:
@@ -145,29 +146,28 @@ class GroupQueueManager:
                     self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end)
                     self.stop(loser)
 
-    def fail(self, attempt: Attempt, cause: str, *, counts: bool) -> None:
-        """The attempt is lost. The next try is issued, unless the task had its tries; `counts` says whether this
-        one speaks against the task."""
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
+        """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
+        this one was."""
         self.last_end = self._now()
-        self.ledger.close(attempt, Fate.FAILED, cause, self.last_end)
+        self.ledger.close(attempt, Fate.FAILED, cause, self.last_end, detail)
         group, member = attempt.group, attempt.member
         self._failed_in_a_row += 1
         if error := self.errors.exceeded():
             self.fatal(error)
         elif self._failed_in_a_row > self._max_failed_in_a_row:
-            self.fatal(Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause}"))
+            self.fatal(Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause} {detail}"))
         if group.state is not GroupState.OPEN or self._error is not None:
             return
-        if counts:
-            group.tries = group.tries or Counter()
-            group.tries[member] += 1
-            if group.tries[member] >= self.config.max_attempts:
-                given_up = sum(tries >= self.config.max_attempts for tries in group.tries.values())
-                if self._members - given_up < self._group_size:
-                    self._hand_back(
-                        group, Fate.CANCELLED, f"task retired, member {member} failed {group.tries[member]} x"
-                    )
-                return
+        group.tries = group.tries or {}
+        group.tries[member] = group.tries.get(member, 0.0) + weight
+        if group.tries[member] >= self.config.max_attempts:
+            given_up = sum(tries >= self.config.max_attempts for tries in group.tries.values())
+            if self._members - given_up < self._group_size:
+                self._hand_back(group, Fate.CANCELLED, "task retired")
+                failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
+                group.cause += f", member {member} failed {failures} x"
+            return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
         self.refill()
 
@@ -206,13 +206,6 @@ class GroupQueueManager:
         if self._change is None or self._change.done():
             self._change = asyncio.get_running_loop().create_future()
         return self._change
-
-    async def take(self, groups: int | None) -> list[Group]:
-        """Wait for a batch and cut it. Whoever gives up waiting has taken nothing."""
-        with self.demanding(groups):
-            while (batch := self.cut()) is None:
-                await self.changed()
-            return batch
 
     def cut(self) -> list[Group] | None:
         """Take the batch that is demanded, if it is there: the oldest whole groups. Fewer only when the tasks ran
@@ -311,7 +304,7 @@ class GroupQueueManager:
         self._forget(group)
         if self.mode == "train":
             for attempt in group.finished:
-                staleness = self.version - attempt.oldest if attempt.oldest >= 0 else 0
+                staleness = max(self.version - attempt.oldest, 0) if attempt.oldest >= 0 else 0
                 if staleness > self.config.max_staleness:
                     raise LedgerError(f"{attempt.key} has staleness {staleness}, above {self.config.max_staleness}")
                 self.staleness[staleness] += 1
@@ -333,8 +326,9 @@ class GroupQueueManager:
         """Run the filter on a whole group; other groups do not wait for it."""
         trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
         try:
-            async with asyncio.timeout(self._filter_seconds):
-                keep = await group_filter(trajectories)
+            keep = await within(self._filter_seconds, group_filter(trajectories))
+            if inspect.isawaitable(keep):  # a plain function that returns what an async one gives
+                keep = await within(self._filter_seconds, keep)
             if keep is None or keep != keep:
                 raise TypeError(f"group_filter returned {keep!r}; return True to keep the group, False to filter it")
         except USER_CODE as error:  # counted, shown once, bounded by a budget

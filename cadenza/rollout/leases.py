@@ -22,7 +22,9 @@ class Leases:
         self._timer: asyncio.TimerHandle | None = None
 
     def renew(self, attempt: Attempt) -> None:
-        """There was progress: the whole time again."""
+        """There was progress: the whole time again. An attempt that has its fate needs no lease."""
+        if attempt.fate is not None:
+            return
         loop = asyncio.get_running_loop()
         self._deadlines.pop(attempt, None)
         self._deadlines[attempt] = loop.time() + self.seconds
@@ -50,4 +52,6 @@ class Leases:
             expired.append(attempt)
         for attempt in expired:
             self._deadlines.pop(attempt, None)
-            self._expire(attempt)
+        for attempt in expired:
+            if attempt.fate is None:
+                self._expire(attempt)

@@ -11,7 +11,7 @@ exactly one fate, and a second one is an error here and not a wrong sum later.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections import Counter, OrderedDict
 from enum import Enum
 
@@ -41,8 +41,8 @@ class Attempt:
     """One try at a trajectory."""
 
     __slots__ = (
-        "cause", "ended", "fate", "group", "id", "member", "newest", "number", "oldest", "place", "reward", "runner",
-        "slot", "started", "state", "tokens", "trajectory", "turns",
+        "cause", "detail", "ended", "fate", "group", "id", "member", "newest", "number", "oldest", "place", "reward",
+        "runner", "slot", "started", "state", "tokens", "trajectory", "turns",
     )  # fmt: skip
 
     def __init__(self, id: int, group: Group, member: int, number: int, slot: int, started: float) -> None:
@@ -56,6 +56,8 @@ class Attempt:
         self.state = AttemptState.RUNNING
         self.fate: Fate | None = None
         self.cause = ""
+        """Why it got its fate, in words that are counted; `detail` says more."""
+        self.detail = ""
         self.tokens = 0
         """Response tokens received so far."""
         self.turns = 0
@@ -65,7 +67,7 @@ class Attempt:
         self.newest = -1
         self.trajectory: Trajectory | None = None
         self.place = "slot"
-        """Where its code is: slot (not begun), init, reset, step, rollout, reward."""
+        """Where its code is: slot (not begun), init, reset, step, rollout, close, reward."""
         self.runner: object = None
         """Whatever runs it keeps its handle here; the ledger does not look at it."""
 
@@ -97,7 +99,7 @@ class Group:
     def __init__(self, id: int, task: Task, begun: int, opened: float) -> None:
         self.id = id
         self.task = task
-        self.key64 = zlib.crc32(task.id.encode())
+        self.key64 = int.from_bytes(hashlib.blake2b(task.id.encode(), digest_size=8).digest(), "little")
         """The task in the key of the sampling randomness."""
         self.begun = begun
         """Published version when it was admitted: no token of it is older."""
@@ -109,7 +111,7 @@ class Group:
         self.attempts: list[Attempt] = []
         self.finished: list[Attempt] = []
         """Members that count, in the order in which they finished."""
-        self.tries: Counter[int] | None = None
+        self.tries: dict[int, float] | None = None
         """Failed tries per member, those that speak against the task."""
         self.trained = -1
         """Version it was cut for."""
@@ -205,7 +207,7 @@ class Ledger:
             self.tokens[attempt.fate] += count
             self.lost_tokens[attempt.cause] += count
 
-    def close(self, attempt: Attempt, fate: Fate, cause: str, now: float) -> None:
+    def close(self, attempt: Attempt, fate: Fate, cause: str, now: float, detail: str = "") -> None:
         """Give an attempt its fate."""
         if attempt.fate is not None:
             raise LedgerError(f"{attempt.key} is already {attempt.fate.value}, it cannot become {fate.value}")
@@ -214,6 +216,7 @@ class Ledger:
         attempt.state = AttemptState.CLOSED
         attempt.fate = fate
         attempt.cause = cause
+        attempt.detail = detail
         self.live -= 1
         self.fates[fate] += 1
         self.tokens[fate] += attempt.tokens
@@ -314,7 +317,7 @@ class Ledger:
 
 def _life(attempt: Attempt, origin: float) -> str:
     end = f"{attempt.state.value} in {attempt.place}" if attempt.fate is None else attempt.fate.value
-    because = f" ({attempt.cause})" if attempt.cause else ""
+    because = f" ({attempt.cause}{': ' if attempt.detail else ''}{attempt.detail})" if attempt.cause else ""
     reward = f", reward {attempt.reward:.4g}" if attempt.oldest >= 0 else ""
     versions = f", versions {attempt.oldest}..{attempt.newest}" if attempt.oldest >= 0 else ""
     return (

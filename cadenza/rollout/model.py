@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cadenza.errors import InfrastructureError
+from cadenza.errors import InfrastructureError, stopped
 from cadenza.inference.replica import (
     Finish,
     Generation,
@@ -56,7 +56,7 @@ class Codec(Protocol):
 
 
 class ContextFull(Exception):
-    """There is no room for another token: the episode ends here, truncated."""
+    """There is no room for another token, or no turn left: the episode ends here, truncated."""
 
 
 class Reply:
@@ -125,6 +125,8 @@ class Model:
         """The same in tokens: append them to the context, and let the model go on."""
         attempt = self._attempt
         fresh = fresh or not self._chunks
+        if len(self.trajectory.turns) >= self._around.max_turns:
+            raise ContextFull(f"the episode had its max_turns {self._around.max_turns}")
         chunks, context = ((), 0) if fresh else (self._chunks, self._context)
         prompt = np.ascontiguousarray(tokens, dtype=np.int32)
         if fresh and not len(prompt):
@@ -178,7 +180,11 @@ class Model:
             try:
                 answer = seat.replica.generate(request)
                 part = await answer
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
+                if not stopped(error):  # the engine's own
+                    self._tell("answer", "error")
+                    sampler.report(seat, ReplicaError("'generate' was cancelled"))
+                    continue
                 if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
                     self._around.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
                 else:
@@ -186,9 +192,11 @@ class Model:
                 raise
             except RequestRefused:
                 self._tell("answer", "refused")
+                seat.served += 1
                 raise
             except StaleEpoch:
                 self._tell("answer", "refused")
+                seat.served += 1
                 continue
             except ReplicaError as error:
                 self._tell("answer", "error")
@@ -201,6 +209,9 @@ class Model:
             finally:
                 sampler.release(seat, context)
             self._tell("answer", part.finish.value, len(part.tokens))
+            if len(part.logprobs) != len(part.tokens) or sum(span.length for span in part.spans) != len(part.tokens):
+                sampler.report(seat, ReplicaError("'generate' gave tokens, logprobs and spans of different lengths"))
+                continue
             seat.failures = 0
             seat.served += 1
             self._seat = seat

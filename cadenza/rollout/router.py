@@ -34,8 +34,8 @@ class Seat:
     """A replica's place in the sampler: its state, what is in flight on it, and how much that weighs."""
 
     __slots__ = (
-        "asked", "capacity", "failures", "gone", "index", "inflight", "load", "pressure", "progress", "replica",
-        "served", "state", "strikes", "version",
+        "asked", "capacity", "failures", "gone", "index", "inflight", "load", "loading", "pressure", "progress",
+        "replica", "served", "state", "strikes", "version",
     )  # fmt: skip
 
     def __init__(self, index: int, replica: Replica, gone: asyncio.Future[str]) -> None:
@@ -44,6 +44,8 @@ class Seat:
         self.capacity = max(replica.kv_capacity, 1)
         self.state = SeatState.ACTIVE
         self.version = 0
+        self.loading = False
+        """Weights are being loaded, under a deadline of their own."""
         self.load = 0
         """Tokens of context in flight, each sequence with its fixed weight."""
         self.pressure = 0.0

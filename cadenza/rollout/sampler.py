@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from cadenza.config import Config
-from cadenza.errors import InfrastructureError
+from cadenza.errors import InfrastructureError, raise_if_stopped
 from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaLost, ReplicaStats
 from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.failures import RolloutError, logger
@@ -217,6 +217,8 @@ class Sampler:
 
     def _open_gate(self) -> None:
         if not self._active():
+            if any(seat.state is SeatState.ASLEEP for seat in self._seats):
+                return  # an expand brings one, and opens
             raise NoReplicas(f"no replica is left: {self._losses()}")
         self.opened = asyncio.get_running_loop().time()
         self._gate.set()
@@ -316,6 +318,9 @@ class Sampler:
                 await _while_it_lives(seat, call(seat))
             except ReplicaError as error:
                 self._give_up(seat, str(error) or type(error).__name__)
+            except asyncio.CancelledError as error:
+                raise_if_stopped(error)
+                self._give_up(seat, "was cancelled in a control call")
             except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it costs itself
                 self._give_up(seat, f"raised {type(error).__name__}: {error}")
 
@@ -342,6 +347,7 @@ class Sampler:
     async def _load(self, seat: Seat, version: int, weights: object) -> None:
         """Load into a replica that does not generate; a failure is tried once more."""
         seconds = self.config.load_seconds
+        seat.loading = True
         try:
             await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
         except (ReplicaLost, NoAnswer):
@@ -349,6 +355,8 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - whatever the engine raised, the second time is given up
             logger.warning("replica %s failed to load version %d, once more: %s", seat.replica.name, version, error)
             await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
+        finally:
+            seat.loading = False
         seat.version = version
 
     async def _roll(self, seat: Seat, version: int, weights: object) -> None:
@@ -361,7 +369,8 @@ class Sampler:
         seconds = self.config.control_seconds
         await self._pause(seat, epoch, PauseMode.ABORT)
         await _within(seconds, "sleep", seat.replica.sleep())
-        seat.state = SeatState.ASLEEP
+        if seat.state is not SeatState.LOST:
+            seat.state = SeatState.ASLEEP
 
     async def _wake(self, seat: Seat, skip_load: bool) -> None:
         seconds = self.config.control_seconds
@@ -375,7 +384,8 @@ class Sampler:
             return
         if self._suspended:
             await self._pause(seat, self.epoch, PauseMode.ABORT)
-        seat.state = SeatState.ACTIVE
+        if seat.state is not SeatState.LOST:
+            seat.state = SeatState.ACTIVE
 
     def _on_devices(self, devices: Sequence[int], state: SeatState, what: str) -> list[Seat]:
         """The seats on exactly these devices, all in the state that the operation needs."""
@@ -434,7 +444,7 @@ class Sampler:
             quiet = []
             for seat in self._seats:
                 working = seat.state in (SeatState.ACTIVE, SeatState.LEAVING) and (seat.inflight or seat.asked)
-                if working and not seat.served:
+                if working and not seat.served and not seat.loading:
                     quiet.append(seat)
                 else:
                     seat.strikes = 0
@@ -449,9 +459,13 @@ class Sampler:
             self._gate.set()
 
     async def _look(self, seat: Seat) -> None:
-        stats = await _within(self.config.heartbeat_seconds, "stats", seat.replica.stats())
-        moves = stats.paused or stats.progress != seat.progress
-        seat.progress = stats.progress
+        try:
+            stats = await _within(self.config.heartbeat_seconds, "stats", seat.replica.stats())
+        except NoAnswer:
+            moves = False
+        else:
+            moves = stats.paused or stats.progress != seat.progress
+            seat.progress = stats.progress
         seat.strikes = 0 if moves else seat.strikes + 1
         if seat.strikes >= self.config.max_strikes:
             self._give_up(seat, f"no progress in {seat.strikes} looks, {self.config.heartbeat_seconds} s apart")

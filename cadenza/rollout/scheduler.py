@@ -121,6 +121,8 @@ class RolloutScheduler:
     async def suspend(self) -> None:
         """Close the gate; returns when no token is being generated, here and in whatever shares the sampler. It
         stays closed until this scheduler resumes or takes a batch."""
+        if self._closing.is_set():
+            raise SchedulerClosed("the scheduler was shut down")
         await self.sampler.suspend(self.config.suspend_mode, holder=self)
 
     async def resume(self) -> None:
@@ -202,13 +204,13 @@ class RolloutScheduler:
         self.sampler.on_lost.append(self._lost)
         self._root = asyncio.get_running_loop().create_task(self._own(), name=f"scheduler {self.mode}")
         await self._started.wait()
-        self.queue.advance(self.sampler.version)
-        self._worker.fill()
 
     async def _own(self) -> None:
         """Keep the task group open until the end."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            self.queue.advance(self.sampler.version)
+            self._worker.fill()
             self._started.set()
             await self._closing.wait()
 

@@ -7,7 +7,7 @@ not the mix that is tried, follows the weights.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -94,6 +94,9 @@ def _tasks(name: str, tasks: int | Sequence[Any] | None, first_seed: int) -> Ite
         return _seeds(name, tasks, first_seed)
     if not tasks:
         raise ValueError(f"domains.{name}.tasks is empty")
+    ids = [task.id for task in tasks if isinstance(task, Task)]
+    if twice := next((id for id, count in Counter(ids).items() if count > 1), None):
+        raise ValueError(f"domains.{name}.tasks has two tasks with the id '{twice}'; ids must be unique")
     return _rows(name, tasks)
 
 
@@ -105,12 +108,8 @@ def _seeds(name: str, count: int | None, first: int) -> Iterator[Task]:
 
 
 def _rows(name: str, rows: Iterable[Any]) -> Iterator[Task]:
-    ids: set[str] = set()
     for number, row in enumerate(rows):
         if isinstance(row, Task):
-            if row.id in ids:
-                raise ValueError(f"domains.{name}.tasks has two tasks with the id '{row.id}'; ids must be unique")
-            ids.add(row.id)
             if row.domain != name:
                 raise ValueError(f"task '{row.id}' says domain '{row.domain}', but stands under domains.{name}")
             yield row

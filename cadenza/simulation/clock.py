@@ -25,7 +25,7 @@ class Deadlock(RuntimeError):
 
 
 class VirtualTimeout(RuntimeError):
-    """The run asked for more virtual time or more loop turns than it was given."""
+    """The run asked for more virtual time than it was given."""
 
 
 class _Jump(selectors.BaseSelector):

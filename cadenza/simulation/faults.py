@@ -77,7 +77,7 @@ def draw_faults(
     rng: Random, *, replicas: int, protected: int, versions: int, envs: int, turns: int, rewards: bool
 ) -> tuple[Fault, ...]:
     """One to three faults. What may cost a replica its life spares the protected one."""
-    kinds: list[Kind] = [*REPLICA_KINDS, *ENV_KINDS]
+    kinds: list[Kind] = [*REPLICA_KINDS, "hang", "lost_abort", *ENV_KINDS]
     if rewards:
         kinds += [*REWARD_KINDS, *REWARD_KINDS]
     faults: list[Fault] = []
@@ -108,7 +108,7 @@ def _replica_fault(rng: Random, kind: Kind, replicas: int, versions: int, envs: 
         "slow": rng.choice((2.0, 4.0, 8.0)),
         "flaky": float(rng.choice((1, 2, 4))),
         "late_abort": rng.choice((0.05, 0.25, 1.0)),
-        "hang": rng.choice((0.3, FOREVER, FOREVER)),
+        "hang": rng.choice((0.3, FOREVER, FOREVER, FOREVER)),
         "failed_weight_update": float(rng.choice((1, 1, 2))),
     }.get(kind, 1.0)
     moment: Moment = rng.choice(("issue", "issue", "suspend", "publish", "resume", "resize"))

@@ -219,7 +219,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
     filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2))
     finite = not doomed and staleness == "wait" and rng.random() < 0.8
     cut = steps * groups + (groups if odd_size in ("double", "twice") else 0)
-    needed = cut + math.ceil(2 * filter_rate * cut) + extra_groups * steps // 2 + 1 + 12 // group_size
+    needed = cut + math.ceil(3 * filter_rate * cut) + extra_groups * steps // 2 + 1 + 12 // group_size
     domains = _domains(rng, needed if finite else None)
     replicas = rng.choice((1, 2, 2, 3, 3, 4, 6))
     protected = rng.randrange(replicas)
