@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from builders import (
     FOREVER,
@@ -728,5 +729,78 @@ def test_a_scheduler_that_never_started_can_be_shut_down_twice() -> None:
         await scheduler.shutdown()
         await scheduler.shutdown()
         scheduler.ledger.check()
+
+    simulate(main)
+
+
+# -- what would be trained as something else ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["reset", "step"])
+@pytest.mark.parametrize(
+    "observation",
+    [np.array([0.7, 1.9, -3.2]), np.array([[1, 2], [3, 4]])],
+    ids=["float", "2-D"],
+)
+def test_an_array_that_is_no_row_of_tokens_is_refused_as_an_observation(observation: Any, place: str) -> None:
+    class Numbers(Once):
+        async def reset(self, seed: int) -> Any:
+            return observation if place == "reset" else "task"
+
+        async def step(self, action: str) -> tuple[Any, ...]:
+            return observation, 0.0, False, False, {}
+
+    async def main() -> None:
+        async with playing(env=Numbers, error_budget=5) as scheduler:
+            with pytest.raises(ErrorBudget, match=f"{place} of domain 'toy': EnvError|rollout of domain .*EnvError"):
+                await get(scheduler, 4)
+            assert f"EnvError: env 'toy' {place} returned" in scheduler.why("toy/0")
+
+    simulate(main)
+
+
+def test_tasks_that_are_a_text_are_refused_by_the_name_of_the_field() -> None:
+    with pytest.raises(ValidationError, match="tasks"):
+        DomainConfig(env=Once, tasks="data.jsonl")
+
+
+def test_two_tasks_with_one_id_are_refused_before_anything_runs() -> None:
+    tasks = [Task("a", 1, "toy"), Task("b", 1, "toy"), Task("a", 2, "toy")]
+
+    async def main() -> None:
+        with pytest.raises(ValueError, match=r"domains\.toy\.tasks.*'a'"):
+            build(tasks=tasks)
+
+    simulate(main)
+
+
+def test_a_step_before_the_first_turn_of_the_model_is_refused_in_words() -> None:
+    async def hasty(task: Task, env: EnvHandle, model: Model) -> None:
+        await env.reset(task.seed)
+        await env.step("an opening")
+        await model.chat("well?")
+
+    async def main() -> None:
+        async with playing(rollout=hasty, error_budget=5) as scheduler:
+            with pytest.raises(ErrorBudget, match="EnvError"):
+                await get(scheduler, 4)
+            assert re.search(r"EnvError: .*step.*before.*model", scheduler.why("toy/0"))
+
+    simulate(main)
+
+
+def test_a_first_prompt_beyond_max_context_retires_its_task_at_once() -> None:
+    class Long(Once):
+        async def reset(self, seed: int) -> str:
+            return "x" * (200 if seed % 3 == 0 else 5)
+
+    async def main() -> None:
+        async with playing(env=Long, max_context=100, group_size=2, batch_size=8, error_budget=0) as scheduler:
+            batch = await got(scheduler, 8)
+            assert set(column(batch, "task_id")) == {f"toy/{seed}" for seed in (1, 2, 4, 5)}
+            assert "max_context" in scheduler.why("toy/0")
+            assert "#1" not in scheduler.why("toy/0")
+            assert "task retired" in scheduler.why("toy/0")
+            assert scheduler.metrics()["errors/user_code"] == 0
 
     simulate(main)

@@ -32,6 +32,8 @@ from builders import (
 )
 
 from cadenza.errors import InfrastructureError
+from cadenza.inference.replica import Finish
+from cadenza.rollout.collate import FINISH
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate, Task, Trajectory
@@ -460,7 +462,7 @@ def test_beat_13_a_dead_replica_does_not_become_a_sample_of_score_zero() -> None
             dead.kill("power cut")
             batch = await got(scheduler, 8)
             assert column(batch, "scores") == [1.0] * 8
-            assert column(batch, "finish_reason") == column(batch, "finish_reason")[:1] * 8
+            assert column(batch, "finish_reason") == [FINISH[Finish.STOP]] * 8
             assert all(len(response) == 10 for response in responses(batch))
 
     simulate(main)

@@ -779,3 +779,50 @@ def test_infrastructure_that_an_env_reports_does_not_speak_against_the_task() ->
             assert fates(scheduler) == {"failed": 5, "trained": 1}
 
     simulate(main)
+
+
+# -- close and a step that still runs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("returns", [True, False], ids=["a step that returns", "a step that does not"])
+def test_a_sync_env_is_closed_after_the_step_that_still_runs_or_after_close_seconds(returns: bool) -> None:
+    order: list[str] = []
+    go_on, ended, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        made = 0
+
+        def __init__(self) -> None:
+            Slow.made += 1
+            self.first = Slow.made == 1
+
+        def reset(self, seed: int) -> str:
+            return "task"
+
+        def step(self, action: str) -> Any:
+            if self.first:
+                assert go_on.wait(20.0)
+                order.append("step ended")
+                ended.set()
+            return DONE
+
+        def close(self) -> None:
+            if self.first:
+                order.append("closed")
+                closed.set()
+
+    async def main() -> None:
+        patience = {"lease_seconds": 0.2, "close_seconds": 5.0 if returns else 0.3}
+        async with playing([fake(0.0)], env=Slow, tasks=4, **patience) as scheduler:
+            assert len(await got(scheduler, 4)) == 4  # another slot did what the slow one should have
+            if returns:
+                await asyncio.sleep(0.1)
+                assert order == []
+            else:
+                assert await asyncio.to_thread(closed.wait, 5.0)
+            go_on.set()
+            assert await asyncio.to_thread(ended.wait, 5.0)
+            assert await asyncio.to_thread(closed.wait, 5.0)
+
+    really(main)
+    assert order == (["step ended", "closed"] if returns else ["closed", "step ended"])

@@ -30,7 +30,7 @@ from builders import (
 )
 
 from cadenza.errors import InfrastructureError
-from cadenza.inference.replica import Finish, Generation, PauseMode, Request, Sampling
+from cadenza.inference.replica import Finish, Generation, PauseMode, ReplicaLost, Request, RequestRefused, Sampling
 from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, Router, Seat
 from cadenza.rollout.sampler import NoReplicas, Sampler, SamplerConfig
 from cadenza.simulation.cost import CostModel
@@ -827,5 +827,223 @@ def test_the_sampler_tells_what_happens_to_it() -> None:
             await scheduler.expand_sampler([1])
         kinds = [event.kind for event in story.events]
         assert kinds == ["suspend", "suspended", "publish", "resume", "shrink", "expand"]
+
+    simulate(main)
+
+
+class Quitter(FakeReplica):
+    """A replica one of whose calls ends in a cancellation that nobody asked for."""
+
+    def __init__(self, call: str, seconds: float) -> None:
+        super().__init__(lambda request: "x" * 1000, seconds=seconds, name="quitter")
+        self.call = call
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        self.fail("generate")
+        future = super().generate(request)
+        if self.call == "the future of generate":
+            asyncio.get_running_loop().call_later(0.5, future.cancel)
+        return future
+
+    async def pause(self, epoch: int, mode: PauseMode) -> None:
+        self.fail("pause")
+        await super().pause(epoch, mode)
+
+    async def load_weights(self, version: int, weights: object) -> None:
+        self.fail("load_weights")
+        await super().load_weights(version, weights)
+
+    def fail(self, call: str) -> None:
+        if call == self.call:
+            raise asyncio.CancelledError
+
+
+def test_suspend_does_not_return_while_a_replica_generates_whose_pause_was_cancelled() -> None:
+    async def main() -> None:
+        quitter, well = Quitter("pause", 100.0), fake(100.0, devices=(1,))
+        async with playing([quitter, well], alpha=1, tasks=4) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            await scheduler.suspend()
+            written = (await quitter.stats()).generated
+            await asyncio.sleep(20.0)
+            assert (await quitter.stats()).generated == written
+            assert scheduler.sampler.devices == {0: "lost", 1: "active"}
+            assert "quitter" in scheduler.sampler.lost
+            assert len(await got(scheduler, 4)) == 4
+            assert fates(scheduler) == {"trained": 4}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("gate", ["closed", "open"])
+def test_a_version_is_not_published_on_a_replica_whose_load_was_cancelled(gate: str) -> None:
+    async def main() -> None:
+        quitter, well = Quitter("load_weights", 100.0), fake(100.0, devices=(1,))
+        async with playing([quitter, well], alpha=1, tasks=4) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            if gate == "closed":
+                await scheduler.suspend()
+            await scheduler.sampler.load_weights(1)
+            assert (well.version, scheduler.sampler.version) == (1, 1)
+            assert scheduler.sampler.devices == {0: "lost", 1: "active"}
+            assert len(await got(scheduler, 4)) == 4
+            assert fates(scheduler) == {"trained": 4}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("call", ["generate", "the future of generate"])
+def test_a_request_that_a_replica_cancels_by_itself_is_retried_elsewhere(call: str) -> None:
+    async def main() -> None:
+        quitter, well = Quitter(call, 1.0), fake(devices=(1,))
+        async with playing([quitter, well], batch_size=8, tasks=8) as scheduler:
+            assert len(await got(scheduler, 8)) == 8
+            assert fates(scheduler) == {"trained": 8}
+            assert scheduler.metrics()["errors/user_code"] == 0
+            assert scheduler.sampler.devices == {0: "lost", 1: "active"}
+            assert "requests failed in a row" in scheduler.sampler.lost["quitter"]
+
+    simulate(main)
+
+
+def test_a_generation_whose_logprobs_do_not_match_its_tokens_is_retried_elsewhere() -> None:
+    class Malformed(FakeReplica):
+        def generate(self, request: Request) -> asyncio.Future[Generation]:
+            future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+            future.set_result(Generation(np.zeros(3, np.int32), np.zeros(2, np.float32), (), Finish.STOP))
+            return future
+
+    async def main() -> None:
+        replicas = [Malformed(name="malformed"), fake(name="well", devices=(1,))]
+        async with playing(replicas, batch_size=8, tasks=8) as scheduler:
+            batch = await got(scheduler, 8)
+            assert [len(response) for response in responses(batch)] == [10] * 8
+            assert fates(scheduler) == {"trained": 8}
+            assert scheduler.sampler.devices == {0: "lost", 1: "active"}
+            assert "logprobs" in scheduler.sampler.lost["malformed"]
+
+    simulate(main)
+
+
+def test_a_replica_that_answers_nothing_while_it_loads_is_not_given_up_by_the_health_check() -> None:
+    class OneCallAtATime(FakeReplica):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(lambda request: "x" * 100, seconds=300.0, **options)
+            self.turn = asyncio.Lock()
+
+        async def load_weights(self, version: int, weights: object) -> None:
+            async with self.turn:
+                await asyncio.sleep(60.0)
+                await super().load_weights(version, weights)
+
+        async def stats(self) -> Any:
+            async with self.turn:
+                return await super().stats()
+
+    async def main() -> None:
+        replicas = [OneCallAtATime(name=f"r{i}", devices=(i,)) for i in range(2)]
+        patience = {"heartbeat_seconds": 5.0, "max_strikes": 2}
+        async with playing(replicas, alpha=1, tasks=8, batch_size=8, sampler=patience) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            await scheduler.sampler.load_weights(1)
+            assert scheduler.sampler.lost == {}
+            assert [replica.version for replica in replicas] == [1, 1]
+            assert len(await got(scheduler, 8)) == 8
+            assert scheduler.sampler.lost == {}
+
+    simulate(main)
+
+
+class LateAnswers(FakeReplica):
+    """So many looks at it in a row get no answer in time."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__(lambda request: "x" * 1000, seconds=60.0, name="late")
+        self.looks = looks
+
+    async def stats(self) -> Any:
+        self.looks -= 1
+        if self.looks >= 0:
+            await asyncio.sleep(1e5)
+        return await super().stats()
+
+
+def test_a_replica_that_is_late_for_a_look_or_two_is_not_given_up() -> None:
+    async def main() -> None:
+        sampler = Sampler([LateAnswers(2)], SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
+        await sampler.resume()
+        answer, when = await timed(ask(sampler))
+        assert (len(answer.tokens), when) == (1000, 60.0)
+        assert sampler.lost == {}
+
+    simulate(main)
+
+
+def test_a_replica_that_is_late_for_look_after_look_is_given_up() -> None:
+    async def main() -> None:
+        replicas = [LateAnswers(3), fake(name="well", devices=(1,))]
+        sampler = Sampler(replicas, SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
+        lost: list[float] = []
+        sampler.on_lost.append(lambda name, cause: lost.append(now()))
+        await sampler.resume()
+        asking = start(ask(sampler))
+        await asyncio.wait([asking])
+        assert isinstance(asking.exception(), Exception)
+        assert sampler.devices == {0: "lost", 1: "active"}
+        assert 2.0 + 2 * 2.0 < lost[0] <= 3 * (2.0 + 2.0)
+
+    simulate(main)
+
+
+def test_requests_that_are_refused_speak_against_no_replica() -> None:
+    class Narrow(FakeReplica):
+        def generate(self, request: Request) -> asyncio.Future[Generation]:
+            if request.context <= 100:
+                return super().generate(request)
+            future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+            future.set_exception(RequestRefused("too long"))
+            return future
+
+    class Long(Once):
+        async def reset(self, seed: int) -> str:
+            await asyncio.sleep(5.0)
+            return "x" * (200 if seed < 40 else 10)
+
+    async def main() -> None:
+        patience = {"heartbeat_seconds": 10.0, "max_strikes": 3}
+        async with playing(
+            [Narrow()], env=Long, slots=1, batch_size=1, max_attempts=1, sampler=patience
+        ) as scheduler:  # fmt: skip
+            batch, when = await timed(got(scheduler, 1))
+            assert (column(batch, "task_id"), when) == (["toy/40"], 41 * 5.0)
+            assert scheduler.sampler.devices == {0: "active"}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("moment", ["a request", "resume"])
+def test_when_one_replica_is_lost_and_the_other_asleep_a_batch_waits_for_expand(moment: str) -> None:
+    class Dying(FakeReplica):
+        async def resume(self) -> None:
+            raise ReplicaLost("power cut")
+
+    async def main() -> None:
+        dying = Dying(name="dying", seconds=1.0) if moment == "resume" else fake(name="dying")
+        async with playing([dying, fake(name="well", devices=(1,))], alpha=1) as scheduler:
+            await got(scheduler, 4)
+            if moment == "resume":
+                await scheduler.suspend()
+            await scheduler.shrink_sampler([1])
+            if moment == "a request":
+                dying.kill("power cut")
+            waiting = start(got(scheduler, 8, 1))
+            await asyncio.sleep(5.0)
+            assert scheduler.sampler.devices == {0: "lost", 1: "asleep"}
+            assert not waiting.done()
+            await scheduler.expand_sampler([1])
+            assert len(await asyncio.wait_for(waiting, 10.0)) == 8
 
     simulate(main)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Any
+from contextlib import suppress
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -1081,8 +1082,17 @@ def test_an_env_that_ignores_its_cancellation_does_not_keep_its_slot_for_ever() 
     async def main() -> float:
         env = first_time(deaf)
         async with playing(env=env, slots=1, batch_size=2, lease_seconds=10, close_seconds=30) as scheduler:
-            await got(scheduler, 2)
-            return now()
+            _, when = await timed(got(scheduler, 2))
+            assert scheduler.metrics()["envs/leaked"] == 1
+            for step in range(1, 9):  # the env returns at 4,011 s
+                await asyncio.sleep(1_000.0)
+                assert scheduler.metrics()["slots/busy"] == 0
+                asked = now()
+                await got(scheduler, 2, step)
+                assert now() - asked == pytest.approx(2 * 1.0)  # one after the other, for there is one slot
+            assert scheduler.metrics()["envs/leaked"] == 1
+            assert fates(scheduler) == {"failed": 1, "trained": 18}
+            return when
 
     assert simulate(main) <= 1.0 + 10 + 2 * 30 + 2.0
 
@@ -1176,5 +1186,317 @@ def test_two_replicas_serve_side_by_side() -> None:
         async with playing(replicas, batch_size=8) as scheduler:
             await got(scheduler, 8)
             assert [len(replica.requests) for replica in replicas] == [4, 4]
+
+    simulate(main)
+
+
+# -- code that swallows its cancellation -------------------------------------------------------------------------------
+
+
+async def undisturbed(seconds: float) -> None:
+    """Take that long, whoever cancels."""
+    over = asyncio.ensure_future(asyncio.sleep(seconds))
+    while not over.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([over])
+
+
+@pytest.mark.parametrize("bound", [{"slots": 2}, {"slots": 8, "max_envs": 2}], ids=["slots", "max_envs"])
+def test_the_slot_of_an_env_that_returns_long_after_its_lease_is_freed_once(bound: dict[str, int]) -> None:
+    inside, most = 0, 0
+
+    async def step(seed: int, number: int) -> None:
+        nonlocal inside, most
+        if (seed, number) == (0, 0):
+            await undisturbed(200.0)
+            return
+        inside += 1
+        most = max(most, inside)
+        await asyncio.sleep(5.0)
+        inside -= 1
+
+    async def main() -> None:
+        busy: set[float] = set()
+        async with playing(env=stepping(step), alpha=1, lease_seconds=20, close_seconds=5, **bound) as scheduler:
+            for version in range(1, 41):
+                await got(scheduler, 4)
+                busy.add(scheduler.metrics()["slots/busy"])
+                await publish(scheduler, version)
+            assert now() > 300.0
+            assert scheduler.metrics()["envs/leaked"] == 1
+        assert busy <= {0, 1, 2}
+
+    simulate(main)
+    assert most == 2
+
+
+def test_a_member_that_lost_the_race_and_ignores_it_gives_its_slot_back_all_the_same() -> None:
+    async def step(seed: int, number: int) -> None:
+        if number == 2:
+            await undisturbed(1_000.0)
+
+    async def main() -> None:
+        async with playing(
+            env=stepping(step), group_size=2, extra_members=1, batch_size=2, tasks=1, slots=3, close_seconds=5
+        ) as scheduler:
+            _, when = await timed(got(scheduler, 2))
+            assert when == 1.0
+            await asyncio.sleep(2 * 5.0 + 0.1)
+            assert scheduler.metrics()["slots/busy"] == 0
+            assert scheduler.metrics()["envs/leaked"] == 1
+            await asyncio.sleep(2_000.0)  # it returns, and nobody listens
+            assert scheduler.metrics()["slots/busy"] == 0
+            assert scheduler.metrics()["envs/leaked"] == 1
+            assert fates(scheduler) == {"trained": 2, "surplus": 1}
+
+    simulate(main)
+
+
+def test_members_that_ignore_the_race_do_not_use_up_the_slots() -> None:
+    async def step(seed: int, number: int) -> None:
+        if number == 2:
+            await undisturbed(1e5)
+
+    async def main() -> None:
+        async with playing(
+            env=stepping(step), group_size=2, extra_members=1, batch_size=2, slots=3, close_seconds=5, alpha=1
+        ) as scheduler:
+            for version in range(1, 11):
+                await got(scheduler, 2)
+                await publish(scheduler, version)
+            assert now() <= 10 * (1.0 + 2 * 5.0)
+
+    simulate(main)
+
+
+def test_a_close_that_ignores_its_cancellation_costs_close_seconds_and_not_the_slot() -> None:
+    class Stubborn(Once):
+        async def close(self) -> None:
+            await undisturbed(1_000.0)
+
+    async def main() -> None:
+        async with playing(env=Stubborn, batch_size=2, tasks=2, slots=1, close_seconds=5) as scheduler:
+            _, when = await timed(got(scheduler, 2))
+            assert when == 2 * (1.0 + 5.0)
+            assert scheduler.metrics()["slots/busy"] == 0
+            assert scheduler.metrics()["envs/leaked"] == 2
+            await asyncio.sleep(2_000.0)
+            assert scheduler.metrics()["slots/busy"] == 0
+            assert scheduler.metrics()["envs/leaked"] == 2
+
+    simulate(main)
+
+
+def test_a_reward_that_ignores_its_cancellation_is_given_up_at_its_deadline() -> None:
+    async def stubborn(trajectory: Trajectory) -> float:
+        if trajectory.id == 0:
+            await undisturbed(1_000.0)
+        return 1.0
+
+    async def main() -> None:
+        async with playing(reward=stubborn, reward_seconds=10, max_attempts=2) as scheduler:
+            batch, when = await timed(got(scheduler, 4))
+            assert when == 1.0 + 2 * 10 + 1.0
+            assert column(batch, "attempt") == [1, 0, 0, 0]
+            await asyncio.sleep(2_000.0)
+            assert fates(scheduler) == {"failed": 1, "trained": 4}
+
+    simulate(main)
+
+
+def test_a_rollout_that_swallows_its_cancellation_gets_no_new_lease_and_delays_no_other() -> None:
+    """Three members of task 1 hang, and their leases end when that of task 0's loser would, if it got one."""
+
+    class Hangs:
+        made: ClassVar[Counter[int]] = Counter()
+
+        async def reset(self, seed: int) -> str:
+            self.seed, self.number, self.steps = seed, self.made[seed], 0
+            self.made[seed] += 1
+            return f"task {seed}"
+
+        async def step(self, action: str) -> tuple[Any, ...]:
+            self.steps += 1
+            if self.seed == 1 and self.steps == 1:
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                return "more", 0.0, False, False, {}
+            if (self.seed == 0 and self.number == 2) or (self.seed == 1 and self.number < 3):
+                await asyncio.sleep(1e5)
+            return "", 1.0, True, False, {}
+
+    async def careless(task: Task, env: EnvHandle, model: Model) -> None:
+        observation = await env.reset(task.seed)
+        with suppress(asyncio.CancelledError):
+            await model.chat(observation)
+        while not env.done:
+            await env.step("go on")
+
+    async def main() -> None:
+        complaints: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        async with playing(
+            [fake(by_attempt(1.0, 1.0, 100.0))], env=Hangs, rollout=careless, group_size=2, extra_members=1,
+            batch_size=4, tasks=2, slots=6, lease_seconds=20, close_seconds=5,
+        ) as scheduler:  # fmt: skip
+            _, when = await timed(got(scheduler, 4))
+            assert when == 1.0 + 20.0 + 1.0
+            assert scheduler.metrics()["slots/leases_expired"] == 3
+            await asyncio.sleep(200.0)
+            assert scheduler.metrics()["slots/leases_expired"] == 3
+            assert scheduler.metrics()["slots/busy"] == 0
+        assert complaints == []
+
+    simulate(main)
+
+
+# -- tasks that always fail, and how often they may --------------------------------------------------------------------
+
+
+def test_a_task_whose_reward_never_answers_is_retired_and_nobody_is_to_blame() -> None:
+    async def dead(trajectory: Trajectory) -> float:
+        await asyncio.sleep(FOREVER if trajectory.task.seed == 1 else 0.0)
+        return 1.0
+
+    async def main() -> None:
+        async with playing(reward=dead, group_size=2, reward_seconds=10, max_attempts=2, error_budget=0) as scheduler:
+            batch, when = await timed(got(scheduler, 4))
+            assert set(column(batch, "task_id")) == {"toy/0", "toy/2"}
+            assert when <= 2 * (1.0 + 2 * 10) + 1.0
+            assert "task retired, member" in scheduler.why("toy/1")
+            assert "no answer within" in scheduler.why("toy/1")
+            assert scheduler.metrics()["errors/user_code"] == 0
+
+    simulate(main)
+
+
+def test_a_task_whose_infrastructure_always_fails_is_retired_after_four_times_as_many_tries() -> None:
+    async def gone(seed: int, number: int) -> None:
+        if seed == 1:
+            raise InfrastructureError("the sandbox is gone")
+
+    async def main() -> None:
+        async with playing(env=stepping(gone), max_attempts=2, error_budget=0) as scheduler:
+            batch = await got(scheduler, 4)
+            assert set(column(batch, "task_id")) == {f"toy/{seed}" for seed in (0, 2, 3, 4)}
+            assert fates(scheduler) == {"failed": 4 * 2, "trained": 4}
+            assert "task retired" in scheduler.why("toy/1")
+            assert scheduler.metrics()["errors/user_code"] == 0
+
+    simulate(main)
+
+
+def test_a_timeout_error_that_a_reward_raises_is_its_error_and_no_deadline() -> None:
+    calls: Counter[int] = Counter()
+
+    async def client(trajectory: Trajectory) -> float:
+        calls[trajectory.id] += 1
+        if trajectory.id == 0:
+            raise TimeoutError("the judge did not answer")
+        return 1.0
+
+    async def main() -> None:
+        async with playing(reward=client) as scheduler:
+            _, when = await timed(got(scheduler, 4))
+            assert (when, set(calls.values())) == (2.0, {1})
+            assert scheduler.metrics()["errors/user_code"] == 1
+            assert "reward: TimeoutError: the judge did not answer" in scheduler.why("g0.0#0")
+
+    simulate(main)
+
+
+# -- names, verdicts, turns --------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_an_error_is_in_why_and_not_in_the_names_of_metrics() -> None:
+    calls: list[int] = []
+
+    async def flaky(seed: int, number: int) -> None:
+        calls.append(seed)
+        if number == 0:
+            raise InfrastructureError(f"connection {len(calls)} reset")
+
+    async def main() -> None:
+        async with playing(env=stepping(flaky), batch_size=16) as scheduler:
+            metrics = (await got(scheduler, 16)).meta_info["metrics"]
+            lost = {name: tokens for name, tokens in metrics.items() if name.startswith("tokens_lost/")}
+            assert lost == {"tokens_lost/step: InfrastructureError": 16 * 10}
+            assert "step: InfrastructureError: connection 1 reset" in scheduler.why("g0.0#0")
+
+    simulate(main)
+
+
+def test_a_lambda_around_an_async_filter_is_awaited() -> None:
+    async def main() -> None:
+        async with playing(group_filter=lambda group: keep_odd(group), group_size=2) as scheduler:
+            assert set(column(await got(scheduler, 4), "task_id")) == {"toy/1", "toy/3"}
+
+    simulate(main)
+
+
+def test_max_turns_also_ends_an_episode_that_only_talks() -> None:
+    async def talk(task: Task, env: EnvHandle, model: Model) -> None:
+        await model.chat(await env.reset(task.seed))
+        while True:
+            await model.chat("go on")
+
+    async def main() -> None:
+        async with playing(rollout=talk, max_turns=3, stall_seconds=100) as scheduler:
+            batch, when = await timed(got(scheduler, 4))
+            assert when == 3.0
+            assert column(batch, "truncated") == [True] * 4
+            assert [len(row) for row in rows(batch, "step_scores")] == [3] * 4
+
+    simulate(main)
+
+
+# -- versions and the gate ---------------------------------------------------------------------------------------------
+
+
+def test_staleness_is_never_negative_while_a_version_is_being_rolled_out() -> None:
+    class SlowToLoad(FakeReplica):
+        async def load_weights(self, version: int, weights: object) -> None:
+            await asyncio.sleep(50.0)
+            await super().load_weights(version, weights)
+
+    async def main() -> None:
+        slow = SlowToLoad(seconds=1.0, name="slow", devices=(1,))
+        async with playing([fake(), slow], alpha=4, slots=4) as scheduler:
+            await scheduler.resume()
+            loading = asyncio.ensure_future(scheduler.sampler.load_weights(1))
+            await asyncio.sleep(3.5)
+            for step in range(3):
+                batch = await got(scheduler, 4, step)
+                assert batch.meta_info["metrics"]["staleness/mean"] >= 0
+            assert any(1 in row for row in rows(batch, "versions"))
+            assert (scheduler.queue.version, min(scheduler.queue.staleness)) == (0, 0)
+            await loading
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("shuffle", range(20))
+def test_the_first_calls_after_weights_were_published_begin_at_that_version(shuffle: int) -> None:
+    async def main() -> None:
+        async with playing(alpha=1, slots=16) as scheduler:
+            await scheduler.sampler.load_weights(3)
+            _, batch = await asyncio.gather(scheduler.resume(), got(scheduler, 4))
+            assert batch.meta_info["version"] == 3
+            assert "begun at version 3" in scheduler.why("g0")
+            assert batch.meta_info["metrics"]["staleness/max"] == 0
+
+    simulate(main, shuffle=shuffle)
+
+
+def test_suspend_after_shutdown_is_refused_and_does_not_hold_the_gate() -> None:
+    async def main() -> None:
+        cluster = cluster_of(fake())
+        async with playing(cluster=cluster, mode="val", tasks=4) as validator:
+            async with playing(cluster=cluster) as trainer:
+                await got(trainer, 4)
+            with pytest.raises(SchedulerClosed, match="shut down"):
+                await trainer.suspend()
+            assert not trainer.sampler.suspended
+            assert len(await asyncio.wait_for(got(validator, -1), 10.0)) == 4
 
     simulate(main)

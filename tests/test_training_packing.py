@@ -201,7 +201,7 @@ def _seen(made: Any, slots: int, queries: int) -> list[list[int]]:
 @settings(max_examples=25)
 @given(batches, st.sampled_from(PACKINGS))
 def test_any_packing_gives_what_each_row_alone_gives(batch: DataProto, packing: Packing) -> None:
-    assert_as_row_by_row(DOUBLE, batch, packing, 1e-7)
+    assert_as_row_by_row(DOUBLE, batch, packing, 1e-6)
 
 
 def gradients(module: Any, batch: DataProto, packing: Packing, budget: int) -> tuple[torch.Tensor, ...]:
@@ -293,7 +293,7 @@ def test_a_module_that_is_no_language_model_is_refused() -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
 def test_logprobs_are_of_the_distribution_at_the_temperature(temperature: float) -> None:
-    assert_as_row_by_row(DOUBLE, random_batch(2), "shared", 1e-7, temperature=temperature)
+    assert_as_row_by_row(DOUBLE, random_batch(2), "shared", 1e-6, temperature=temperature)
 
 
 def test_greedy_sampling_cannot_be_trained() -> None:

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from cadenza.training.learner import TrainingState
-from cadenza.training.models import is_adapted
+from cadenza.training.models import is_adapted, without_progress_bars
 
 FORMAT = 1
 _STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -113,7 +113,8 @@ def load_weights(path: Path, module: nn.Module) -> None:
             peft.set_peft_model_state_dict(module, peft.load_peft_weights(str(path), device="cpu"))
         else:
             # Through transformers, which knows how names and tied weights of each model are stored.
-            stored = type(found).from_pretrained(path, dtype=found.dtype)
+            with without_progress_bars():
+                stored = type(found).from_pretrained(path, dtype=found.dtype)
             module.load_state_dict(stored.state_dict())
     except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"the weights in {path} cannot be loaded: {error}") from error
@@ -208,10 +209,9 @@ def _score(path: Path) -> float | None:
 def _save_part(place: Path, part: Part) -> None:
     (place / "training").mkdir(parents=True, exist_ok=True)
     module: Any = part.module
-    if is_adapted(part.module):
-        module.save_pretrained(place, save_embedding_layers=False)
-    else:
-        module.save_pretrained(place, max_shard_size="1000GB")
+    options = {"save_embedding_layers": False} if is_adapted(part.module) else {"max_shard_size": "1000GB"}
+    with without_progress_bars():
+        module.save_pretrained(place, **options)
     state = part.state()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
     save_file(tensors, place / "training" / "tensors.safetensors")

@@ -45,9 +45,7 @@ class TokenScores:
 class Forward:
     """The forward pass of one module. The module may be changed by others (trained, adapted) but not rebuilt."""
 
-    def __init__(
-        self, module: nn.Module, *, precision: Precision = "fp32", logits_limit: int = LOGITS_LIMIT
-    ) -> None:
+    def __init__(self, module: nn.Module, *, precision: Precision = "fp32", logits_limit: int = LOGITS_LIMIT) -> None:
         """At most `logits_limit` logits exist at once; more come in chunks, and again in the backward pass."""
         adapted: Any = module
         base = adapted.get_base_model() if is_adapted(module) else adapted
