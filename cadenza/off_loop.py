@@ -58,9 +58,11 @@ _abandoned: set[asyncio.Future[Any]] = set()
 """Calls that nobody waits for any more; kept until they end, so that they are not collected half-way."""
 
 
-async def within(seconds: float, call: Awaitable[T]) -> T:
+async def within(seconds: float, call: Awaitable[T], what: str) -> T:
     """Await user code, but not longer than this, even when it does not let itself be cancelled."""
     future = asyncio.ensure_future(call)
+    if isinstance(future, asyncio.Task) and (task := asyncio.current_task()) is not None:
+        future.set_name(task.get_name())  # it is the same work, for whoever asks who waits for what
     try:
         await asyncio.wait([future], timeout=seconds)
     finally:
@@ -69,7 +71,7 @@ async def within(seconds: float, call: Awaitable[T]) -> T:
             _abandoned.add(future)
             future.add_done_callback(_forget)
     if not future.done():
-        raise DeadlinePassed(f"no answer within {seconds} s")
+        raise DeadlinePassed(f"no answer within {what} {seconds}")
     return future.result()
 
 

@@ -1364,7 +1364,7 @@ def test_a_task_whose_reward_never_answers_is_retired_and_nobody_is_to_blame() -
             assert set(column(batch, "task_id")) == {"toy/0", "toy/2"}
             assert when <= 2 * (1.0 + 2 * 10) + 1.0
             assert "task retired, member" in scheduler.why("toy/1")
-            assert "no answer within" in scheduler.why("toy/1")
+            assert "no answer within reward_seconds" in scheduler.why("toy/1")
             assert scheduler.metrics()["errors/user_code"] == 0
 
     simulate(main)

@@ -148,7 +148,9 @@ class EnvWorker:
         try:
             if env is not None and hasattr(env, "close"):
                 attempt.place = "close"
-                await self._close_env(type, env, handle)
+                closing = asyncio.ensure_future(self._close_env(type, env, handle))
+                closing.set_name(attempt.key)
+                await _to_its_end(closing)
         finally:
             self._leaving.discard(attempt)
             self._vacate(attempt)
@@ -177,7 +179,7 @@ class EnvWorker:
         """Call the reward; one that is late is asked again, because the tokens are worth more than the call."""
         for left in range(self._max_reward_tries - 1, -1, -1):
             try:
-                return await within(self.config.reward_seconds, reward(trajectory))
+                return await within(self.config.reward_seconds, reward(trajectory), "reward_seconds")
             except DeadlinePassed:
                 if not left:
                     raise
@@ -223,7 +225,7 @@ class EnvWorker:
             call = handle.call if handle is not None else None
             if isinstance(call, asyncio.Future) and not call.done():
                 await asyncio.wait([call], timeout=seconds)
-            await within(seconds, type.call("close", env.close)())
+            await within(seconds, type.call("close", env.close)(), "close_seconds")
         except DeadlinePassed:
             self.leaked_envs += 1
             logger.warning("close of an env of domain '%s' did not return in time; it is left behind", type.name)
@@ -250,3 +252,16 @@ class EnvWorker:
             key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
             key ^= key >> 31
         return key
+
+
+async def _to_its_end(task: asyncio.Task[None]) -> None:
+    """Await a task as a whole: a cancellation that comes meanwhile, or came just before, takes effect afterwards."""
+    interruption: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
+    task.result()

@@ -326,9 +326,9 @@ class GroupQueueManager:
         """Run the filter on a whole group; other groups do not wait for it."""
         trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
         try:
-            keep = await within(self._filter_seconds, group_filter(trajectories))
+            keep = await within(self._filter_seconds, group_filter(trajectories), "reward_seconds")
             if inspect.isawaitable(keep):  # a plain function that returns what an async one gives
-                keep = await within(self._filter_seconds, keep)
+                keep = await within(self._filter_seconds, keep, "reward_seconds")
             if keep is None or keep != keep:
                 raise TypeError(f"group_filter returned {keep!r}; return True to keep the group, False to filter it")
         except USER_CODE as error:  # counted, shown once, bounded by a budget

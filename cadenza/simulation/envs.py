@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class World:
 
     def open(self, scheduler: str) -> int:
         """An env is made; returns its number."""
-        self.episodes.append(Episode(scheduler, _attempt()))
+        self.episodes.append(Episode(scheduler, _begin_attempt()))
         return len(self.episodes) - 1
 
     def hit(self, scheduler: str, fault: Fault) -> None:
@@ -288,7 +289,16 @@ class SimTrainer:
         await asyncio.sleep(self.seconds)
 
 
+_running: ContextVar[str] = ContextVar("attempt", default="")
+"""The attempt whose code runs; what it starts inherits it."""
+
+
 def _attempt() -> str:
-    """The name of the running task: an attempt runs in a task that is called like it."""
+    return _running.get()
+
+
+def _begin_attempt() -> str:
+    """An attempt makes its env in a task that is called like it."""
     task = asyncio.current_task()
-    return "" if task is None else task.get_name()
+    _running.set("" if task is None else task.get_name())
+    return _running.get()
