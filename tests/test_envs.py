@@ -353,7 +353,7 @@ def test_close_is_called_when_the_attempt_loses_a_race() -> None:
     async def main() -> None:
         async with playing(env=env, group_size=2, extra_members=1, batch_size=2, tasks=1) as scheduler:
             _, when = await timed(got(scheduler, 2))
-            await asyncio.sleep(0)
+            await asyncio.sleep(1e-6)  # the rest of this instant
             assert (when, len(env.closed)) == (1.0, 3)
 
     simulate(main)

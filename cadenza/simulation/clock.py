@@ -163,6 +163,7 @@ def run(
     max_time: float = float("inf"),
 ) -> T:
     """Run `main()` under virtual time, like `asyncio.run`."""
+
     def make() -> VirtualLoop:
         return VirtualLoop(shuffle=shuffle, executor_cost=executor_cost, max_time=max_time)
 

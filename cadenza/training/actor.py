@@ -53,7 +53,8 @@ class ActorConfig(LearnerConfig):
     """How the policy learns from a batch."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """That of the sampler, so that logprobs are those of the distribution that was sampled from."""
+    """That of the sampler, so that logprobs are those of the distribution that was sampled from. What top-p or top-k
+    cut off is not: their logprobs differ from these, and `correction` sees it as a mismatch."""
     loss: str | PolicyLoss = "ppo_clip"
     """'ppo_clip', 'policy_gradient', 'module:name', or a function."""
     clip_low: float = Field(default=0.2, ge=0, le=1)
@@ -143,17 +144,18 @@ class Actor:
         working = self._working(columns)
         self._recall(rows, columns, updates[0], working)
         parts = []
+        skipped = 0
         for chosen in updates:
             computed = chosen[working[chosen]]
             if not len(computed):
                 computed = chosen[:1]  # an update without gradient is still one: the optimizer's momentum goes on
             tally = Tally()
             metrics = self._learner.update(batch, self._losses(rows, columns, chosen, computed, tally))
-            metrics |= tally.metrics() | {"skipped_rows": float(len(chosen) - len(computed))}
-            parts.append((metrics, float(rows.counts[chosen].sum())))
+            parts.append((metrics | tally.metrics(), float(rows.counts[chosen].sum())))
+            skipped += len(chosen) - len(computed)
         self._learner.version += 1
-        totals = {"tokens": float(len(rows.trained)), "updates": float(len(updates)), "lr": parts[-1][0]["lr"]}
-        return merge_metrics(parts) | totals
+        totals = {"tokens": len(rows.trained), "updates": len(updates), "skipped_rows": skipped}
+        return merge_metrics(parts) | {"lr": parts[-1][0]["lr"]} | {name: float(n) for name, n in totals.items()}
 
     def logprobs(self, batch: DataProto) -> DataProto:
         """The batch with the column `old_logprobs`: what the policy says of it now."""

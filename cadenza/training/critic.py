@@ -48,7 +48,7 @@ class Critic:
         """`module` is a causal language model; its head is not used."""
         self.config = config
         model: Any = module
-        self.head = nn.Linear(model.config.hidden_size, 1)
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self._learner = Learner(module, config, seed, head=self.head, failures=failures)

@@ -57,6 +57,7 @@ class Forward:
         self._base = base
         self._decoder: nn.Module = base.get_decoder()
         self._head: nn.Module = base.get_output_embeddings()
+        self._vocab_size = int(base.config.get_text_config().vocab_size)
         self._compact: Compact | None = None
         self._plain_head = True
         self._probe()
@@ -70,16 +71,12 @@ class Forward:
         """The layout to use when `packing` is asked for."""
         if packing == "auto":
             return self.packing
-        if packing != "padded" and self._compact is None and not _full_attention(self._base.config):
+        if packing != "padded" and self._compact is None and not _full_attention(self._base.config.get_text_config()):
             raise ValueError(
                 f"packing must be 'padded' for {self._base.config.model_type} models, whose layers do not all attend "
                 f"to the whole past; got {packing!r}"
             )
         return packing
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._base.config.hidden_size)
 
     @property
     def device(self) -> torch.device:
@@ -101,8 +98,7 @@ class Forward:
                 logits = self._logits(packed)
                 return _scores(logits, packed.predicts, packed.targets, temperature, entropy)
             hidden = self._hidden(packed)
-            vocab = int(self._base.config.vocab_size)
-            chunk = max(self.logits_limit // vocab, 1)
+            chunk = max(self.logits_limit // self._vocab_size, 1)
             if len(hidden) <= chunk:
                 return _scores(self._head(hidden), packed.predicts, packed.targets, temperature, entropy)
             return self._chunked(hidden, packed, chunk, temperature, entropy)
@@ -180,7 +176,7 @@ class Forward:
     @torch.no_grad()
     def _probe(self) -> None:
         """Find out which short cuts give the module's own logits, on two rows that share a prefix."""
-        ids = np.arange(11) % int(self._base.config.vocab_size)
+        ids = np.arange(11) % self._vocab_size
         ids[6:9] = ids[:3]
         offsets, firsts = np.array([0, 6, 11]), np.array([0, 5, 9])
         trained = np.array([1, 2, 3, 4, 5, 7, 8, 9, 10])

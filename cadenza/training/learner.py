@@ -119,7 +119,7 @@ class Learner:
     def packed(self, rows: Rows, chosen: Array) -> Iterator[Packed]:
         """The chosen rows as micro-batches."""
         for part in micro_batches(rows, chosen, self.config.token_budget, self.packing):
-            yield pack(rows, part, self.packing)
+            yield pack(rows, part, self.packing).to(self.forward.device)
 
     def update(self, batch: DataProto, losses: Iterable[MicroLoss]) -> dict[str, float]:
         """One update from the losses, each made and taken apart before the next."""
@@ -136,10 +136,11 @@ class Learner:
                 part.loss.backward()  # type: ignore[no-untyped-call]
                 total += value
             update = self.optimizer.apply()
-        except NonFiniteGradient as error:
-            raise self._failure(str(error), batch, np.concatenate(seen)) from None
-        finally:
+        except BaseException as error:
             self.optimizer.clear()
+            if isinstance(error, NonFiniteGradient):
+                raise self._failure(str(error), batch, np.concatenate(seen)) from None
+            raise
         return {"loss": total, "grad_norm": update.grad_norm, "lr": update.lr}
 
     def state(self) -> TrainingState:
