@@ -6,6 +6,7 @@ import asyncio
 import copy
 import math
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -146,10 +147,29 @@ def served(
         return asyncio.run(asyncio.wait_for(main(replica), seconds))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Until the engine thread has come so far."""
-    while not condition():  # noqa: ASYNC110 - the engine tells nobody of its steps
-        await asyncio.sleep(0.001)
+class Brake:
+    """Lets an engine write so many more tokens, and then nothing until it is released: commands it still obeys."""
+
+    def __init__(self, replica: TorchReplica, tokens: int) -> None:
+        self._engine = replica._engine
+        self._end = replica.generated + tokens
+        self._there = threading.Event()
+        prepare = self._engine.prepare
+
+        def braked(until: int) -> bool:
+            if replica.generated < self._end:
+                return prepare(until)
+            self._there.set()
+            time.sleep(0.0005)
+            return False
+
+        self._engine.prepare = braked  # type: ignore[method-assign]
+
+    async def reached(self) -> None:
+        assert await asyncio.get_running_loop().run_in_executor(None, self._there.wait, 30.0)
+
+    def release(self) -> None:
+        del self._engine.prepare
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -341,14 +361,14 @@ def test_an_aborted_turn_goes_on_from_its_tokens_on_any_replica(sampling: Sampli
     async def main(first: TorchReplica, second: TorchReplica) -> None:
         whole = await first.generate(ask(1, count=150, sampling=sampling, session=99))
         for replica in (first, second):
-            before = first.generated
+            brake = Brake(first, 20)
             future = first.generate(ask(2, prompt(10, 1), 150, sampling, seed=10))
-            await until(lambda before=before: first.generated > before + 20)
+            await brake.reached()
             first.abort(2, "moved")
             part = await future
+            brake.release()
             done = len(part.tokens)
-            assert part.finish is Finish.ABORT
-            assert 20 < done < 150
+            assert (part.finish, done) == (Finish.ABORT, 20)
             chunks = (prompt(10, 1), part.tokens)
             more = ask(3, chunks=chunks, count=150 - done, sampling=sampling, seed=10, offset=done, session=2)
             rest = await replica.generate(more)
@@ -362,10 +382,12 @@ def test_an_aborted_turn_goes_on_from_its_tokens_on_any_replica(sampling: Sampli
 
 def test_an_abort_of_one_does_not_disturb_the_others() -> None:
     async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 90)
         futures = [replica.generate(ask(i, prompt(5 + i, i), 100)) for i in range(9)]
-        await until(lambda: replica.generated > 90)
+        await brake.reached()
         for i in (0, 4, 8):
             replica.abort(i, "test")
+        brake.release()
         for i, future in enumerate(futures):
             answer = await future
             text = greedy(tiny(), prompt(5 + i, i), 100)
@@ -389,12 +411,14 @@ def test_a_waiting_request_is_aborted_without_tokens() -> None:
 
 def test_tokens_of_a_cancelled_client_are_discarded_under_the_cause_of_the_abort() -> None:
     async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 5)
         gone = replica.generate(ask(1, count=200))
-        await until(lambda: replica.generated > 5)
+        await brake.reached()
         gone.cancel()
         replica.abort(1, "client_gone")
+        brake.release()
         await replica.generate(ask(2, count=3))
-        assert replica.discarded == {"client_gone": replica.generated - 3} == (await replica.stats()).discarded
+        assert replica.discarded == {"client_gone": 5} == (await replica.stats()).discarded
         replica.generate(ask(3, count=4)).cancel()
         await replica.generate(ask(4, count=5))
         assert replica.discarded["unclaimed"] == 4
@@ -527,7 +551,6 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
         _, length, _, group = rows[i]
         return common[:length] if group else prompt(length, i % 3)
 
-    sequences: dict[int, Sequence] = {}
     done: dict[int, Sequence] = {}
     version = step = 0
     with torch.inference_mode():
@@ -535,8 +558,7 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
             for i, (arrival, _, count, group) in enumerate(rows):
                 if arrival == step:
                     request = ask(i, text(i), count, group=group or 100 + i, session=i // 2)
-                    sequences[i] = Sequence(request, frozenset(), count, i)
-                    engine.add(sequences[i])
+                    engine.add(Sequence(request, text(i), frozenset(), count, i))
             if step in loads:
                 version += 1
                 engine.load(version, tiny())
@@ -561,7 +583,7 @@ def test_rows_of_very_different_length_are_cut_into_panels_and_write_the_same(mo
     shapes = [(5, 70), (200, 50), (40, 40), (90, 90), (7, 20), (150, 60), (66, 33), (3, 100), (180, 12)]
     engine = Engine(decoder_for(tiny()), max_running=9, kv_tokens=9999, prefill_tokens=9999, keep_kv=False, version=0)
     for i, (length, count) in enumerate(shapes):
-        engine.add(Sequence(ask(i, prompt(length, i), count), frozenset(), count, i))
+        engine.add(Sequence(ask(i, prompt(length, i), count), prompt(length, i), frozenset(), count, i))
     done: list[Sequence] = []
     most = 0
     with torch.inference_mode():
@@ -581,14 +603,15 @@ def test_rows_of_very_different_length_are_cut_into_panels_and_write_the_same(mo
 
 def test_a_pause_that_aborts_returns_partial_tokens_of_running_and_waiting_requests() -> None:
     async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 5)
         running, waiting = replica.generate(ask(1, count=200)), replica.generate(ask(2))
-        await until(lambda: replica.generated > 5)
+        await brake.reached()
         await replica.pause(1, PauseMode.ABORT)
-        written = replica.generated
-        assert (running.result().finish, len(running.result().tokens)) == (Finish.ABORT, written)
+        brake.release()
+        assert (running.result().finish, len(running.result().tokens)) == (Finish.ABORT, 5)
         assert (waiting.result().finish, len(waiting.result().tokens)) == (Finish.ABORT, 0)
         await asyncio.sleep(0.02)
-        assert replica.generated == written
+        assert replica.generated == 5
         replica.check()
 
     served(main, max_running=1)
@@ -611,13 +634,14 @@ def test_a_pause_that_drains_waits_for_who_is_there_and_not_for_who_comes() -> N
 
 def test_a_pause_that_keeps_goes_on_where_it_stopped() -> None:
     async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 10)
         future = replica.generate(ask(1, count=120))
-        await until(lambda: replica.generated > 10)
+        await brake.reached()
         await replica.pause(1, PauseMode.KEEP)
-        written = replica.generated
+        brake.release()
         await asyncio.sleep(0.02)
         stats = await replica.stats()
-        assert (stats.paused, stats.running, stats.generated) == (True, 1, written)
+        assert (stats.paused, stats.running, stats.generated) == (True, 1, 10)
         await replica.resume()
         answer = await future
         assert answer.tokens.tolist() == greedy(tiny(), prompt(10, 1), 120)
@@ -654,7 +678,9 @@ def test_a_request_of_the_new_epoch_waits_for_the_resume() -> None:
 
 def test_a_pause_that_a_resume_overtakes_fails_and_a_drain_can_be_cut_short() -> None:
     async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 5)
         first = replica.generate(ask(1, count=240))
+        await brake.reached()
         draining = asyncio.ensure_future(replica.pause(1, PauseMode.DRAIN))
         await asyncio.sleep(0)
         await replica.resume()
@@ -664,6 +690,7 @@ def test_a_pause_that_a_resume_overtakes_fails_and_a_drain_can_be_cut_short() ->
         await asyncio.sleep(0)
         await replica.pause(3, PauseMode.ABORT)
         await draining
+        brake.release()
         assert first.result().finish is Finish.ABORT
 
     served(main)
@@ -672,11 +699,12 @@ def test_a_pause_that_a_resume_overtakes_fails_and_a_drain_can_be_cut_short() ->
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_keeping_through_new_weights_makes_two_spans_and_the_later_tokens_are_of_the_new_ones(kind: str) -> None:
     async def main(replica: TorchReplica) -> None:
+        brake, done = Brake(replica, 20), 20
         future = replica.generate(ask(1, count=150))
-        await until(lambda: replica.generated > 20)
+        await brake.reached()
         await replica.pause(1, PauseMode.KEEP)
-        done = replica.generated
         await replica.load_weights(5, tiny(kind, seed=1))
+        brake.release()
         await replica.resume()
         answer = await future
         assert answer.spans == (Span(4, done), Span(5, 150 - done))
@@ -704,11 +732,13 @@ def test_new_weights_drop_the_cache_unless_it_is_kept() -> None:
 
 def test_loading_without_a_pause_takes_effect_between_two_steps() -> None:
     async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 20)
         future = replica.generate(ask(1, count=150))
-        await until(lambda: replica.generated > 20)
+        await brake.reached()
         await replica.load_weights(1, None)
+        brake.release()
         answer = await future
-        assert [span.version for span in answer.spans] == [0, 1]
+        assert answer.spans == (Span(0, 20), Span(1, 130))
         assert answer.tokens.tolist() == greedy(tiny(), prompt(10, 1), 150)
 
     served(main)
@@ -810,12 +840,14 @@ def test_it_sleeps_only_when_paused_and_empty_and_forgets_its_cache() -> None:
 @pytest.mark.parametrize("end", ["kill", "close"])
 def test_death_fails_every_call_in_flight_and_every_later_one(end: str) -> None:
     async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 6)
         calls: list[Awaitable[object]] = [replica.generate(ask(id, count=240)) for id in (1, 2, 3)]
-        await until(lambda: replica.generated > 5)
+        await brake.reached()
+        written = replica.generated
         calls.append(asyncio.ensure_future(replica.pause(1, PauseMode.DRAIN)))
         await asyncio.sleep(0)
         replica.kill("test") if end == "kill" else replica.close()
-        written = replica.generated
+        brake.release()
         calls += [
             replica.generate(ask(4, epoch=1)),
             replica.pause(2, PauseMode.ABORT),
@@ -828,22 +860,24 @@ def test_death_fails_every_call_in_flight_and_every_later_one(end: str) -> None:
                 await call
         replica.abort(1, "ignored")
         assert replica.discarded == {"test" if end == "kill" else "closed": written}
-        replica.check()
         await asyncio.sleep(0.05)
         assert replica.generated == written
+        replica.check()
 
     served(main)
 
 
 def test_an_error_in_the_engine_fails_everybody_and_hangs_nobody() -> None:
     async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 6)
         futures = [replica.generate(ask(id, count=200)) for id in (1, 2)]
-        await until(lambda: replica.generated > 5)
+        await brake.reached()
 
         def broken(*_: object) -> None:
             raise RuntimeError("out of luck")
 
         replica._engine.decoder.step = broken  # type: ignore[assignment, method-assign]
+        brake.release()
         for future in futures:
             with pytest.raises(ReplicaLost, match="out of luck"):
                 await future
@@ -877,6 +911,7 @@ def test_weights_that_are_not_numbers_fail_the_requests_and_better_ones_serve_ag
         (ask(1, np.array([3, VOCAB], np.int32)), "not 2 tokens of 0 to 96"),
         (ask(1, np.array([-1], np.int32)), "not 1 tokens of 0 to 96"),
         (ask(1, context=7), "not 7 tokens"),
+        (ask(1, chunks=(), context=7), "not 7 tokens"),
     ],
 )
 def test_a_request_that_cannot_be_served_fails_alone(request_: Request, text: str) -> None:

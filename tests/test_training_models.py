@@ -68,8 +68,10 @@ def test_a_saved_policy_can_be_loaded_by_its_path(tmp_path: Path) -> None:
     assert_same_parameters(parameters(load_model(ModelConfig(path=str(tmp_path)), VOCAB, 0)), parameters(model), atol=0)
 
 
-def test_a_missing_model_is_named_with_the_way_out(tmp_path: Path) -> None:
-    for path in (str(tmp_path / "nowhere"), str(tmp_path)):
+def test_a_missing_model_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for path in (str(tmp_path / "nowhere"), str(tmp_path), "./best", "runs/best"):
         with pytest.raises(ModelNotFound, match="give a directory written by save_pretrained") as caught:
             load_model(ModelConfig(path=path), VOCAB, 0)
         assert path in str(caught.value)

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cadenza.inference.decoder import Decoder, Segment
-from cadenza.inference.kv_cache import Context, Index, KVRows, Panel, Shelf, joined, shared
+from cadenza.inference.kv_cache import Context, Index, KVRows, Panel, Shelf, shared
 from cadenza.inference.replica import Finish, Generation, Request, Sampling, Span, Tokens
 from cadenza.inference.sampling import GOLDEN, MASK64, Law, draw, law_of, stream, uniforms
 
@@ -59,13 +59,14 @@ class Sequence:
         "spans", "stops", "target", "tokens",
     )  # fmt: skip
 
-    def __init__(self, request: Request, stops: frozenset[int], target: int, arrival: int) -> None:
+    def __init__(self, request: Request, context: Tokens, stops: frozenset[int], target: int, arrival: int) -> None:
         self.request = request
+        self.context = context
+        """The chunks of the request in one piece."""
         self.stops = stops
         self.target = target
         """Tokens to write, at most."""
         self.arrival = arrival
-        self.context: Tokens = joined(request.chunks)
         self.tokens: list[int] = []
         """Written and booked so far."""
         self.logprobs: list[float] = []

@@ -223,4 +223,4 @@ def shared(first: Tokens, second: Tokens) -> int:
 
 def joined(chunks: tuple[Tokens, ...]) -> Tokens:
     """A context in one piece."""
-    return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+    return chunks[0] if len(chunks) == 1 else np.concatenate((*chunks, np.empty(0, np.int32)))

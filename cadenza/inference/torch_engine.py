@@ -29,6 +29,7 @@ from torch import nn
 from cadenza.inference import engine
 from cadenza.inference.decoder import absorb, decoder_for
 from cadenza.inference.engine import Engine, NotNumbers
+from cadenza.inference.kv_cache import joined
 from cadenza.inference.replica import (
     Generation,
     PauseMode,
@@ -66,10 +67,10 @@ class TorchReplica:
     state dict (all of it, or what changed, adapters included), or None for the module the replica was made of.
 
     Without `keep_kv`, new weights drop the cache, and frozen requests are prefilled again before they go on; with it,
-    they go on from keys and values of the old weights. `kv_tokens` counts the tokens of running and cached contexts,
-    a gigabyte of them by default; the rows in memory are as wide as the longest running one. `prefill_tokens` bounds the tokens of prompts between
-    two steps, and with them the time that a pause may take. `threads` sets the threads of torch, which are common to
-    the process. A replica that is not needed any more is closed.
+    they go on from keys and values of the old weights. `kv_tokens` counts the tokens of running and cached contexts, a
+    gigabyte of them by default; the rows in memory are as wide as the longest running one. `prefill_tokens` bounds the
+    tokens of prompts between two steps, and with them the time that a pause may take. `threads` sets the threads of
+    torch, which are common to the process. A replica that is not needed any more is closed.
     """
 
     def __init__(
@@ -133,25 +134,13 @@ class TorchReplica:
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         self._loop = asyncio.get_running_loop()
         future: asyncio.Future[Generation] = self._loop.create_future()
-        if (error := self._refusal(request)) is not None:
+        try:
+            sequence = self._accepted(request)
+        except ReplicaError as error:
             future.set_exception(error)
-            return future
-        self._arrivals += 1
-        stops = self._stops.get(request.sampling.stop)
-        if stops is None:
-            stops = self._stops[request.sampling.stop] = self.eos_token_ids.union(request.sampling.stop)
-        target = min(request.max_tokens, self._longest - request.context)
-        sequence = engine.Sequence(request, stops, target, self._arrivals)
-        vocab = self._engine.decoder.vocab
-        if (
-            len(sequence.context) != request.context
-            or not 0 <= sequence.context.min() <= sequence.context.max() < vocab
-        ):
-            text = f"{request.context} tokens of 0 to {vocab - 1}"
-            future.set_exception(RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}"))
-            return future
-        self._flight[request.id] = _Flight(future, sequence)
-        self._inbox.put(lambda: self._engine.add(sequence))
+        else:
+            self._flight[request.id] = _Flight(future, sequence)
+            self._inbox.put(lambda: self._engine.add(sequence))
         return future
 
     def abort(self, request_id: int, cause: str) -> None:
@@ -229,19 +218,28 @@ class TorchReplica:
 
     # -- inside, on the loop ---------------------------------------------------------------------------------------
 
-    def _refusal(self, request: Request) -> ReplicaError | None:
-        if self._lost is not None:
-            return ReplicaLost(self._lost)
+    def _accepted(self, request: Request) -> engine.Sequence:
+        """The request as the engine takes it, unless there is a reason not to."""
+        self._alive()
         if request.epoch < self.fence:
-            return StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}")
+            raise StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}")
         if self._asleep:
-            return ReplicaError(f"{self.name} is asleep")
+            raise ReplicaError(f"{self.name} is asleep")
         if request.id in self._flight:
-            return ReplicaError(f"{self.name}: request {request.id} is already in flight")
+            raise ReplicaError(f"{self.name}: request {request.id} is already in flight")
         if not 0 < request.context < self._longest or request.max_tokens < 1:
             text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
-            return RequestRefused(f"{text} do not fit: the context must have 1 to {self._longest - 1} tokens")
-        return None
+            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self._longest - 1} tokens")
+        context, vocab = joined(request.chunks), self._engine.decoder.vocab
+        if len(context) != request.context or not 0 <= context.min() <= context.max() < vocab:
+            text = f"{request.context} tokens of 0 to {vocab - 1}"
+            raise RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}")
+        stops = self._stops.get(request.sampling.stop)
+        if stops is None:
+            stops = self._stops[request.sampling.stop] = self.eos_token_ids.union(request.sampling.stop)
+        self._arrivals += 1
+        target = min(request.max_tokens, self._longest - request.context)
+        return engine.Sequence(request, context, stops, target, self._arrivals)
 
     def _alive(self) -> None:
         if self._lost is not None:

@@ -6,6 +6,7 @@ The same config and seed give the same weights, and making them leaves the globa
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,7 +138,8 @@ def _pretrained(config: ModelConfig) -> Any:
 
     path = str(config.path)
     way_out = "give a directory written by save_pretrained, or no path for a tiny policy built here"
-    is_hub_name = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) and not path.startswith(".")
+    # 'runs/best' looks like a name on the hub, but not where there is a directory runs.
+    is_hub_name = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", path) and Path(path).parts[0] not in os.listdir()
     if not Path(path).is_dir() and not is_hub_name:
         raise ModelNotFound(f"model.path {path} does not exist: {way_out}")
     try:
