@@ -54,7 +54,8 @@ def waiting(seed: int, alpha: float) -> Scenario:
 def outpaced(seed: int, alpha: float) -> Scenario:
     """Training takes so long that generation is always as far ahead as it may be."""
     return replace(
-        waiting(seed, alpha), train_seconds=500.0, order="no_resume", doomed=False, filter="none", odd_size="same", patience=0.0,
+        waiting(seed, alpha), train_seconds=500.0, order="no_resume", doomed=False, filter="none", odd_size="same",
+        patience=0.0,
         domains=tuple(replace(domain, tasks=None) for domain in Scenario.draw(seed).domains),
         take_all=False, steps=8, group_size=2, groups=4, faults=Scenario.draw(seed).faults[:1],
     )  # fmt: skip

@@ -947,18 +947,23 @@ def test_the_loop_runs_on_while_the_engine_computes_and_the_thread_ends_with_the
 
 
 def test_a_replica_outlives_the_loop_that_used_it() -> None:
+    async def leave_it_running(replica: TorchReplica) -> None:
+        replica.generate(ask(1, count=100))
+        replica.generate(ask(2, count=3))
+        await asyncio.sleep(0)
+
+    async def use(replica: TorchReplica) -> None:
+        assert len((await replica.generate(ask(3))).tokens) == 20
+        await replica.pause(1, PauseMode.ABORT)
+        assert (await replica.stats()).waiting == 0
+        assert replica.discarded == {"loop_closed": replica.generated - 20}
+
     with replicas(1) as (replica,):
-
-        async def leave_it_running() -> None:
-            replica.generate(ask(1, count=200))
-            await asyncio.sleep(0)
-
-        async def use() -> Generation:
-            replica.abort(1, "left")
-            return await replica.generate(ask(2))
-
-        asyncio.run(leave_it_running())
-        assert len(asyncio.run(use()).tokens) == 20
+        brake = Brake(replica, 10)
+        asyncio.run(leave_it_running(replica))
+        assert brake._there.wait(30)
+        brake.release()
+        asyncio.run(use(replica))
 
 
 # -- under the scheduler ---------------------------------------------------------------------------------------------

@@ -132,8 +132,7 @@ class TorchReplica:
     # -- the replica protocol, on the loop -------------------------------------------------------------------------
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
-        self._loop = asyncio.get_running_loop()
-        future: asyncio.Future[Generation] = self._loop.create_future()
+        future: asyncio.Future[Generation] = self._bound().create_future()
         try:
             sequence = self._accepted(request)
         except ReplicaError as error:
@@ -147,7 +146,7 @@ class TorchReplica:
         flight = self._flight.get(request_id)
         if flight is not None:
             flight.cause = cause
-            self._inbox.put(lambda: self._abort(request_id))
+            self._inbox.put(lambda: self._abort(flight.sequence))
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         self.fence = max(self.fence, epoch)
@@ -241,6 +240,17 @@ class TorchReplica:
         target = min(request.max_tokens, self._longest - request.context)
         return engine.Sequence(request, context, stops, target, self._arrivals)
 
+    def _bound(self) -> asyncio.AbstractEventLoop:
+        """The loop that hears of what happens: the running one. Whoever waited on one that is closed is gone."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            for id, flight in list(self._flight.items()):
+                if flight.future.get_loop().is_closed():
+                    flight.future.cancel()
+                    self.abort(id, "loop_closed")
+        return loop
+
     def _alive(self) -> None:
         if self._lost is not None:
             raise ReplicaLost(self._lost)
@@ -257,8 +267,7 @@ class TorchReplica:
     async def _call(self, act: Callable[[asyncio.Future[None]], None]) -> None:
         """Have the thread do something that resolves a future; `kill` resolves it too."""
         self._alive()
-        self._loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = self._loop.create_future()
+        future: asyncio.Future[None] = self._bound().create_future()
 
         def guarded() -> None:
             try:
@@ -342,10 +351,9 @@ class TorchReplica:
             self._tell(self._answer, done)
         return True
 
-    def _abort(self, request_id: int) -> None:
-        sequence = self._engine.abort(request_id)
-        if sequence is not None:
-            self._tell(self._answer, [sequence])
+    def _abort(self, sequence: engine.Sequence) -> None:
+        self._engine.abort(sequence.request.id)
+        self._tell(self._answer, [sequence])  # also when it had ended: the answer may have gone to a closed loop
 
     def _pause(self, mode: PauseMode, until: int, future: asyncio.Future[None]) -> None:
         self._pausing.append(future)
