@@ -215,6 +215,20 @@ def test_a_multiplier_that_the_packing_does_not_know_makes_it_step_back() -> Non
     assert isinstance(decoder_for(model), ModuleDecoder)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_shorter_formats_are_packed_too_and_as_exact_as_the_module(kind: str) -> None:
+    model = fresh(kind).to(torch.bfloat16)
+    assert isinstance(decoder_for(model), PackedDecoder)
+
+    async def main(replica: TorchReplica) -> None:
+        answer = await replica.generate(ask(1, count=40))
+        want = scores(tiny(kind), prompt(10, 1), answer.tokens)
+        want = want[torch.arange(40), torch.from_numpy(answer.tokens).long()].numpy()
+        assert np.abs(answer.logprobs - want).mean() < 0.1
+
+    served(main, model=model)
+
+
 @pytest.mark.parametrize("sampling", [WARM, Sampling(temperature=0.6), Sampling(temperature=1.7)])
 def test_logprobs_match_a_full_forward(sampling: Sampling) -> None:
     async def main(replica: TorchReplica) -> None:

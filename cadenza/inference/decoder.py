@@ -30,9 +30,9 @@ from torch import Tensor, nn
 from cadenza.inference.kv_cache import Index, KVRows, KVShape, Panel
 from cadenza.inference.replica import Tokens
 
-_PACKED_TOLERANCE = 1e-2
-"""How far packed logits may be from those of the module, relative to the largest; float32 is at 1e-6, bfloat16 at 1e-2
-of a single rounding, and a forgotten multiplier far above."""
+_EXACT, _ROUNDED = 1e-3, 0.1
+"""How far packed logits may be from those of the module, relative to the largest: in float32, where both agree to 1e-6,
+and in shorter formats, where either is some percent from the truth. A multiplier that is forgotten is far above."""
 
 
 class Segment(NamedTuple):
@@ -404,7 +404,7 @@ class PackedDecoder:
         panels = [Panel(0, 1, len(ids))]
         got = self.step(ids[-1:], where, rows.places(np.array([0]), place), panels, rows)[0]
         worst = float((got - want).abs().max())
-        if not worst <= _PACKED_TOLERANCE * float(want.abs().max()) + 1e-6:
+        if not worst <= (_EXACT if self._single else _ROUNDED) * float(want.abs().max()) + 1e-6:
             raise Unlike(f"logits that differ by {worst:.2g}")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,7 +248,8 @@ class TorchReplica:
             self._loop = loop
             for id, flight in list(self._flight.items()):
                 if flight.future.get_loop().is_closed():
-                    flight.future.cancel()
+                    with contextlib.suppress(RuntimeError):  # it cannot tell anybody any more
+                        flight.future.cancel()
                     self.abort(id, "loop_closed")
         return loop
 
