@@ -24,6 +24,8 @@ from training_cases import (
 from cadenza.algorithms import TokenLoss, policy_gradient
 from cadenza.data import DataProto, Ragged
 from cadenza.training import Actor, ActorConfig, NonFiniteLoss
+from cadenza.training.learner import Learner, LearnerConfig
+from cadenza.training.rows import Rows
 
 PLAIN = {"optimizer": "SGD", "lr": 1.0, "max_grad_norm": None}
 """A step of this is the gradient itself."""
@@ -204,6 +206,19 @@ def test_mini_batches_are_shuffled_by_seed_and_version() -> None:
     assert_same_parameters(parameters(a.module), parameters(b.module), atol=0)
     different = [not torch.equal(x, y) for x, y in zip(a.module.parameters(), c.module.parameters(), strict=True)]
     assert any(different)
+
+
+def test_every_epoch_and_every_version_has_mini_batches_of_its_own() -> None:
+    batch = random_batch(3)
+    learner = Learner(tiny_model(), LearnerConfig(epochs=2, mini_batches=3), 0)
+    rows = Rows.of(batch)
+    first = [part.tolist() for part in learner.updates(batch, rows)]
+    assert [part.tolist() for part in learner.updates(batch, rows)] == first
+    learner.version += 1
+    second = [part.tolist() for part in learner.updates(batch, rows)]
+    epochs = [first[:3], first[3:], second[:3], second[3:]]
+    assert all(sorted(row for part in epoch for row in part) == list(range(9)) for epoch in epochs)
+    assert all(a != b for i, a in enumerate(epochs) for b in epochs[:i])
 
 
 def test_rows_of_a_trajectory_can_count_as_one_sequence() -> None:

@@ -163,21 +163,35 @@ def test_equal_rows_are_one_row_of_slots_with_a_target_each() -> None:
     assert packed.targets.tolist() == [3, 4] * 3
 
 
-@given(batches, st.sampled_from(PACKINGS), st.booleans())
+@given(batches, st.sampled_from(PACKINGS), st.booleans(), st.sampled_from([0, 60, 10**6]))
 def test_a_plan_asks_every_query_once_and_shows_it_its_own_past(
-    batch: DataProto, packing: Packing, only_reads: bool
+    batch: DataProto, packing: Packing, only_reads: bool, block_cost: int
 ) -> None:
     rows = Rows.of(batch)
     [part] = micro_batches(rows, rows.active, 10**6, packing)
     packed = pack(rows, part, packing)
     queries = packed.reads if only_reads else np.arange(len(packed.tokens))
-    made = plan(packed, packed.reads if only_reads else None)
+    made = plan(packed, packed.reads if only_reads else None, block_cost=block_cost)
     seen = _seen(made, len(packed.tokens), len(queries))
     for slot_of, length in zip(packed.grid, packed.lengths, strict=True):
         for position in range(length):
             if slot_of[position] in queries:
                 number = int(np.searchsorted(queries, slot_of[position]))
                 assert seen[number] == sorted(slot_of[: position + 1].tolist())
+
+
+def test_members_of_a_group_are_a_block_of_few_queries() -> None:
+    prompt = list(range(VOCAB)) * 4
+    batch = segments_batch([[(False, prompt), (True, [n % VOCAB, n % 7, 1])] for n in range(12)])
+    rows = Rows.of(batch)
+    [part] = micro_batches(rows, rows.active, 10**6, "shared")
+    whole, members = plan(pack(rows, part, "shared")).blocks
+    assert (whole.rows, whole.queries, whole.mask) == (1, len(prompt) + 2, None)
+    assert (members.rows, members.queries, members.keys) == (11, 2, len(prompt) + 2)
+    assert_as_row_by_row(DOUBLE, batch, "shared", 1e-6)
+    alone = gradients(DOUBLE, batch, "padded", 1)
+    for a, b in zip(gradients(DOUBLE, batch, "shared", 10**6), alone, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=0)
 
 
 def _seen(made: Any, slots: int, queries: int) -> list[list[int]]:

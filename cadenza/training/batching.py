@@ -51,7 +51,7 @@ def _cut(order: Array, lengths: Array, prefixes: Array, budget: int) -> list[Arr
     """Parts of consecutive rows; a row costs what it does not share with the row before it in its part."""
     parts, start, used = [], 0, 0
     for i, (length, prefix) in enumerate(zip(lengths.tolist(), prefixes.tolist(), strict=True)):
-        cost = length - prefix if i > start else length
+        cost = length - prefix
         if i > start and used + cost > budget:
             parts.append(order[start:i])
             start, used, cost = i, 0, length

@@ -49,7 +49,7 @@ class Plan:
     """for each query, its place in the blocks"""
 
 
-def plan(packed: Packed, queries: Array | None = None) -> Plan:
+def plan(packed: Packed, queries: Array | None = None, *, block_cost: int = BLOCK_COST) -> Plan:
     """Attention of all slots, or only of the slots in `queries` (ascending), which are then numbered in that order."""
     slots, device = len(packed.tokens), packed.tokens.device
     number = np.arange(slots)
@@ -66,7 +66,7 @@ def plan(packed: Packed, queries: Array | None = None) -> Plan:
     query_index, key_index = [], []
     result = np.empty(slots if queries is None else len(queries), np.int64)
     base = 0
-    for members in _members(counts, reach):
+    for members in _members(counts, reach, block_cost):
         width, keys = int(counts[members].max()), int(reach[members].max())
         row, position = asks[members, :keys].nonzero()
         rank = np.arange(len(row)) - np.repeat(np.cumsum(counts[members]) - counts[members], counts[members])
@@ -92,7 +92,7 @@ def plan(packed: Packed, queries: Array | None = None) -> Plan:
     )
 
 
-def _members(counts: Array, reach: Array) -> list[Array]:
+def _members(counts: Array, reach: Array, block_cost: int) -> list[Array]:
     """The rows of each block: a new one where it halves the queries and saves more than a block costs."""
     order = np.argsort(-counts, kind="stable")
     order = order[counts[order] > 0]
@@ -100,7 +100,7 @@ def _members(counts: Array, reach: Array) -> list[Array]:
     sorted_counts = counts[order].tolist()
     for i, count in enumerate(sorted_counts):
         most = sorted_counts[cuts[-1]]
-        if 2 * count <= most and (most - count) * keys * (len(order) - i) > BLOCK_COST:
+        if 2 * count <= most and (most - count) * keys * (len(order) - i) > block_cost:
             cuts.append(i)
     # In the order of the batch, so that rows of one length need no gather.
     return [np.sort(part) for part in np.split(order, cuts[1:])]
