@@ -26,7 +26,7 @@ from cadenza.simulation.scenario import ALPHAS, MIN_TRAJECTORIES, MIN_VERSIONS, 
 from cadenza.simulation.schedule import run
 
 SCHEDULES = 2000
-CHUNKS = 16
+CHUNKS = 20
 
 
 def told(findings: Findings) -> str:

@@ -8,7 +8,6 @@ function of its own seed, and the results are added up in the order of the seeds
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import sys
@@ -16,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -167,25 +165,11 @@ def _in_order(
 
 def _chunk(first: int, count: int, repeat_every: int, draw: Callable[[int], Scenario]) -> Findings:
     findings = Findings()
-    with _collecting_between() as collect:
-        for seed in range(first, first + count):
-            twice = seed % repeat_every == 0
-            findings.add(examine(draw(seed), twice=twice))
-            findings.repeated += twice
-            collect()
+    for seed in range(first, first + count):
+        twice = seed % repeat_every == 0
+        findings.add(examine(draw(seed), twice=twice))
+        findings.repeated += twice
     return findings
-
-
-@contextmanager
-def _collecting_between() -> Iterator[Callable[[], object]]:
-    """A schedule is garbage as a whole: collecting it once, when it is over, is cheaper than all the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield lambda: gc.collect(0)
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
