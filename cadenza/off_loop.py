@@ -69,13 +69,14 @@ async def within(seconds: float, call: Awaitable[T], what: str) -> T:
         if not future.done():
             future.cancel()
             _abandoned.add(future)
-            future.add_done_callback(_forget)
+            future.add_done_callback(forget)
     if not future.done():
         raise DeadlinePassed(f"no answer within {what} {seconds}")
     return future.result()
 
 
-def _forget(future: asyncio.Future[Any]) -> None:
+def forget(future: asyncio.Future[Any]) -> None:
+    """The end of a call that nobody waits for any more."""
     _abandoned.discard(future)
     if not future.cancelled():
         future.exception()  # nobody is left to hear it

@@ -241,8 +241,22 @@ def test_publishing_more_often_than_taking_is_told_as_such_and_leaves_the_books_
             for version in (1, 2):
                 await asyncio.sleep(2.0)
                 await publish(scheduler, version)
-            with pytest.raises(StalenessError, match="publish once per batch, or set staleness to 'drop'"):
+            with pytest.raises(StalenessError, match=r"publish once per batch, .*or set staleness to 'drop'"):
                 await get(scheduler, 4)
+            scheduler.ledger.check()
+
+    simulate(main)
+
+
+def test_on_policy_a_batch_that_is_awaited_over_a_publication_is_told_as_such() -> None:
+    async def main() -> None:
+        async with playing(batch_size=4, alpha=0) as scheduler:
+            await got(scheduler, 4)
+            ahead = asyncio.ensure_future(get(scheduler, 4))
+            await asyncio.sleep(0.5)
+            await publish(scheduler, 1)
+            with pytest.raises(StalenessError, match="no more than 0 batches ahead of a publication"):
+                await ahead
             scheduler.ledger.check()
 
     simulate(main)

@@ -6,6 +6,7 @@ What is about threads runs on a real loop with events instead of sleeps; the res
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 import textwrap
@@ -39,6 +40,7 @@ import cadenza
 from cadenza import envs
 from cadenza.errors import InfrastructureError
 from cadenza.rollout.env_handle import EnvHandle
+from cadenza.rollout.failures import SchedulerClosed
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.testing import FakeReplica
@@ -174,6 +176,32 @@ def test_a_slow_sync_env_does_not_block_the_loop() -> None:
             assert len(await getting) == 1
 
     really(main)
+
+
+def test_a_sync_env_that_raises_when_nobody_waits_any_more_makes_no_noise() -> None:
+    stepping, go_on = threading.Event(), threading.Event()
+    noise: list[dict[str, Any]] = []
+
+    def step(self: Any, action: str) -> Any:
+        stepping.set()
+        go_on.wait(20.0)
+        raise ValueError("too late to matter")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: noise.append(context))
+        async with playing([fake(0.0)], env=plain(step=step), batch_size=1, tasks=1) as scheduler:
+            getting = asyncio.ensure_future(got(scheduler, 1))
+            await asyncio.to_thread(stepping.wait, 20.0)
+            closing = asyncio.ensure_future(scheduler.shutdown())
+            await asyncio.sleep(0.05)
+            go_on.set()
+            await closing
+            with pytest.raises(SchedulerClosed):
+                await getting
+        gc.collect()
+
+    really(main)
+    assert noise == []
 
 
 def test_many_slow_sync_envs_run_side_by_side() -> None:

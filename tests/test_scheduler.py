@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -241,6 +242,31 @@ def test_several_batches_for_one_version_are_served(alpha: int) -> None:
                 assert [batch.meta_info["version"] for batch in batches] == [version] * 3
                 await publish(scheduler, version + 1)
             assert scheduler.metrics()["staleness/max"] <= alpha
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("extra_groups", [0, 2])
+@pytest.mark.parametrize("alpha", [0.5, 1, 2, 4])
+def test_the_next_batch_may_be_awaited_while_one_is_trained(alpha: float, extra_groups: int) -> None:
+    """Whether generation or training is faster: with the batch taken ahead, the bound holds when it is trained."""
+
+    def seconds(request: Request) -> float:
+        return [1.0, 2.0, 5.0, 20.0][request.seed % 4]
+
+    async def main() -> None:
+        options = {"alpha": alpha, "extra_groups": extra_groups, "slots": 64}
+        async with playing([fake(seconds)], batch_size=4, **options) as scheduler:
+            ahead = asyncio.ensure_future(got(scheduler, 4))
+            for version in range(1, 25):
+                batch = await ahead
+                oldest = min(v for row in rows(batch, "versions") for v in row if v >= 0)
+                assert version - 1 - oldest <= math.ceil(alpha)
+                ahead = asyncio.ensure_future(got(scheduler, 4))
+                await asyncio.sleep([0.5, 3.0, 40.0][version % 3])
+                await publish(scheduler, version)
+                await scheduler.resume()
+            await ahead
 
     simulate(main)
 
@@ -767,6 +793,8 @@ def test_a_step_wise_rollout_gives_a_row_per_turn_and_the_batch_size_counts_traj
             ]
             assert {len(prompt) // 4 for prompt in prompts} == {6}  # "task 0", "turn 1", "turn 2": no history
             assert all(len(row) == 3 for row in rows(batch, "step_scores"))
+            turns = zip(rows(batch, "turn_ids"), rows(batch, "response_mask"), strict=True)
+            assert [set(ids[mask].tolist()) for ids, mask in turns] == [{0}, {1}, {2}] * 4
 
     simulate(main)
 
@@ -780,6 +808,7 @@ def test_a_trajectory_wise_rollout_gives_one_row_with_all_turns() -> None:
             assert text == "task 0ABturn 1ABturn 2AB"
             mask = "".join("r" if token else "-" for token in rows(batch, "response_mask")[0])
             assert mask == "------rr------rr------rr"
+            assert rows(batch, "turn_ids")[0].tolist() == [*[-1] * 6, 0, 0, *[-1] * 6, 1, 1, *[-1] * 6, 2, 2]
             assert column(batch, "episode_scores") == [3.0] * 4
             assert rows(batch, "step_scores")[0].tolist() == [1.0, 1.0, 1.0]
 
@@ -791,7 +820,7 @@ def test_a_train_batch_has_every_column_that_training_relies_on() -> None:
         async with playing(env=chain(2)) as scheduler:
             batch = await got(scheduler, 4)
         TRAIN_BATCH.check(batch)
-        assert {"infer_logprobs", "versions"} <= set(batch.batch)
+        assert {"infer_logprobs", "versions", "turn_ids"} <= set(batch.batch)
 
     simulate(main)
 

@@ -79,7 +79,8 @@ class Request:
     max_tokens: int
     sampling: Sampling
     seed: int
-    """Key of (run seed, task, member, attempt, turn). Token i is drawn with key (seed, offset + i)."""
+    """Key of (run seed, task, member, attempt, turn). Token i is drawn with key (seed, offset + i). Turns are
+    a constant apart: an engine hashes the key, or its turns are correlated."""
     offset: int
     """Tokens of this turn that are already at the end of `chunks`, from before an interruption."""
     session: int
@@ -174,7 +175,8 @@ class Replica(Protocol):
         ...
 
     async def load_weights(self, version: int, weights: object) -> None:
-        """Use these weights from the next step on."""
+        """Use these weights from the next step on. What was cached under older weights may be used on only where the
+        engine says so (`keep_kv`)."""
         ...
 
     async def sleep(self) -> None:
@@ -182,7 +184,7 @@ class Replica(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take the memory again; the weights may have to be loaded."""
+        """Take the memory again, and take requests; the weights may have to be loaded."""
         ...
 
     async def stats(self) -> ReplicaStats: ...

@@ -96,8 +96,8 @@ class EnvManagerConfig(Config):
     """How long one call of a reward or a filter may take."""
     close_seconds: float = Field(default=30.0, gt=0)
     """How long the `close` of an env may take."""
-    seed: int = 0
-    """First seed of a domain whose tasks are seeds."""
+    first_seed: int = Field(default=0, ge=0)
+    """First seed of a domain whose tasks are seeds. Validation begins elsewhere than training."""
 
 
 def not_whole_groups(name: str, size: int, group_size: int) -> str:

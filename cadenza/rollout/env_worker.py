@@ -20,7 +20,7 @@ import cadenza.rewards as rewards
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE, DeadlinePassed, InfrastructureError, raise_if_stopped
 from cadenza.inference.replica import RequestRefused
-from cadenza.off_loop import within
+from cadenza.off_loop import forget, within
 from cadenza.rollout import plays
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
@@ -224,6 +224,7 @@ class EnvWorker:
         try:
             call = handle.call if handle is not None else None
             if isinstance(call, asyncio.Future) and not call.done():
+                call.add_done_callback(forget)
                 await asyncio.wait([call], timeout=seconds)
             await within(seconds, type.call("close", env.close)(), "close_seconds")
         except DeadlinePassed:

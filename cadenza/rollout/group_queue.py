@@ -1,11 +1,11 @@
 """Admission, assembly of groups, and the cut of batches.
 
 Invariant: let B be the groups of a batch, A the ceiling of alpha, R the extra groups, v the published version.
-After every cut for v, of the groups that are started and not consumed,
+After the cut for v, of the groups that are started and not consumed,
 
     none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
 
-Then no group is ever trained more than A versions after it began, and nothing has to be thrown away for it
+Batches taken ahead of their version move this along (`_room`). Then no group is ever trained more than A versions after it began, and nothing has to be thrown away for it
 (docs/staleness.md has the proof). Two rules keep it, and both are here: `_limit` (reserve before a group starts)
 and `_may_cut` (take the oldest whole groups, and only when what is left still fits).
 
@@ -80,7 +80,7 @@ class GroupQueueManager:
         self._group_size = config.group_size
         self._members = config.group_size + config.extra_members
         self._base = 0
-        """Groups consumed when the version was published."""
+        """Groups that the batches of all versions before this one hold."""
         self._demand: float | None = None
         """Groups that a waiting `take` still wants."""
         self._change: asyncio.Future[None] | None = None
@@ -180,7 +180,9 @@ class GroupQueueManager:
         if version == self.version:
             return
         self.version = version
-        self._base = self.consumed
+        # A batch that was taken ahead of its version counts for it; not more than one, or large batches would count up.
+        per_batch = self.config.groups_per_batch
+        self._base = min(self.consumed, max(self._base + per_batch, self.consumed - per_batch))
         if self.mode == "train" and self.config.staleness == "drop":
             for group in self.ledger.open_groups():
                 if version - group.begun > self.config.max_staleness:
@@ -257,31 +259,32 @@ class GroupQueueManager:
         config = self.config
         if self.mode == "val":
             return self.consumed + (self._demand or 0)
-        ahead = math.floor(config.alpha * config.groups_per_batch)
-        if config.alpha or self.consumed == self._base or self._demand is not None:
-            ahead += config.extra_groups  # else they would begin after the cut, and on-policy that is too early
-        limit: float = self._base + config.groups_per_batch + ahead
+        limit: float = self._base + config.groups_per_batch + math.floor(config.alpha * config.groups_per_batch)
         if self._demand is not None:  # a batch of another size, or a second one for the same version
-            limit = max(limit, self.consumed + self._demand + ahead)
+            limit = max(limit, self.consumed + self._demand)
+        if self._demand is not None or self._room(self.version, self.consumed):
+            limit += config.extra_groups  # else they would begin after the last cut that could take them
         return limit
 
     def _may_cut(self, groups: float, *, if_all_were_ready: bool = False) -> bool:
-        """Whether taking the oldest `groups` ready groups leaves the invariant intact. A batch that is smaller than
-        configured may leave what the rest of this version's batch can still take."""
+        """Whether taking the oldest `groups` ready groups leaves the invariant intact."""
         if self.mode == "val" or self.config.staleness == "drop":
             return True
-        per_batch = self.config.groups_per_batch
-        oldest = self.version - self.config.max_staleness
-        spare = self.config.extra_groups + max(0, per_batch - (self.consumed - self._base) - groups)
+        consumed = self.consumed + groups
         ready = self._unconsumed if if_all_were_ready else self._ready_by_version
         left = 0.0
         for begun in sorted(self._unconsumed):
             taken = min(groups, ready[begun])
             groups -= taken
             left += self._unconsumed[begun] - taken
-            if left > max(begun - oldest, 0) * per_batch + spare:
+            if left > self._room(begun, consumed) + self.config.extra_groups:
                 return False
         return True
+
+    def _room(self, begun: int, consumed: float) -> float:
+        """Groups that the batches to come can still take of those that began at or before a version, in time."""
+        batches = begun + self.config.max_staleness - self.version + 1  # this version's own is the first of them
+        return max(batches * self.config.groups_per_batch - (consumed - self._base), 0)
 
     def _check_ages(self, groups: float) -> None:
         """Raise when the program leaves groups that no batch can hold any more."""
@@ -293,7 +296,8 @@ class GroupQueueManager:
                 f"groups begun at versions {dict(self._unconsumed)} cannot all be trained within max_staleness "
                 f"{self.config.max_staleness} of version {self.version} by batches of {groups:g} groups: with "
                 f"staleness 'wait' every published version must take {self.config.groups_per_batch} groups (batch_size "
-                f"{self.config.batch_size}); take whole batches and publish once per batch, or set staleness to 'drop'"
+                f"{self.config.batch_size}); take whole batches, publish once per batch, ask for no more than "
+                f"{self.config.max_staleness} batches ahead of a publication, or set staleness to 'drop'"
             )
 
     def _consume(self, group: Group, now: float) -> None:
@@ -311,14 +315,12 @@ class GroupQueueManager:
         self.ledger.close_group(group, fate, "", now)
 
     def _end_surplus(self) -> None:
-        """Once this version has its batch: extra groups that would be too old for the next."""
+        """Extra groups that no batch to come can take in time."""
         if self.mode == "val" or self.config.staleness == "drop" or not self.config.extra_groups:
             return
-        if self.consumed - self._base >= self.config.groups_per_batch:
-            oldest = self.version - self.config.max_staleness
-            for group in self.ledger.open_groups():
-                if group.begun <= oldest:
-                    self._hand_back(group, Fate.SURPLUS, "the batch was full before")
+        for group in self.ledger.open_groups():
+            if not self._room(group.begun, self.consumed):
+                self._hand_back(group, Fate.SURPLUS, "the batch was full before")
 
     # -- groups --------------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class RolloutScheduler:
             for attempt in attempts:
                 attempt.trajectory = None
             batch.meta_info.update(
-                data.meta_info | {"version": self.queue.version, "wait_seconds": loop.time() - asked}
+                data.meta_info | {"version": cut[0].trained, "wait_seconds": loop.time() - asked}
             )
             batch.meta_info["metrics"] = self.metrics()
             return batch

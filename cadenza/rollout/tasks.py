@@ -49,7 +49,7 @@ class Domains:
     """All domains of a scheduler."""
 
     def __init__(self, config: EnvManagerConfig) -> None:
-        self.all = {name: Domain(name, domain, config.seed) for name, domain in config.domains.items()}
+        self.all = {name: Domain(name, domain, config.first_seed) for name, domain in config.domains.items()}
         self._list = list(self.all.values())
 
     @property

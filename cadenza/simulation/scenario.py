@@ -23,10 +23,11 @@ MIN_VERSIONS = 3
 LAST_CALL = 4
 """Versions that are published before all replicas may be killed."""
 
-Order = Literal["resume_first", "resume_last", "no_resume", "rolling", "colocated"]
+Order = Literal["resume_first", "resume_last", "no_resume", "rolling", "colocated", "prefetch"]
 """suspend-update-resume-get_batch-train; suspend-update-get_batch-train-resume; suspend-update-get_batch-train;
-update-get_batch-train with the gate open; update-get_batch-suspend-train."""
-ORDERS: tuple[Order, ...] = get_args(Order)
+update-get_batch-train with the gate open; update-get_batch-suspend-train; the next get_batch under way all the time."""
+ORDERS: tuple[Order, ...] = get_args(Order)[:-1]
+"""Those that fit every scenario."""
 Size = Literal["same", "double", "twice", "halves"]
 """What one step asks for: a batch, one of twice the size, two batches for one version, or one batch in two calls."""
 Staleness = Literal["wait", "drop"]
@@ -268,7 +269,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         domains=domains,
         play=rng.choice(("trajectory", "trajectory", "step")),
         suspend_mode=rng.choice(("abort", "abort", "drain", "keep")),
-        order=rng.choice(ORDERS),
+        order=_order(rng, seed, prefetch=alpha > 0 and odd_size == "same"),
         repeated=rng.random() < 0.15,
         odd_step=rng.randrange(steps),
         odd_size=odd_size,
@@ -280,6 +281,11 @@ def _draw(seed: int, rng: Random) -> Scenario:
         doomed=doomed,
         faults=faults,
     )
+
+
+def _order(rng: Random, seed: int, *, prefetch: bool) -> Order:
+    order = rng.choice(ORDERS)
+    return "prefetch" if prefetch and mixed(seed) % 6 == 0 else order
 
 
 @lru_cache

@@ -151,7 +151,8 @@ class _Driver:
             for resize, (_, trigger) in zip(scenario.resizes, list(self._triggers), strict=True):
                 beside.create_task(self._resize(resize, trigger), name="resize")
             try:
-                await self._steps(beside)
+                prefetch = scenario.order == "prefetch"
+                await (self._prefetching_steps(beside) if prefetch else self._steps(beside))
             except NoReplicas as error:
                 if not scenario.doomed:
                     monitor.violate(5, f"NoReplicas, although replica {scenario.protected} is well: {error}")
@@ -196,6 +197,33 @@ class _Driver:
             await self._get(self.train, self.train_view, None, scenario.steps)
             await self._get(self.train, self.train_view, scenario.groups, scenario.steps)
 
+    async def _prefetching_steps(self, beside: asyncio.TaskGroup) -> None:
+        """Training and the wait for the next batch side by side."""
+        scenario = self.scenario
+        # `get_batch` opens the gate: it must have begun before the gate is closed.
+        suspends = scenario.suspend_mode != "keep" and scenario.train_seconds > 0
+        await self._publish(1)
+        batch = await self._get(self.train, self.train_view, scenario.groups, 0)
+        for step in range(1, scenario.steps):
+            if batch is None:
+                return
+            self._validate(beside, step)
+            ahead = asyncio.create_task(self._get(self.train, self.train_view, scenario.groups, step))
+            try:
+                await self.trainer.train(batch)
+                if suspends:
+                    await self._suspend()
+                await self._publish(step + 1)
+                if suspends:
+                    await self._resume()
+                batch = await ahead
+            except BaseException:
+                ahead.cancel()
+                await asyncio.wait([ahead])
+                if not ahead.cancelled():
+                    ahead.exception()  # the controller has one to tell of already
+                raise
+
     def _sizes(self, step: int) -> tuple[int, ...]:
         groups = self.scenario.groups
         if step != self.scenario.odd_step:
@@ -232,7 +260,8 @@ class _Driver:
         """A batch. An impatient controller takes its call back and asks again."""
         size = -1 if groups is None else groups * view.group_size
         data = DataProto(meta_info={"global_step": step})
-        patience = self.scenario.patience or None
+        # Asking again opens the gate, which whoever prefetches may just have closed.
+        patience = None if self.scenario.order == "prefetch" else self.scenario.patience or None
         while True:
             if scheduler is self.train:  # the other one does not hold the gate
                 self.monitor.ask_gate()

@@ -55,6 +55,9 @@ class _Cut(NamedTuple):
     begun: dict[int, int]
     """All open groups."""
     exhausted: bool
+    version: int
+    ahead: int
+    """Groups consumed for this version, or for later ones, before."""
 
 
 class View:
@@ -94,7 +97,9 @@ class View:
         self._groups: dict[int, _Group] = {}
         self._ready: dict[int, _Group] = {}
         self._seen: set[int] = set()
-        self._consumed = 0
+        self._ahead = 0
+        """Groups consumed beyond those of the versions before."""
+        self._consumed: set[int] = set()
         self._demand = 0.0
         self._since = math.inf
         self._cut: _Cut | None = None
@@ -145,6 +150,9 @@ class View:
             return
         if fate in ("trained", "validated") and self._cut is None:
             self._cut = self._snapshot(event.time)
+        if fate in ("trained", "validated") and group.id not in self._consumed:
+            self._consumed.add(group.id)
+            self._ahead += 1
         self._states[key] = fate
         self.fates[fate] += 1
         group.live -= 1
@@ -197,7 +205,7 @@ class View:
 
     def published(self) -> None:
         """There is a new version to cut for."""
-        self._consumed = 0
+        self._ahead = max(0, min(self._ahead - self.per_batch, self.per_batch))
         self.look()
 
     def ask(self, groups: int | None) -> None:
@@ -225,7 +233,7 @@ class View:
         ready = [number for number, group in self._ready.items() if group.ready <= now]
         if len(ready) >= self._demand:
             taken = sorted(ready)[: int(self._demand)]
-            return self._leaves_too_old(taken, {g.id: g.begun for g in self._open()}) is None
+            return self._leaves_too_old(taken, self._snapshot(now)) is None
         return self._exhausted() and len(ready) == len(self._open())
 
     def _open(self) -> list[_Group]:
@@ -240,22 +248,24 @@ class View:
     def _exhausted(self) -> bool:
         return self.tasks is not None and len(self._groups) >= self.tasks
 
-    def _leaves_too_old(self, taken: Sequence[int], begun: dict[int, int]) -> str | None:
-        """What the rule of `wait` has against taking these groups."""
+    def _leaves_too_old(self, taken: Sequence[int], cut: _Cut) -> str | None:
+        """What the rule of `wait` has against taking these groups: of those that began at or before a version, the
+        batches that can still take them in time have room for so many."""
         if self.name != "train" or self.staleness != "wait":
             return None
-        left = [version for number, version in begun.items() if number not in set(taken)]
-        spare = self.extra_groups + max(0, self.per_batch - self._consumed - len(taken))
+        left = [version for number, version in cut.begun.items() if number not in set(taken)]
         for k in range(self.bound + 1):
-            oldest = self.monitor.version - self.bound + k
-            old, limit = sum(version <= oldest for version in left), k * self.per_batch + spare
+            oldest = cut.version - self.bound + k
+            room = (k + 1) * self.per_batch - cut.ahead - len(taken)
+            old, limit = sum(version <= oldest for version in left), max(room, 0) + self.extra_groups
             if old > limit:
                 return f"{old} groups begun at or before version {oldest} are left, {limit} may be"
         return None
 
     def _snapshot(self, now: float) -> _Cut:
         ready = {number: group.ready for number, group in self._ready.items() if group.ready <= now}
-        return _Cut(now, self._since, ready, {g.id: g.begun for g in self._open()}, self._exhausted())
+        begun = {g.id: g.begun for g in self._open()}
+        return _Cut(now, self._since, ready, begun, self._exhausted(), self.monitor.version, self._ahead)
 
     def returned(self, batch: DataProto | None) -> None:
         """The controller has its batch."""
@@ -278,9 +288,8 @@ class View:
             rest = sorted(set(cut.begun) - set(groups))
             if not cut.exhausted or rest:
                 self._violate(4, f"{len(groups)} of {self._demand} groups, although tasks or groups {rest} are left")
-        elif problem := self._leaves_too_old(groups, cut.begun):
+        elif problem := self._leaves_too_old(groups, cut):
             self._violate(3, f"the batch was cut too early: {problem}")
-        self._consumed += len(groups)
         self._demand = 0.0
         if self.ledger is not None:
             self._check_ledger(self.ledger)
