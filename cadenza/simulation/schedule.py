@@ -66,6 +66,7 @@ class Outcome:
 
 def run(scenario: Scenario) -> Outcome:
     """Run one schedule and check it."""
+    gc.collect(1)  # the schedule before. First of all: what is made before this survives it, and holds the rest.
     plan = FaultPlan(scenario.faults)
     world = World(scenario, plan)
     monitor = Monitor(scenario, world)
