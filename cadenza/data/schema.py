@@ -102,6 +102,7 @@ TRAIN_BATCH = Schema(
             "episode_scores": _SCORE,
             "infer_logprobs": _tokens("float32", required=False),
             "versions": _tokens("int32", "int64", required=False),
+            "turn_ids": _tokens("int32", "int64", required=False),
             "is_padding": Column(("bool",), required=False),
         }
     )

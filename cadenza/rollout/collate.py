@@ -26,18 +26,19 @@ SCALARS: dict[str, Any] = {
 
 def collate(trajectories: Sequence[Trajectory]) -> DataProto:
     """The default train batch; its columns are those of `TRAIN_BATCH`."""
-    rows = [(t, turns) for t in trajectories for turns in _contexts(t.turns)]
+    rows = [(t, *context) for t in trajectories for context in _contexts(t.turns)]
     pieces: list[Any] = []
     logprobs: list[Any] = []
     counts: list[int] = []
     is_response: list[bool] = []
     versions: list[int] = []
+    turn_ids: list[int] = []
     lengths = np.empty(len(rows), np.int64)
     prompt_lengths = np.empty(len(rows), np.int64)
     zeros: dict[int, Any] = {}
-    for number, (_, turns) in enumerate(rows):
+    for number, (_, first, turns) in enumerate(rows):
         length = prompts = 0
-        for turn in turns:
+        for turn_id, turn in enumerate(turns, first):
             prompt, response = len(turn.prompt), len(turn.response)
             pieces += (turn.prompt, turn.response)
             if prompt not in zeros:
@@ -46,35 +47,39 @@ def collate(trajectories: Sequence[Trajectory]) -> DataProto:
             counts.append(prompt)
             is_response.append(False)
             versions.append(-1)
+            turn_ids.append(-1)
             for version, span in turn.spans:
                 counts.append(span)
                 is_response.append(True)
                 versions.append(version)
+                turn_ids.append(turn_id)
             length += prompt + response
             prompts += prompt
         lengths[number] = length
         prompt_lengths[number] = prompts
     offsets = np.concatenate(([0], np.cumsum(lengths)))
+    runs = np.array(counts, np.int64)
     responses = np.array(is_response)
-    scalars = list(zip(*[_scalars(trajectory, turns) for trajectory, turns in rows], strict=True))
+    scalars = list(zip(*[_scalars(trajectory, turns) for trajectory, _, turns in rows], strict=True))
     batch: dict[str, Any] = {
         "input_ids": Ragged(np.concatenate(pieces), offsets),
         "attention_mask": Ragged.from_runs(np.ones(len(rows), bool), lengths, offsets),
         "position_ids": Positions(offsets),
-        "response_mask": Ragged.from_runs(responses, counts, offsets),
-        "prompt_mask": Ragged.from_runs(~responses, counts, offsets),
+        "response_mask": Ragged.from_runs(responses, runs, offsets),
+        "prompt_mask": Ragged.from_runs(~responses, runs, offsets),
         "infer_logprobs": Ragged(np.concatenate(logprobs), offsets),
-        "versions": Ragged.from_runs(np.array(versions, np.int32), counts, offsets, pad=-1),
-        "step_scores": _step_scores(rows),
+        "versions": Ragged.from_runs(np.array(versions, np.int32), runs, offsets, pad=-1),
+        "turn_ids": Ragged.from_runs(np.array(turn_ids, np.int32), runs, offsets, pad=-1),
+        "step_scores": _step_scores([t for t, _, _ in rows]),
         "lengths": lengths,
         "response_lengths": lengths - prompt_lengths,
     }
     for (name, dtype), values in zip(SCALARS.items(), scalars, strict=True):
         batch[name] = np.array(values, dtype)
     names: dict[str, Any] = {
-        "task_id": [t.task.id for t, _ in rows],
-        "domain": [t.task.domain for t, _ in rows],
-        "traj_key": [f"g{t.group}.{t.member}#{t.attempt}" for t, _ in rows],
+        "task_id": [t.task.id for t, _, _ in rows],
+        "domain": [t.task.domain for t, _, _ in rows],
+        "traj_key": [f"g{t.group}.{t.member}#{t.attempt}" for t, _, _ in rows],
     }
     return DataProto(batch, names, {})
 
@@ -88,18 +93,18 @@ def _scalars(trajectory: Trajectory, turns: list[Turn]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _step_scores(rows: list[tuple[Trajectory, list[Turn]]]) -> Ragged:
+def _step_scores(trajectories: list[Trajectory]) -> Ragged:
     """What the env paid, turn by turn, for the whole trajectory of each row."""
-    counts = [len(trajectory.turns) for trajectory, _ in rows]
-    values = np.array([turn.reward for trajectory, _ in rows for turn in trajectory.turns], np.float32)
+    counts = [len(trajectory.turns) for trajectory in trajectories]
+    values = np.array([turn.reward for trajectory in trajectories for turn in trajectory.turns], np.float32)
     return Ragged(values, np.concatenate(([0], np.cumsum(counts))), pad=float("nan"))
 
 
-def _contexts(turns: list[Turn]) -> list[list[Turn]]:
-    """Turns that share a context, together."""
-    contexts: list[list[Turn]] = []
-    for turn in turns:
+def _contexts(turns: list[Turn]) -> list[tuple[int, list[Turn]]]:
+    """Turns that share a context, together, behind the number of the first of them."""
+    contexts: list[tuple[int, list[Turn]]] = []
+    for number, turn in enumerate(turns):
         if turn.fresh or not contexts:
-            contexts.append([])
-        contexts[-1].append(turn)
+            contexts.append((number, []))
+        contexts[-1][1].append(turn)
     return contexts

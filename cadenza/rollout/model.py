@@ -48,8 +48,11 @@ GOLDEN, MASK64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
 class Codec(Protocol):
     """Between text and tokens."""
 
-    def encode(self, observation: str | Sequence[dict[str, str]], *, first: bool) -> Sequence[int] | Tokens:
-        """Tokens to append to the context before the model speaks; `first` when the context is empty."""
+    def encode(
+        self, observation: str | Sequence[dict[str, str]], *, first: bool, last: int | None = None
+    ) -> Sequence[int] | Tokens:
+        """Tokens to append to the context before the model speaks; `first` when the context is empty. `last` is the
+        last token of the context: an answer that was cut off has not ended itself."""
         ...
 
     def decode(self, tokens: Tokens) -> str: ...
@@ -118,7 +121,9 @@ class Model:
     def chat(self, observation: Observation, *, fresh: bool = False) -> Awaitable[Reply]:
         """Say something to the model and await its answer. `fresh` forgets the conversation before."""
         if not isinstance(observation, np.ndarray):
-            observation = np.asarray(self._around.codec.encode(observation, first=fresh or not self._chunks), np.int32)
+            first = fresh or not self._chunks
+            last = None if first else int(self._chunks[-1][-1])
+            observation = np.asarray(self._around.codec.encode(observation, first=first, last=last), np.int32)
         return self.generate(observation, fresh=fresh)
 
     async def generate(self, tokens: Sequence[int] | Tokens, *, fresh: bool = False) -> Reply:

@@ -270,7 +270,7 @@ def executor_cost(function: Callable[..., Any]) -> float:
 class Words:
     """A codec for observations that are tokens already; what the model says is told by its length."""
 
-    def encode(self, observation: object, *, first: bool) -> Tokens:
+    def encode(self, observation: object, *, first: bool, last: int | None = None) -> Tokens:
         raise TypeError(f"simulated envs observe tokens, got {observation!r}")
 
     def decode(self, tokens: Tokens) -> str:

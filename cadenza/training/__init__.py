@@ -5,6 +5,7 @@ from __future__ import annotations
 from cadenza.training.actor import Actor, ActorConfig
 from cadenza.training.checkpoint import CheckpointError, Checkpoints
 from cadenza.training.critic import Critic, CriticConfig
+from cadenza.training.estimator import Estimator, EstimatorConfig
 from cadenza.training.learner import NonFiniteLoss, TrainingState
 from cadenza.training.models import LoraConfig, ModelConfig, ModelNotFound, load_model
 from cadenza.training.reference import Reference, ReferenceConfig
@@ -17,6 +18,8 @@ __all__ = [
     "Checkpoints",
     "Critic",
     "CriticConfig",
+    "Estimator",
+    "EstimatorConfig",
     "LoraConfig",
     "ModelConfig",
     "ModelNotFound",

@@ -120,6 +120,13 @@ def load_weights(path: Path, module: nn.Module) -> None:
         raise CheckpointError(f"the weights in {path} cannot be loaded: {error}") from error
 
 
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint of a run was written."""
+    document = json.loads((path / "training" / "user.json").read_text(encoding="utf-8"))
+    step: int = document["user"]["step"]
+    return step
+
+
 def latest(directory: Path) -> Path | None:
     """The complete checkpoint with the highest step."""
     steps = _steps(directory)

@@ -95,6 +95,13 @@ def adapter_weights(module: nn.Module) -> dict[str, Tensor] | None:
     return {name: tensor.detach() for name, tensor in weights.items()}
 
 
+def save_model(directory: Path, module: nn.Module) -> None:
+    """Write it as `load_model` and transformers read it."""
+    model: Any = module
+    with without_progress_bars():
+        model.save_pretrained(directory, max_shard_size="1000GB")
+
+
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """transformers draws none: they would run through the display of a run at every checkpoint."""

@@ -1,0 +1,462 @@
+"""From scores to advantages: how much better than expected each trained token was.
+
+Invariant: the columns of the batch stay as they are; the result has `advantages` ([N], or [N, L] where they differ
+within a row) and for 'gae' `returns` besides. Rows marked `is_padding` change nothing, and several rows of one
+trajectory are one trajectory: it counts once, and time runs on from one of its rows to the next.
+```
+scores, step_scores --normalise, clip--> the score of each trajectory --settle--> what each turn is paid
+                                                   |                                      |
+ref_logprobs ----------- less the KL ------------->+------------------------------------->+--> estimator
+```
+Where a reward function had the last word, the score is not what the env paid: the difference is paid with the last
+turn, so that turns and tokens add up to the score that the group is compared by.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from cadenza.algorithms import (
+    Estimator as KlEstimator,
+)
+from cadenza.algorithms import (
+    Groups,
+    Moments,
+    gae,
+    gigpo,
+    grpo,
+    kl,
+    normalise,
+    pay_turns,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+    row_weights,
+    settle,
+    step_advantages,
+    turns_in_row,
+)
+from cadenza.config import Config, load
+from cadenza.data import IS_PADDING, DataProto, Ragged
+from cadenza.training.rows import Array, Rows
+
+Advantages: TypeAlias = "Tensor | Array | Ragged"
+"""[N], or [N, L] like `input_ids`."""
+OwnEstimator: TypeAlias = Callable[[DataProto], Advantages]
+"""Sees the batch with `scores` and `step_scores` as they are after normalisation, clipping and KL."""
+
+SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "grpo": ("divide_by_std",),
+    "rloo": (),
+    "reinforce++": ("gamma",),
+    "reinforce++-baseline": (),
+    "gae": ("gamma", "lam", "whiten"),
+    "gigpo": ("gamma", "step_weight", "divide_by_std"),
+    "step": ("gamma", "over", "divide_by_std"),
+}
+"""The estimators by name, and which settings each of them has."""
+CALLED_HERE: Mapping[str, str] = {
+    "ppo": "'gae'",
+    "dr-grpo": "'grpo' with divide_by_std=False",
+    "dr_grpo": "'grpo' with divide_by_std=False",
+    "dapo": "'grpo'",
+    "reinforce": "'reinforce++'",
+}
+"""Algorithms whose advantages have another name."""
+
+
+class EstimatorConfig(Config):
+    """Which advantages, and what is done to the scores before. A setting that is None has its estimator's default;
+    one that the estimator does not have is refused."""
+
+    name: str | OwnEstimator = "grpo"
+    """One of `SETTINGS`, 'module:name', or a function of the batch."""
+    divide_by_std: bool | None = None
+    """grpo, gigpo, step: divide by the deviation of the group, True unless set. False makes GRPO Dr. GRPO."""
+    gamma: float | None = Field(default=None, gt=0, le=1)
+    """Discount, per token for gae and reinforce++ (1), per turn for step (1) and gigpo (0.95)."""
+    lam: float | None = Field(default=None, ge=0, le=1)
+    """gae: 0 trusts the critic, 1 the returns; per token, 0.95 unless set."""
+    whiten: bool | None = None
+    """gae: normalise the advantages over all tokens of the batch, True unless set."""
+    step_weight: float | None = Field(default=None, ge=0)
+    """gigpo: what the step advantage counts besides that of the episode, 1 unless set."""
+    over: Literal["group", "batch", "nothing"] | None = None
+    """step: what the return of a turn is compared with, the turns of its group unless set."""
+    score_norm: Literal["none", "batch", "running"] = "none"
+    """Scores less their mean, in deviations: of this batch, or of everything seen so far. Step scores are divided by
+    the same deviation."""
+    score_clip: float | None = Field(default=None, gt=0)
+    """Scores within plus and minus this, after `score_norm`."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """KL to the reference in the reward, after the above; needs the column `ref_logprobs`."""
+    kl_estimator: KlEstimator | None = None
+    """k1 unless set, which has no bias here."""
+    kl_logprobs: Literal["infer", "old"] | None = None
+    """Whose KL: that of the policies that wrote the tokens (`infer_logprobs`), unless set to that of the trainer
+    (`old_logprobs`), where both models have the same kernels but stale tokens bias the estimate."""
+
+    @model_validator(mode="after")
+    def _every_setting_matters(self) -> EstimatorConfig:
+        name = self._known_name()
+        used = SETTINGS.get(name, ()) if name == self.name else ()
+        for setting in dict.fromkeys(setting for names in SETTINGS.values() for setting in names):
+            if getattr(self, setting) is not None and setting not in used:
+                owners = ", ".join(repr(other) for other, names in SETTINGS.items() if setting in names)
+                raise ValueError(f"{setting} does nothing for {name!r}, only for {owners}: remove it")
+        if self.over == "nothing" and self.divide_by_std is not None:
+            raise ValueError("divide_by_std does nothing with over='nothing': remove it")
+        if not self.kl_coef:
+            for setting in ("kl_estimator", "kl_logprobs"):
+                if getattr(self, setting) is not None:
+                    raise ValueError(f"{setting} does nothing while kl_coef is 0: set kl_coef or remove it")
+        undone = (self.name == "grpo" and self.divide_by_std is not False) or self.name == "reinforce++-baseline"
+        if undone and self.score_norm != "none" and self.score_clip is None and not self.kl_coef:
+            raise ValueError(
+                f"score_norm={self.score_norm!r} does nothing for {name!r}: mean and deviation are taken out again"
+            )
+        return self
+
+    def _known_name(self) -> str:
+        if not isinstance(self.name, str):
+            return getattr(self.name, "__name__", type(self.name).__name__)
+        if self.name not in SETTINGS and ":" not in self.name:
+            near = difflib.get_close_matches(self.name, SETTINGS, n=1, cutoff=0.5)
+            meant = CALLED_HERE.get(self.name.lower()) or (repr(near[0]) if near else None)
+            hint = f"did you mean {meant}?" if meant else "see EstimatorConfig.name"
+            raise ValueError(f"name must be one of {', '.join(SETTINGS)}, 'module:name' or a function, got "
+                             f"{self.name!r}; {hint}")  # fmt: skip
+        return self.name
+
+    @property
+    def needs_critic(self) -> bool:
+        """The batch must have the column `values`."""
+        return self.name == "gae"
+
+    @property
+    def needs_reference(self) -> bool:
+        """The batch must have the column `ref_logprobs`."""
+        return self.kl_coef > 0
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """The batch must have the column `old_logprobs`."""
+        return self.kl_coef > 0 and self.kl_logprobs == "old"
+
+    def chosen(self, *settings: str) -> dict[str, Any]:
+        """Those of the settings that are not left to the estimator."""
+        return {name: value for name in settings if (value := getattr(self, name)) is not None}
+
+
+class Estimator:
+    """Gives batches their advantages."""
+
+    def __init__(self, config: EstimatorConfig | None = None) -> None:
+        self.config = config or EstimatorConfig()
+        self._estimate = _estimate(self.config)
+        self._seen = Moments()
+        """Of all scores so far, for `score_norm` 'running'."""
+
+    @property
+    def needs_critic(self) -> bool:
+        return self.config.needs_critic
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.config.needs_reference
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        return self.config.needs_old_logprobs
+
+    def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """The batch with its advantages, and metrics: of advantages and returns over the trained tokens, of scores
+        over the trajectories, as they came."""
+        evidence = Evidence(batch, self.config)
+        _check_scores(evidence)
+        moments = Moments.of(evidence.told, evidence.weight)
+        seen = self._seen.merge(moments) if self.config.score_norm == "running" else self._seen
+        if self.config.score_norm != "none":
+            evidence.normalise(moments if self.config.score_norm == "batch" else seen)
+        result = self._estimate(evidence)
+        given = evidence.rows.read(result, "advantages")
+        _check_finite(given, evidence)
+        self._seen = seen  # only now: a batch that is given a second time after an error counts once
+        metrics = {
+            "score_mean": moments.mean,
+            "score_std": moments.std,
+            "groups_without_variance": evidence.groups_without_variance(),
+            "advantage_mean": _mean(given),
+            "advantage_std": float(given.std()) if len(given) else 0.0,
+            "advantage_abs_mean": _mean(np.abs(given)),
+        }
+        if evidence.kl is not None:
+            metrics["reward_kl"] = _mean(evidence.kl[evidence.mask].numpy())
+        if self.config.needs_critic:
+            metrics["return_mean"] = _mean(evidence.rows.read(result, "returns"))
+        return result, metrics
+
+    def state(self) -> dict[str, float]:
+        """What a restart needs, JSON-like."""
+        return {"count": self._seen.count, "mean": self._seen.mean, "squares": self._seen.squares}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        self._seen = Moments(state["count"], state["mean"], state["squares"])
+
+
+class Evidence:
+    """What the estimators read of a batch. Token tensors are [N, R], a row's trained tokens side by side."""
+
+    def __init__(self, batch: DataProto, config: EstimatorConfig) -> None:
+        self.batch = batch
+        self.config = config
+        self.rows = Rows.of(batch)
+        self.mask = self.rows.pad(np.ones(len(self.rows.trained), bool))
+        self.told = batch.batch["scores"]
+        """[N] the scores as they came"""
+        self.groups = batch.batch["traj_group_id"]
+        """[N]"""
+        padding = batch.batch[IS_PADDING].bool() if IS_PADDING in batch.batch else torch.zeros(len(batch)).bool()
+        self.valid = ~padding
+        """[N] rows that exist"""
+        ids = batch.batch.numpy("traj_id")[self.valid.numpy()]
+        self.trajectories = batch.batch["traj_id"] if len(np.unique(ids)) < len(ids) else None
+        """[N] which rows are one trajectory, if a row is not"""
+        self.weight = row_weights(self.told, valid=self.valid, traj_ids=self.trajectories)
+        """[N] what each row counts among the trajectories"""
+        self._moments: Moments | None = None
+
+    def normalise(self, moments: Moments) -> None:
+        """Measure the scores by these; before anything else is asked for."""
+        self._moments = moments
+
+    @cached_property
+    def kl(self) -> Tensor | None:
+        """[N, R], if it is part of the reward."""
+        if not self.config.kl_coef:
+            return None
+        policy = "old_logprobs" if self.config.kl_logprobs == "old" else "infer_logprobs"
+        return kl(
+            self._tokens(policy), self._tokens("ref_logprobs"), self.mask, estimator=self.config.kl_estimator or "k1"
+        )
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[N] of the trajectories, less the KL of all their tokens."""
+        if self.kl is None:
+            return self._scores
+        return self._scores - self.config.kl_coef * self._of_trajectory(self.kl.sum(1))
+
+    @cached_property
+    def turns(self) -> Tensor:
+        """[N, R] the turn of its trajectory that wrote each token, -1 where there is none"""
+        return torch.where(self.mask, self._tokens("turn_ids").long(), -1)
+
+    @cached_property
+    def steps(self) -> Tensor:
+        """[N, T] what each turn is paid, less the KL of its tokens; adds up to `scores`"""
+        if self.kl is None:
+            return self._steps
+        sums = torch.zeros(len(self.rows), self._steps.shape[1] + 1).scatter_add(1, self.turns + 1, self.kl)[:, 1:]
+        return self._steps - self.config.kl_coef * self._of_trajectory(sums)
+
+    @cached_property
+    def rewards(self) -> Tensor:
+        """[N, R] what each token is paid: its turn's pay on the turn's last token, and everywhere less its KL"""
+        paid = pay_turns(self._paid_for(self._steps), self.turns)
+        return paid if self.kl is None else paid - self.config.kl_coef * self.kl
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[N, R] of the critic"""
+        return self._tokens("values")
+
+    @cached_property
+    def anchors(self) -> Tensor:
+        """[N, T] the state in which each turn of the row began, -1 for other turns.
+
+        States are equal when the turns were shown the same tokens since the one before; the whole prompt, where a
+        context starts afresh. What the model itself had said before does not matter.
+        """
+        ids, turns = self.batch.batch.ragged("input_ids"), self.batch.batch.ragged("turn_ids")
+        edges = np.union1d(np.flatnonzero(np.diff(turns.values)) + 1, ids.offsets[:-1][ids.lengths > 0])
+        of_edge = turns.values[edges]
+        begins = np.flatnonzero(of_edge >= 0)
+        rows = np.searchsorted(ids.offsets, edges[begins], side="right") - 1
+        # A row begins with a prompt: before a turn are tokens of its row, which no turn wrote or the turn before it.
+        starts = np.where(of_edge[begins - 1] < 0, edges[begins - 1], edges[begins])
+        numbers: dict[bytes, int] = {}
+        anchors = np.full(self._steps.shape, -1, np.int64)
+        anchors[rows, of_edge[begins]] = [
+            numbers.setdefault(ids.values[start:stop].tobytes(), len(numbers))
+            for start, stop in zip(starts.tolist(), edges[begins].tolist(), strict=True)
+        ]
+        return torch.from_numpy(anchors)
+
+    def groups_without_variance(self) -> float:
+        """The share of groups whose scores are all equal, as they came: nothing can be learned by comparing them."""
+        valid = self.valid.numpy()
+        groups, scores = self.groups.numpy()[valid], self.told.numpy()[valid]
+        if not len(groups):
+            return 0.0
+        order = np.argsort(groups)
+        firsts = np.flatnonzero(np.diff(groups[order], prepend=groups[order[0]] - 1))
+        low, high = (extreme.reduceat(scores[order], firsts) for extreme in (np.minimum, np.maximum))
+        return float((low == high).mean())
+
+    @cached_property
+    def _scores(self) -> Tensor:
+        """[N] normalised and clipped"""
+        scores = self.told if self._moments is None else self._moments.normalise(self.told)
+        clip = self.config.score_clip
+        return scores if clip is None else scores.clamp(-clip, clip)
+
+    @cached_property
+    def _steps(self) -> Tensor:
+        """[N, T] what each turn is paid, NaN where there is none"""
+        steps = self.batch.batch["step_scores"]
+        if self._moments is not None:
+            steps = self._moments.normalise(steps, centre=False)
+        return settle(steps, self._scores)
+
+    def _paid_for(self, steps: Tensor) -> Tensor:
+        """[N, T]: the pay of a turn without tokens goes to the turn with tokens before it, or else after it."""
+        exists = ~steps.isnan()
+        written = self._of_trajectory(turns_in_row(self.turns, steps.shape[1]).float()) > 0
+        if bool((written | ~exists).all()):
+            return steps
+        place = torch.where(written, torch.arange(steps.shape[1]), -1).cummax(1).values
+        place = torch.where(place < 0, written.int().argmax(1, keepdim=True), place)
+        return torch.zeros_like(steps).scatter_add(1, place, steps.nan_to_num(0.0))
+
+    def _of_trajectory(self, values: Tensor) -> Tensor:
+        """[N, ...]: the sum over the rows of the trajectory."""
+        if self.trajectories is None:
+            return values
+        groups = Groups.of(self.trajectories)
+        return values.new_zeros(groups.count, *values.shape[1:]).index_add(0, groups.index, values)[groups.index]
+
+    def _tokens(self, name: str) -> Tensor:
+        return self.rows.pad(self.rows.read(self.batch, name))
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a named estimator makes of the evidence."""
+
+    advantages: Tensor
+    """[N] or [N, R]"""
+    returns: Tensor | None = None
+    """[N, R] what the critic should have said"""
+
+
+def _grpo(e: Evidence) -> Found:
+    settings = e.config.chosen("divide_by_std")
+    return Found(grpo(e.scores, e.groups, valid=e.valid, traj_ids=e.trajectories, **settings))
+
+
+def _rloo(e: Evidence) -> Found:
+    return Found(rloo(e.scores, e.groups, valid=e.valid, traj_ids=e.trajectories))
+
+
+def _reinforce(e: Evidence) -> Found:
+    settings = e.config.chosen("gamma")
+    return Found(reinforce_plus_plus(e.rewards, e.mask, traj_ids=e.trajectories, turns=e.turns, **settings))
+
+
+def _reinforce_baseline(e: Evidence) -> Found:
+    return Found(reinforce_plus_plus_baseline(e.scores, e.groups, e.mask, valid=e.valid, traj_ids=e.trajectories))
+
+
+def _gae(e: Evidence) -> Found:
+    settings = e.config.chosen("gamma", "lam")
+    estimate = gae(e.rewards, e.values, e.mask, traj_ids=e.trajectories, turns=e.turns, **settings)
+    if e.config.whiten is False:
+        return Found(estimate.advantages, estimate.returns)
+    return Found(normalise(estimate.advantages, e.mask), estimate.returns)
+
+
+def _gigpo(e: Evidence) -> Found:
+    settings = e.config.chosen("gamma", "step_weight", "divide_by_std")
+    seen = (e.scores, e.steps, e.anchors, e.groups, e.turns)
+    return Found(gigpo(*seen, valid=e.valid, traj_ids=e.trajectories, **settings))
+
+
+def _step(e: Evidence) -> Found:
+    settings = e.config.chosen("gamma", "over", "divide_by_std")
+    return Found(step_advantages(e.steps, e.groups, e.turns, valid=e.valid, **settings))
+
+
+ESTIMATORS: Mapping[str, Callable[[Evidence], Found]] = {
+    "grpo": _grpo,
+    "rloo": _rloo,
+    "reinforce++": _reinforce,
+    "reinforce++-baseline": _reinforce_baseline,
+    "gae": _gae,
+    "gigpo": _gigpo,
+    "step": _step,
+}
+
+
+def _estimate(config: EstimatorConfig) -> Callable[[Evidence], DataProto]:
+    """From the evidence to the batch with its new columns."""
+    if isinstance(config.name, str) and config.name in ESTIMATORS:
+        named = ESTIMATORS[config.name]
+        return lambda evidence: _with_columns(evidence, named(evidence))
+    own = load(config.name) if isinstance(config.name, str) else config.name
+    if not callable(own):
+        raise ValueError(f"{config.name!r} is a {type(own).__name__}: an estimator is a function of the batch")
+    return lambda evidence: _with_own(evidence, own)
+
+
+def _with_columns(evidence: Evidence, found: Found) -> DataProto:
+    rows, batch = evidence.rows, evidence.batch
+    if found.returns is not None:
+        batch = rows.write(batch, "returns", found.returns[evidence.mask].numpy())
+    if found.advantages.ndim > 1:
+        return rows.write(batch, "advantages", found.advantages[evidence.mask].numpy())
+    result = batch.select()
+    result.batch["advantages"] = found.advantages.float()
+    return result
+
+
+def _with_own(evidence: Evidence, own: OwnEstimator) -> DataProto:
+    config = evidence.config
+    seen, result = evidence.batch.select(), evidence.batch.select()
+    if config.score_norm != "none" or config.score_clip is not None or config.kl_coef:
+        seen.batch["scores"] = evidence.scores
+        seen.batch.assign_like("step_scores", evidence.steps, "step_scores", pad=float("nan"))
+    advantages = own(seen)
+    if isinstance(advantages, Tensor | np.ndarray) and advantages.ndim > 1:
+        result.batch.assign_like("advantages", advantages, "input_ids")
+    else:
+        result.batch["advantages"] = advantages
+    return result
+
+
+def _check_scores(evidence: Evidence) -> None:
+    """Before one score that is no number spoils those of its whole group."""
+    wrong = (evidence.valid & ~evidence.told.isfinite()).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(f"row {row} has a score of {float(evidence.told[row])}: a score must be a finite number")
+
+
+def _check_finite(given: Array, evidence: Evidence) -> None:
+    wrong = np.flatnonzero(~np.isfinite(given))
+    if wrong.size:
+        row = int(np.searchsorted(evidence.rows.firsts, wrong[0], side="right")) - 1
+        raise ValueError(f"row {row} has an advantage of {given[wrong[0]]}; its score is {float(evidence.told[row])}")
+
+
+def _mean(values: Array) -> float:
+    return float(values.mean()) if len(values) else 0.0
