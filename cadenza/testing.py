@@ -32,9 +32,7 @@ from cadenza.rollout.sampler import Sampler, SamplerConfig
 class ByteCodec:
     """Text as its UTF-8 bytes."""
 
-    def encode(
-        self, observation: str | Sequence[dict[str, str]], *, first: bool, last: int | None = None
-    ) -> Tokens:
+    def encode(self, observation: str | Sequence[dict[str, str]], *, first: bool, last: int | None = None) -> Tokens:
         text = observation if isinstance(observation, str) else "".join(m["content"] for m in observation)
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 from cadenza.envs.protocol import EnvType
@@ -23,8 +23,8 @@ class EnvHandle:
         self._type = type
         self._attempt = attempt
         self._around = around
-        self.call: Awaitable[Any] | None = None
-        """The last call. One in a thread may run on when nobody waits for it any more."""
+        self.call: asyncio.Future[Any] | None = None
+        """The last call in a thread, which may run on when nobody waits for it any more."""
         self.trajectory = trajectory
         self.done = False
         self.reward = 0.0
@@ -61,8 +61,11 @@ class EnvHandle:
 
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
         self._attempt.place = place
-        self.call = self._type.call(place, method)(*args)
-        result = await (asyncio.shield(self.call) if isinstance(self.call, asyncio.Future) else self.call)
+        call = self._type.call(place, method)(*args)
+        if isinstance(call, asyncio.Future):
+            self.call = call
+            call = asyncio.shield(call)
+        result = await call
         self._around.leases.renew(self._attempt)
         self._attempt.place = "rollout"
         return result

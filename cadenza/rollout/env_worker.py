@@ -223,7 +223,7 @@ class EnvWorker:
         seconds = self.config.close_seconds
         try:
             call = handle.call if handle is not None else None
-            if isinstance(call, asyncio.Future) and not call.done():
+            if call is not None and not call.done():
                 call.add_done_callback(forget)
                 await asyncio.wait([call], timeout=seconds)
             await within(seconds, type.call("close", env.close)(), "close_seconds")

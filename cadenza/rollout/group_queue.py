@@ -5,9 +5,10 @@ After the cut for v, of the groups that are started and not consumed,
 
     none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
 
-Batches taken ahead of their version move this along (`_room`). Then no group is ever trained more than A versions after it began, and nothing has to be thrown away for it
-(docs/staleness.md has the proof). Two rules keep it, and both are here: `_limit` (reserve before a group starts)
-and `_may_cut` (take the oldest whole groups, and only when what is left still fits).
+Batches taken ahead of their version move this along (`_room`). Then no group is ever trained more than A versions
+after it began, and nothing has to be thrown away for it (docs/staleness.md has the proof). Two rules keep it, and both
+are here: `_limit` (reserve before a group starts) and `_may_cut` (take the oldest whole groups, and only when what is
+left still fits).
 
     a free slot --issue()--> attempt runs --put()--> group whole --filter--> ready --take()--> batch
          ^                        |                     |
@@ -79,7 +80,7 @@ class GroupQueueManager:
         self._filter_seconds = env_manager_config.reward_seconds
         self._group_size = config.group_size
         self._members = config.group_size + config.extra_members
-        self._base = 0
+        self.base = 0
         """Groups that the batches of all versions before this one hold."""
         self._demand: float | None = None
         """Groups that a waiting `take` still wants."""
@@ -135,11 +136,7 @@ class GroupQueueManager:
         group = attempt.group
         if len(group.finished) < self._group_size:
             return
-        if self._filter is None:
-            self._make_ready(group)
-        else:
-            self.ledger.advance(group, GroupState.FILTERING)
-            self._judges[group] = self.spawn(self._judge(group, self._filter))
+        self._complete(group)
         if self.config.extra_members:
             for loser in group.live:
                 if loser not in group.finished:
@@ -182,7 +179,7 @@ class GroupQueueManager:
         self.version = version
         # A batch that was taken ahead of its version counts for it; not more than one, or large batches would count up.
         per_batch = self.config.groups_per_batch
-        self._base = min(self.consumed, max(self._base + per_batch, self.consumed - per_batch))
+        self.base = min(self.consumed, max(self.base + per_batch, self.consumed - per_batch))
         if self.mode == "train" and self.config.staleness == "drop":
             for group in self.ledger.open_groups():
                 if version - group.begun > self.config.max_staleness:
@@ -252,6 +249,45 @@ class GroupQueueManager:
         self._unconsumed.clear()
         self._wake()
 
+    # -- over a restart ------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> RolloutError | None:
+        """What ended the run."""
+        return self._error
+
+    def restore(self, version: int, consumed: int, base: int, groups: list[Group]) -> None:
+        """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
+        its place and its age if members of it are finished, and only the others are issued again, under the next
+        number; else its task is drawn anew, before all others."""
+        self.version, self.consumed, self.base, self.started = version, consumed, base, consumed
+        now = self._now()
+        for group in groups:
+            self.ledger.readmit(group)
+            domain = self.domains.all[group.task.domain]
+            if not group.finished:
+                self.ledger.close_group(group, Fate.CANCELLED, "restart", now)
+                domain.started -= 1
+                domain.again.append(group.task)
+                continue
+            self.started += 1
+            self._unconsumed[group.begun] += 1
+            if group.state is GroupState.READY:
+                heapq.heappush(self._ready, (group.id, group))
+                self._ready_by_version[group.begun] += 1
+            elif len(group.finished) < self._group_size:
+                for attempt in group.live:
+                    if attempt not in group.finished:
+                        self.ledger.close(attempt, Fate.CANCELLED, "restart", now)
+                there = {attempt.member for attempt in group.finished}
+                domain.pending.extend((group, member) for member in range(self._members) if member not in there)
+
+    def begin(self) -> None:
+        """The run starts: groups that came back whole but not judged go to the filter."""
+        for group in self.ledger.open_groups():
+            if group.state is GroupState.OPEN and len(group.finished) == self._group_size:
+                self._complete(group)
+
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def _limit(self) -> float:
@@ -259,7 +295,7 @@ class GroupQueueManager:
         config = self.config
         if self.mode == "val":
             return self.consumed + (self._demand or 0)
-        limit: float = self._base + config.groups_per_batch + math.floor(config.alpha * config.groups_per_batch)
+        limit: float = self.base + config.groups_per_batch + math.floor(config.alpha * config.groups_per_batch)
         if self._demand is not None:  # a batch of another size, or a second one for the same version
             limit = max(limit, self.consumed + self._demand)
         if self._demand is not None or self._room(self.version, self.consumed):
@@ -284,7 +320,7 @@ class GroupQueueManager:
     def _room(self, begun: int, consumed: float) -> float:
         """Groups that the batches to come can still take of those that began at or before a version, in time."""
         batches = begun + self.config.max_staleness - self.version + 1  # this version's own is the first of them
-        return max(batches * self.config.groups_per_batch - (consumed - self._base), 0)
+        return max(batches * self.config.groups_per_batch - (consumed - self.base), 0)
 
     def _check_ages(self, groups: float) -> None:
         """Raise when the program leaves groups that no batch can hold any more."""
@@ -323,6 +359,14 @@ class GroupQueueManager:
                 self._hand_back(group, Fate.SURPLUS, "the batch was full before")
 
     # -- groups --------------------------------------------------------------------------------------------------
+
+    def _complete(self, group: Group) -> None:
+        """The group is whole: to the filter, if there is one."""
+        if self._filter is None:
+            self._make_ready(group)
+        else:
+            self.ledger.advance(group, GroupState.FILTERING)
+            self._judges[group] = self.spawn(self._judge(group, self._filter))
 
     async def _judge(self, group: Group, group_filter: GroupFilter) -> None:
         """Run the filter on a whole group; other groups do not wait for it."""

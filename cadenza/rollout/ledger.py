@@ -157,6 +157,12 @@ class Ledger:
             self.events(Event(now, "open", f"g{group.id}", f"{task.id} at version {version}"))
         return group
 
+    def readmit(self, group: Group) -> None:
+        """Take up a group that an earlier life of the run had open. It and its attempts are counted already."""
+        self._open[group.id] = group
+        self._by_task.setdefault(group.task.id, []).append(group.id)
+        self.live += len(group.live)
+
     def issue(self, group: Group, member: int, slot: int, now: float) -> Attempt:
         """Lease a slot to the next try at a member."""
         if group.state is not GroupState.OPEN:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from cadenza.data import DataProto
 from cadenza.observe.events import EventSink
+from cadenza.rollout import journal
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
 from cadenza.rollout.env_worker import EnvWorker
@@ -112,9 +114,7 @@ class RolloutScheduler:
             self._uncollated = []
             for attempt in attempts:
                 attempt.trajectory = None
-            batch.meta_info.update(
-                data.meta_info | {"version": cut[0].trained, "wait_seconds": loop.time() - asked}
-            )
+            batch.meta_info.update(data.meta_info | {"version": cut[0].trained, "wait_seconds": loop.time() - asked})
             batch.meta_info["metrics"] = self.metrics()
             return batch
 
@@ -159,6 +159,24 @@ class RolloutScheduler:
                 return
             self._root.result()
 
+    # -- over a restart ------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Write into this directory what another process needs to go on: the place in the order of the tasks, the
+        finished rollouts, the counters. Generation may be under way. A batch that `get_batch` gave out counts as
+        trained: save after its train step. Called on the loop."""
+        if (error := self.queue.ended) is not None:
+            raise SchedulerClosed(f"nothing is left to save, the rollouts have ended: {error}") from error
+        journal.save(directory, self.queue, self._uncollated)
+
+    def restore(self, directory: Path) -> None:
+        """Go on from what `save` wrote, with the same config; before the first call. The version that was published
+        then (`queue.version`), or the next one if its batch was trained, must be published before the first batch is
+        asked for. Called on the loop."""
+        if self._root is not None or self.queue.ended or self.ledger.groups_opened:
+            raise RuntimeError("restore goes before the first call: this scheduler has begun; make a new one")
+        self._uncollated = journal.restore(directory, self.queue)
+
     # -- what an operator asks -----------------------------------------------------------------------------------
 
     @property
@@ -200,6 +218,11 @@ class RolloutScheduler:
         if self._root is not None:
             await self._started.wait()
             return
+        if self.sampler.version < self.queue.version:
+            raise RuntimeError(
+                f"the rollouts were saved at version {self.queue.version}, but the replicas have version "
+                f"{self.sampler.version}: publish the saved weights first (sampler.load_weights({self.queue.version}))"
+            )
         self.sampler.on_version.append(self._advance)
         self.sampler.on_lost.append(self._lost)
         self._root = asyncio.get_running_loop().create_task(self._own(), name=f"scheduler {self.mode}")
@@ -210,6 +233,7 @@ class RolloutScheduler:
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self.queue.advance(self.sampler.version)
+            self.queue.begin()
             self._worker.fill()
             self._started.set()
             await self._closing.wait()

@@ -8,7 +8,7 @@ not the mix that is tried, follows the weights.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
@@ -19,7 +19,10 @@ from cadenza.rollout.records import Task
 class Domain:
     """The tasks of one kind, and how many of its groups and envs are under way."""
 
-    __slots__ = ("endless", "exhausted", "max_envs", "name", "pending", "running", "started", "tasks", "weight")
+    __slots__ = (
+        "again", "at", "drawn", "endless", "exhausted", "max_envs", "name", "pending", "running", "source", "started",
+        "weight",
+    )  # fmt: skip
 
     def __init__(self, name: str, config: DomainConfig, first_seed: int) -> None:
         self.name = name
@@ -27,7 +30,14 @@ class Domain:
         self.max_envs = config.max_envs
         self.endless = config.tasks is None
         self.exhausted = False
-        self.tasks = _tasks(name, config.tasks, first_seed)
+        self.source = _source(config.tasks, first_seed)
+        """Where the tasks come from, in words: a resumed run must say the same."""
+        self.at = _tasks(name, config.tasks, first_seed)
+        """The task at a place of the order, None behind the last one."""
+        self.drawn = 0
+        """How far the order was followed."""
+        self.again: deque[Task] = deque()
+        """Tasks of a run before a restart that are drawn once more, before new ones."""
         self.started = 0
         self.running = 0
         self.pending: deque[tuple[Group, int]] = deque()
@@ -40,8 +50,13 @@ class Domain:
         """The next task, or None when there are no more."""
         if self.exhausted:
             return None
-        task = next(self.tasks, None)
-        self.exhausted = task is None
+        if self.again:
+            return self.again.popleft()
+        task = self.at(self.drawn)
+        if task is None:
+            self.exhausted = True
+        else:
+            self.drawn += 1
         return task
 
 
@@ -87,7 +102,7 @@ class Domains:
                 return behind, task
 
 
-def _tasks(name: str, tasks: int | Sequence[Any] | None, first_seed: int) -> Iterator[Task]:
+def _tasks(name: str, tasks: int | Sequence[Any] | None, first_seed: int) -> Callable[[int], Task | None]:
     if tasks is None or isinstance(tasks, int):
         if tasks is not None and tasks <= 0:
             raise ValueError(f"domains.{name}.tasks must be positive, got {tasks}; None means an endless stream")
@@ -100,18 +115,30 @@ def _tasks(name: str, tasks: int | Sequence[Any] | None, first_seed: int) -> Ite
     return _rows(name, tasks)
 
 
-def _seeds(name: str, count: int | None, first: int) -> Iterator[Task]:
-    number = 0
-    while count is None or number < count:
-        yield Task(id=f"{name}/{first + number}", seed=first + number, domain=name)
-        number += 1
+def _source(tasks: int | Sequence[Any] | None, first_seed: int) -> str:
+    if tasks is None or isinstance(tasks, int):
+        return f"{'endless' if tasks is None else tasks} seeds from {first_seed}"
+    return f"{len(tasks)} rows"
 
 
-def _rows(name: str, rows: Iterable[Any]) -> Iterator[Task]:
-    for number, row in enumerate(rows):
-        if isinstance(row, Task):
-            if row.domain != name:
-                raise ValueError(f"task '{row.id}' says domain '{row.domain}', but stands under domains.{name}")
-            yield row
-        else:
-            yield Task(id=f"{name}/{number}", seed=number, domain=name, data=row)
+def _seeds(name: str, count: int | None, first: int) -> Callable[[int], Task | None]:
+    def at(number: int) -> Task | None:
+        if count is not None and number >= count:
+            return None
+        return Task(id=f"{name}/{first + number}", seed=first + number, domain=name)
+
+    return at
+
+
+def _rows(name: str, rows: Sequence[Any]) -> Callable[[int], Task | None]:
+    def at(number: int) -> Task | None:
+        if number >= len(rows):
+            return None
+        row = rows[number]
+        if not isinstance(row, Task):
+            return Task(id=f"{name}/{number}", seed=number, domain=name, data=row)
+        if row.domain != name:
+            raise ValueError(f"task '{row.id}' says domain '{row.domain}', but stands under domains.{name}")
+        return row
+
+    return at
