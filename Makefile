@@ -5,13 +5,13 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench clean
+.PHONY: help demo test check fuzz bench bench-trl clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 8
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: $(VENV)/.light  ## show a run (installs no torch)
-	$(BIN)/cadenza demo
+demo: $(VENV)/.models  ## train a tiny language model to walk over FrozenLake; takes a minute
+	$(BIN)/cadenza train examples/frozenlake.yaml
 
 test: $(VENV)/.dev  ## run the tests; PYTEST_ARGS adds options
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(PYTEST_ARGS)
@@ -25,8 +25,9 @@ check: $(VENV)/.dev  ## lint, format, types, layers
 fuzz: $(VENV)/.light  ## run 50,000 random schedules
 	$(BIN)/cadenza fuzz --schedules 50000
 
-bench: $(VENV)/.dev  ## measure the control plane
+bench: $(VENV)/.dev  ## measure the control plane and the engine
 	$(BIN)/cadenza bench control-plane
+	$(BIN)/cadenza bench engine
 
 clean:  ## remove the environment and the caches; runs/ stays
 	rm -rf $(VENV) dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
@@ -40,9 +41,14 @@ $(VENV)/.light: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[plot]'
 	touch $@
 
-# Everything that the tests and the checks need; it contains the light install. Torch comes first and
-# pinned, so that no later requirement picks another build of it.
+# What training needs. Torch comes first and pinned, so that no later requirement picks another build of it.
+$(VENV)/.models: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[models]'
+	touch $@
+
+# Everything that the tests and the checks need; it contains the other installs.
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev]'
-	touch $(VENV)/.light $@
+	touch $(VENV)/.light $(VENV)/.models $@

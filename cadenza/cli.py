@@ -73,6 +73,118 @@ def fuzz(
     return cli_fuzz(schedules, seed, replay, json)
 
 
+@app.command
+def train(config: Path, *overrides: str, dry_run: Flag = False, json: Flag = False) -> int:
+    """Train a policy as a config file says.
+
+    Parameters
+    ----------
+    config
+        A YAML file; examples/ has some.
+    overrides
+        key=value, as in rollout.alpha=1 seed=3.
+    dry_run
+        Print the resolved config and do nothing.
+    json
+        Show nothing, and print one JSON object at the end.
+    """
+    from cadenza.pipelines import commands
+
+    return commands.train(config, overrides, dry_run=dry_run, as_json=json)
+
+
+@app.command
+def resume(run: Path, *overrides: str, json: Flag = False) -> int:
+    """Go on with a run from its last checkpoint.
+
+    Parameters
+    ----------
+    run
+        Its directory.
+    overrides
+        key=value, as in steps=200.
+    json
+        Show nothing, and print one JSON object at the end.
+    """
+    from cadenza.pipelines import commands
+
+    return commands.resume(run, overrides, as_json=json)
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Path, *, episodes: Count = 200, checkpoint: str = "best", greedy: Flag = False, json: Flag = False
+) -> int:
+    """Measure a checkpoint on the tasks of the validation.
+
+    Parameters
+    ----------
+    run
+        The directory of the run.
+    episodes
+        How many.
+    checkpoint
+        best, last, or step-000012.
+    greedy
+        Take the likeliest token instead of sampling as the run did.
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.pipelines import commands
+
+    return commands.evaluate(run, episodes=episodes, which=checkpoint, greedy=greedy, as_json=json)
+
+
+@app.command
+def play(run: Path, *, episodes: Count = 1, checkpoint: str = "best", greedy: Flag = False) -> int:
+    """Watch a checkpoint play.
+
+    Parameters
+    ----------
+    run
+        The directory of the run.
+    episodes
+        How many.
+    checkpoint
+        best, last, or step-000012.
+    greedy
+        Take the likeliest token instead of sampling as the run did.
+    """
+    from cadenza.pipelines import commands
+
+    return commands.play(run, episodes=episodes, which=checkpoint, greedy=greedy)
+
+
+@bench.command
+def engine(*, json: Flag = False) -> int:
+    """Tokens per CPU second of the embedded engine, against transformers.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.engine import engine as measure
+
+    return measure(json)
+
+
+@bench.command
+def asynchrony(*, seeds: Count = 5, json: Flag = False) -> int:
+    """Samples and wall time until 90 % on FrozenLake, asynchronous against synchronous; takes some minutes.
+
+    Parameters
+    ----------
+    seeds
+        Runs of each kind.
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.asynchrony import asynchrony as measure
+
+    return measure(json, seeds)
+
+
 @bench.command
 def control_plane(*, json: Flag = False) -> int:
     """CPU time and memory of the scheduler per trajectory, route and batch.
@@ -109,7 +221,8 @@ def _is_expected(error: Exception) -> bool:
     """Whether the message alone says what happened: an error of the scheduler, of a file, of a missing extra."""
     from cadenza.rollout.failures import RolloutError
 
-    return isinstance(error, (RolloutError, OSError, ImportError))
+    named = ("ConfigError", "NonFiniteLoss", "TemplateError")
+    return isinstance(error, (RolloutError, OSError, ImportError)) or type(error).__name__ in named
 
 
 def _usage(error: CycloptsError) -> str:

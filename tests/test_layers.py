@@ -8,6 +8,7 @@ LIGHT = [
     "cadenza",
     "cadenza.data",
     "cadenza.envs",
+    "cadenza.inference.codec",
     "cadenza.inference.replica",
     "cadenza.rollout",
     "cadenza.simulation",

@@ -1,0 +1,108 @@
+"""Asynchronous against synchronous training: the samples and the wall time that the same success takes.
+
+FrozenLake 4x4 with the settings of `examples/frozenlake.yaml`, by seed once with alpha 0 and once with alpha 1, until the
+success in validation reaches 90 %. In the second half every step of an env takes time, as a game server or a tool would:
+then a synchronous run waits for its envs, and an asynchronous one trains meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_format
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from cadenza.envs.frozenlake import FrozenLake
+from cadenza.envs.protocol import Outcome
+from cadenza.observe.run import RunDirectory
+from cadenza.pipelines.agentic import AgenticPipeline
+from cadenza.pipelines.config import build
+
+TARGET = 0.9
+LATENCY = 0.03
+"""Mean seconds of a step of a slow env; each is drawn from an exponential distribution."""
+CONFIG: dict[str, Any] = {
+    "name": "asynchrony",
+    "steps": 200,
+    "target": TARGET,
+    "preset": "grpo",
+    "model": {"layers": 2, "hidden": 64, "heads": 4},
+    "warm_start": {"source": "format", "episodes": 32, "trainer": {"lr": 3e-3, "batch_size": 64}},
+    "envs": {
+        "slots": 256,
+        "rollout": "step",
+        "sampling": {"max_tokens": 1},
+        "domains": {"lake": {"env": "frozenlake", "env_args": {"map": "4x4", "max_steps": 16}}},
+    },
+    "rollout": {"batch_size": 128, "group_size": 16, "suspend_mode": "keep"},
+    "actor": {"lr": 2e-3},
+    "engine": {"max_running": 256},
+    "validation": {"every": 2, "episodes": 100},
+    "checkpoint": {"every": 1000},
+    "samples": 0,
+    "trackers": [],
+}
+
+
+class SlowLake(FrozenLake):
+    """FrozenLake behind a slow line."""
+
+    async def step(self, action: str) -> Outcome:
+        await asyncio.sleep(random.expovariate(1 / LATENCY))
+        return await super().step(action)
+
+
+class Result(NamedTuple):
+    """One run."""
+
+    samples: int
+    seconds: float
+    success: float
+
+
+def run(seed: int, alpha: float, slow: bool) -> Result:
+    """Train until the target; validation is always on the fast env, so that it takes the same time on both sides."""
+    overrides = [f"seed={seed}", f"rollout.alpha={alpha}"]
+    if slow:
+        overrides.append(f"envs.domains.lake.env={__name__}:SlowLake")
+    with tempfile.TemporaryDirectory() as directory:
+        config = build(CONFIG, overrides)
+        with RunDirectory(Path(directory) / "run", trackers=()) as files:
+            progress = asyncio.run(AgenticPipeline(config, files).train())
+            return Result(progress.samples, files.seconds, progress.success_last or 0.0)
+
+
+def asynchrony(json: bool, seeds: int = 5) -> int:
+    """Print the table; 0 if everything reached the target."""
+    rows: list[tuple[int, bool, Result, Result]] = []
+    for slow in (False, True):
+        for seed in range(seeds):
+            rows.append((seed, slow, run(seed, 0.0, slow), run(seed, 1.0, slow)))
+    fast = [(sync.samples, other.samples) for _, slow, sync, other in rows if not slow]
+    walls = [sync.seconds / other.seconds for _, slow, sync, other in rows if slow]
+    figures = {
+        "samples_sync": statistics.median(a for a, _ in fast),
+        "samples_async": statistics.median(b for _, b in fast),
+        "samples_ratio": statistics.median(b for _, b in fast) / statistics.median(a for a, _ in fast),
+        "wall_ratio_slow_envs": statistics.median(walls),
+    }
+    if json:
+        print(json_format.dumps(figures))
+    else:
+        table = Table("seed", "envs", "samples, alpha 0", "alpha 1", "seconds, alpha 0", "alpha 1", "wall ratio")
+        for seed, slow, sync, other in rows:
+            table.add_row(
+                str(seed), f"{1000 * LATENCY:.0f} ms a step" if slow else "instant", str(sync.samples),
+                str(other.samples), f"{sync.seconds:.1f}", f"{other.seconds:.1f}", f"{sync.seconds / other.seconds:.2f}",
+            )  # fmt: skip
+        console = Console(highlight=False)
+        console.print(table)
+        console.print(f"median samples until {TARGET:.0%}: {figures['samples_ratio']:.2f} x those of alpha 0")
+        console.print(f"median wall time with slow envs: alpha 0 takes {figures['wall_ratio_slow_envs']:.2f} x as long")
+    return 0 if all(min(sync.success, other.success) >= TARGET for *_, sync, other in rows) else 1

@@ -1,0 +1,1 @@
+"""The controller programs: each reads like the algorithm it is."""

@@ -1,0 +1,320 @@
+"""Reinforcement learning in environments: the controller program.
+
+    publish the weights -> (validate) -> a batch of whole groups -> advantages -> train -> publish ...
+
+With `rollout.alpha` 0 this is on-policy, and one seed is one run. With alpha above 0 the same program is asynchronous:
+the next batches are generated while one is trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cadenza.cluster import ResourceManager
+from cadenza.data import DataProto
+from cadenza.observe.run import RunDirectory
+from cadenza.off_loop import THREADS
+from cadenza.pipelines.config import RunConfig
+from cadenza.pipelines.episodes import Episodes, Mode, sample_of
+from cadenza.pipelines.parts import Inference, Parts
+from cadenza.rollout.collate import collate
+from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
+from cadenza.rollout.failures import RolloutError
+from cadenza.rollout.records import Trajectory
+from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.training import Checkpoints
+from cadenza.training.checkpoint import load_weights, step_of
+
+T = TypeVar("T")
+Listener = Callable[[int, Mapping[str, float]], None]
+
+
+class Done(Exception):
+    """The run ends before its last step; the text says why."""
+
+
+class NoEpisodes(RolloutError):
+    """Every task of a validation was given up."""
+
+    def __str__(self) -> str:
+        return "validation has no episode: every task of it was given up, see the errors above"
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run is."""
+
+    step: int = 0
+    """Batches trained."""
+    samples: int = 0
+    """Trajectories trained."""
+    success_first: float | None = None
+    success_last: float | None = None
+    success_best: float | None = None
+    ended: str = ""
+    """Why, if not by the last step."""
+
+
+class AgenticPipeline:
+    """One run, from its config to its last checkpoint."""
+
+    def __init__(self, config: RunConfig, run: RunDirectory, *, on_step: Listener | None = None) -> None:
+        self.config = config
+        self.run = run
+        self.progress = Progress()
+        self.parts = Parts(config, failures=run.path / "failures")
+        self.checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
+        self.rollouts: RolloutScheduler
+        self.inference: Inference
+        self._on_step = on_step or (lambda step, metrics: None)
+        self._metrics: dict[str, float] = {}
+        """Of the step under way."""
+        self._stop = asyncio.Event()
+        self._step_began = 0.0
+
+    # -- the program -----------------------------------------------------------------------------------------------
+
+    async def train(self, *, resume: Path | None = None) -> Progress:
+        """Train until the last step, the target or a stop. A checkpoint is written at the end of each of these."""
+        await off_loop(self.start) if resume is None else self.restore(resume)
+        async with self.parts.inference() as self.inference:
+            self.rollouts = scheduler_for("train", self.config, self.inference)
+            if resume is not None:
+                self.rollouts.restore(resume / "rollouts")
+            try:
+                try:
+                    await self._program()
+                    await self.validate(self.progress.step, last=True)
+                except Done as reason:
+                    self.progress.ended = str(reason)
+                self.save()
+            finally:
+                await self.rollouts.shutdown()
+        return self.progress
+
+    async def _program(self) -> None:
+        async for step in self.steps():
+            await self.publish()
+            await self.validate(step)
+            batch = await self.get_batch(step)
+            batch = await self.advantages(batch)
+            await self.learn(batch)
+            if self.progress.step % self.config.checkpoint.every == 0:
+                self.save()
+        await self.publish()
+
+    async def steps(self) -> AsyncIterator[int]:
+        """The steps that are left."""
+        while self.progress.step < self.config.steps:
+            self._step_began = time.monotonic()
+            yield self.progress.step
+
+    async def publish(self) -> None:
+        """The newest weights to the replicas. Turns under way go on from the tokens they have."""
+        actor, sampler = self.parts.actor, self.inference.sampler
+        if actor.version == sampler.version:
+            return
+        began = time.monotonic()
+        await self.rollouts.suspend()
+        await sampler.load_weights(actor.version, actor.weights())
+        await self.rollouts.resume()
+        self._metrics["time/publish"] = time.monotonic() - began
+
+    async def validate(self, step: int, *, last: bool = False) -> None:
+        """Measure the policy on tasks that are not trained, if it is time. Generation for training goes on."""
+        plan = self.config.validation
+        if plan is None or (step % plan.every and not last):
+            return
+        validator = scheduler_for("val", self.config, self.inference)
+        try:
+            batch = await self._unless_stopped(validator.get_batch(_request(step), -1))
+        finally:
+            await validator.shutdown()
+        if batch is None:
+            raise NoEpisodes
+        episodes: Episodes = batch.meta_info["episodes"]
+        self._metrics |= episodes.metrics("val")
+        self._show(step, "val", episodes)
+        if step == 0 or last:
+            self._log(step)
+        self._judge(episodes.success)
+
+    async def get_batch(self, step: int) -> DataProto:
+        """The next batch of whole groups."""
+        batch = await self._unless_stopped(self.rollouts.get_batch(_request(step), self.config.rollout.batch_size))
+        if batch is None:
+            raise Done("the tasks ran out")
+        return batch
+
+    async def advantages(self, batch: DataProto) -> DataProto:
+        """What the estimator makes of the scores."""
+        batch, metrics = await off_loop(self.parts.advantages, batch)
+        self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
+        return batch
+
+    async def learn(self, batch: DataProto) -> None:
+        """One train step, off the loop, and its account."""
+        began = time.monotonic()
+        metrics = await off_loop(self.parts.learn, batch)
+        self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
+        self._metrics["time/train"] = time.monotonic() - began
+        self._account(batch)
+
+    def stop(self) -> None:
+        """End as soon as the step under way allows it."""
+        self._stop.set()
+
+    # -- from where, to where --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Weights to begin with."""
+        if (plan := self.config.warm_start) is not None:
+            self._metrics |= self.parts.warm_start(plan)
+        if self.config.needs_reference:
+            self.parts.freeze_reference(self.run.path / "reference")
+
+    def restore(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint, as if nothing had happened."""
+        user = self.checkpoints.load(checkpoint, self.parts.trained)
+        self.progress = Progress(**user["progress"])
+        self.progress.ended = ""
+        self.parts.estimator.load_state(user["estimator"])
+        if self.config.needs_reference:
+            self.parts.load_reference(self.run.path / "reference")
+
+    def save(self, score: float | None = None) -> None:
+        """A checkpoint between two steps."""
+        user = {"progress": asdict(self.progress), "estimator": self.parts.estimator.state()}
+
+        def extra(directory: Path) -> None:
+            self.parts.codec.save(directory)
+            (directory / "rollouts").mkdir()
+            self.rollouts.save(directory / "rollouts")
+
+        self.checkpoints.save(self.progress.step, self.parts.trained, score=score, user=user, extra=extra)
+
+    # -- the account -----------------------------------------------------------------------------------------------
+
+    def _account(self, batch: DataProto) -> None:
+        """Book a step: in the metrics, the samples, the display."""
+        progress, info = self.progress, batch.meta_info
+        episodes: Episodes = info["episodes"]
+        self._show(progress.step, "train", episodes)
+        progress.step += 1
+        progress.samples += episodes.count
+        seconds = time.monotonic() - self._step_began
+        self._metrics |= info["metrics"] | episodes.metrics("train")
+        self._metrics |= {
+            "samples": progress.samples,
+            "time/step": seconds,
+            "time/wait": info["wait_seconds"],
+            "perf/tokens_per_second": episodes.tokens / seconds,
+            "perf/samples_per_second": episodes.count / seconds,
+        }
+        self._log(progress.step)
+        if self.config.validation is None:
+            self._judge(episodes.success)
+
+    def _log(self, step: int) -> None:
+        self.run.log(step, self._metrics)
+        self._on_step(step, self._metrics)
+        self._metrics = {}
+
+    def _show(self, step: int, mode: Mode, episodes: Episodes) -> None:
+        for trajectory in episodes.shown:
+            self.run.sample(sample_of(trajectory, self.parts.codec, step=step, mode=mode))
+
+    def _judge(self, success: float | None) -> None:
+        """Remember how good the policy is, keep it if it is the best, and stop if that is enough."""
+        progress, target = self.progress, self.config.target
+        if success is None:
+            if target is not None:
+                raise ValueError("target is a success rate, but no env says 'success' in its info: leave target out")
+            return
+        progress.success_last = success
+        if progress.success_first is None:
+            progress.success_first = success
+        if progress.success_best is None or success > progress.success_best:
+            progress.success_best = success
+            self.save(score=success)
+        if target is not None and success >= target:
+            raise Done(f"success {success:.3f} reached the target {target}")
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    async def _unless_stopped(self, work: Awaitable[T]) -> T:
+        """Await it, but a stop comes first."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set():
+                raise Done("stopped")
+            return task.result()
+        finally:
+            task.cancel()
+            stop.cancel()
+            await asyncio.wait([task, stop])
+
+
+async def validation(config: RunConfig, checkpoint: Path) -> tuple[DataProto, int]:
+    """The batch of a validation with the weights of a checkpoint, and their version."""
+    parts = Parts(config)
+    load_weights(checkpoint, parts.actor.module)
+    version = int(step_of(checkpoint))
+    async with parts.inference() as inference:
+        if version:
+            await inference.sampler.load_weights(version, parts.actor.weights())
+        scheduler = scheduler_for("val", config, inference)
+        try:
+            batch = await scheduler.get_batch(_request(version), -1)
+        finally:
+            await scheduler.shutdown()
+    if batch is None:
+        raise NoEpisodes
+    batch.meta_info["codec"] = parts.codec
+    return batch, version
+
+
+def scheduler_for(mode: Mode, config: RunConfig, inference: Inference) -> RolloutScheduler:
+    """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`."""
+    rollout, envs = (_training if mode == "train" else _validation)(config)
+
+    def collator(trajectories: list[Trajectory]) -> DataProto:
+        batch = collate(trajectories)
+        batch.meta_info["episodes"] = Episodes.of(trajectories, config.samples)
+        return batch
+
+    return RolloutScheduler(rollout, envs, ResourceManager(1), inference, mode, collator)
+
+
+async def off_loop(function: Callable[..., T], *args: Any) -> T:
+    """Torch works in a thread, so that envs and engine go on."""
+    return await asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
+
+
+def _request(step: int) -> DataProto:
+    return DataProto(meta_info={"global_step": step})
+
+
+def _training(config: RunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
+    return config.rollout.model_copy(update={"seed": config.seed}), config.envs
+
+
+def _validation(config: RunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
+    """The same envs on other tasks; every episode counts, alone."""
+    plan = config.validation
+    assert plan is not None
+    share = max(1, plan.episodes // len(config.envs.domains))
+    domains = {
+        name: domain if isinstance(domain.tasks, (list, tuple)) else domain.model_copy(update={"tasks": share})
+        for name, domain in config.envs.domains.items()
+    }
+    envs = config.envs.model_copy(
+        update={"domains": domains, "first_seed": plan.first_seed, "sampling": plan.sampling or config.envs.sampling}
+    )
+    return RolloutConfig(batch_size=1, seed=config.seed + 1, stall_seconds=config.rollout.stall_seconds), envs

@@ -1,0 +1,193 @@
+"""`cadenza train | resume | eval | play`: a run from the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from cadenza.data import DataProto
+from cadenza.observe.display import Display, curve
+from cadenza.observe.report import write_report
+from cadenza.observe.run import RunDirectory, read_lines
+from cadenza.pipelines.agentic import AgenticPipeline, Progress, validation
+from cadenza.pipelines.config import ConfigError, RunConfig, ValidationConfig, build, dump, read
+from cadenza.pipelines.episodes import Episodes, sample_of, success_of
+from cadenza.training.checkpoint import step_of
+
+
+def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
+    """A new run."""
+    _import_from_here()
+    config = read(path, overrides)
+    if dry_run:
+        print(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), end="")
+        return 0
+    run = RunDirectory(config.out / config.name, config=dump(config), trackers=config.trackers)
+    return _run(config, run, None, as_json)
+
+
+def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Go on with a run from its last checkpoint."""
+    _import_from_here()
+    config = _config_of(run_dir, overrides)
+    checkpoint = _checkpoint(run_dir, "last")
+    step = step_of(checkpoint)
+    if step >= config.steps:
+        print(f"{run_dir} has done its {step} steps; give it more with steps={2 * step}", file=sys.stderr)
+        return 1
+    run = RunDirectory(run_dir, resume=step, config=dump(config), trackers=config.trackers)
+    return _run(config, run, checkpoint, as_json)
+
+
+def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json: bool) -> int:
+    """How good a checkpoint is, on the tasks of the validation."""
+    batch, config, version = asyncio.run(_played(run_dir, episodes, which, greedy, shown=0))
+    found: Episodes = batch.meta_info["episodes"]
+    figures = {
+        "success": found.success, "reward_mean": found.score, "episodes": found.count, "version": version,
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps(figures))
+        return 0
+    table = Table(title=f"{run_dir}, checkpoint '{which}'", show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, "-" if value is None else f"{value:.4g}")
+    Console().print(table)
+    return 0
+
+
+def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
+    """Watch a checkpoint play."""
+    console = Console(highlight=False)
+    batch, _, version = asyncio.run(_played(run_dir, episodes, which, greedy, shown=episodes))
+    found: Episodes = batch.meta_info["episodes"]
+    for trajectory in found.shown:
+        sample = sample_of(trajectory, batch.meta_info["codec"], step=version, mode="val")
+        console.print(f"\n[bold]{sample['task']}[/bold]")
+        for number, turn in enumerate(sample["turns"], 1):
+            console.print(turn["prompt"].rstrip("\n"), markup=False)
+            console.print(f"[cyan]{number}.[/cyan] ", end="")
+            console.print(repr(turn["response"]), markup=False)
+        if trajectory.info and (board := trajectory.info.get("board")):
+            console.print(str(board).rstrip("\n"), markup=False)
+        verdict = {True: "[green]success[/green]", False: "[red]no success[/red]", None: ""}[success_of(trajectory)]
+        console.print(f"score {sample['score']:g} {verdict}")
+    return 0
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json: bool) -> int:
+    with run, Display(config.name, config.steps, target=config.target, quiet=as_json) as display:
+        progress = asyncio.run(_trained(config, run, checkpoint, display))
+        summary = {
+            "success_first": progress.success_first,
+            "success_last": progress.success_last,
+            "success_best": progress.success_best,
+            "steps": progress.step,
+            "samples": progress.samples,
+            "cpu_seconds": round(run.cpu_seconds, 2),
+            "wall_seconds": round(run.seconds, 2),
+            "run_dir": str(run.path),
+            "ended": progress.ended or "all steps done",
+        }
+        run.summary(summary)
+    report = write_report(run.path)
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        _farewell(run.path, summary, report)
+    return 130 if progress.ended == "stopped" else 0
+
+
+async def _trained(config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display) -> Progress:
+    pipeline = AgenticPipeline(config, run, on_step=display.update)
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        display.say("stopping after the step under way; once more to break off")
+        pipeline.stop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    with suppress(NotImplementedError, ValueError):  # not on every system, and not outside the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupted)
+    return await pipeline.train(resume=checkpoint)
+
+
+def _farewell(run_dir: Path, summary: dict[str, Any], report: Path) -> None:
+    console = Console(highlight=False)
+    points = [(r["step"], r["val/success"]) for r in read_lines(run_dir / "metrics.jsonl") if "val/success" in r]
+    if len(points) > 1:
+        steps, successes = zip(*points, strict=True)
+        console.print("\nsuccess in validation, by step", markup=False)
+        console.print(curve(steps, successes, percent=True), markup=False)
+    first, last = (_percent(summary[name]) for name in ("success_first", "success_last"))
+    console.print(
+        f"\n{summary['ended']}: success {first} -> {last} in {summary['steps']} steps, {summary['samples']} episodes, "
+        f"{summary['cpu_seconds']:.0f} CPU seconds"
+    )
+    console.print(f"checkpoint  {run_dir / 'checkpoints' / 'last'}", soft_wrap=True)
+    console.print(f"report      {report}", soft_wrap=True)
+    console.print(f"play it     cadenza play {run_dir}", soft_wrap=True)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+# -- a checkpoint ------------------------------------------------------------------------------------------------------
+
+
+async def _played(
+    run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int
+) -> tuple[DataProto, RunConfig, int]:
+    """Episodes of a checkpoint."""
+    _import_from_here()
+    checkpoint = _checkpoint(run_dir, which)
+    config = _config_of(run_dir, [])
+    plan = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
+    if greedy:
+        sampling = plan.sampling or config.envs.sampling
+        plan = plan.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
+    config = config.model_copy(update={"validation": plan, "samples": shown, "warm_start": None})
+    batch, version = await validation(config, checkpoint)
+    return batch, config, version
+
+
+def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is no run: it has no config.yaml")
+    return build(yaml.safe_load(path.read_text(encoding="utf-8")), overrides, source=str(path))
+
+
+def _checkpoint(run_dir: Path, which: str) -> Path:
+    """The checkpoint that 'last', 'best' or 'step-000012' means."""
+    directory = run_dir / "checkpoints"
+    path = directory / which
+    if which == "best" and not path.exists():
+        path = directory / "last"
+    if not (path / "training").is_dir():
+        known = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
+        rest = f"there are {', '.join(known)}" if known else "it has none: start it again with `cadenza train`"
+        raise ConfigError(f"{run_dir} has no checkpoint '{which}'; {rest}")
+    return path.resolve()
+
+
+def _import_from_here() -> None:
+    """Envs and rewards named as 'module:name' may lie in the working directory."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))

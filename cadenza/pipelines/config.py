@@ -1,0 +1,242 @@
+"""A whole run as one typed tree, read from YAML.
+
+    preset  <  file  <  key=value on the command line
+
+What comes later wins, key by key. Unknown keys are refused wherever they stand, with the nearest known one.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from cadenza.config import Config
+from cadenza.inference.replica import Sampling
+from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
+from cadenza.rollout.sampler import SamplerConfig
+from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ModelConfig, ReferenceConfig, SupervisedConfig
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"estimator": {"name": "grpo"}},
+    "dr-grpo": {"estimator": {"name": "grpo", "divide_by_std": False}, "actor": {"aggregation": "token_mean"}},
+    "dapo": {
+        "estimator": {"name": "grpo"},
+        "actor": {"clip_high": 0.28, "aggregation": "token_mean"},
+        "rollout": {"group_filter": "cadenza.pipelines.filters:has_variance"},
+    },
+    "ppo": {"estimator": {"name": "gae"}, "critic": {}},
+    "reinforce++": {"estimator": {"name": "reinforce++"}},
+    "gigpo": {"estimator": {"name": "gigpo"}, "envs": {"rollout": "step"}},
+    "step": {"estimator": {"name": "step"}, "envs": {"rollout": "step"}},
+}
+"""Algorithms by name: the few settings that make them."""
+
+
+class ConfigError(ValueError):
+    """The config of a run is wrong; the message says where."""
+
+
+class TokenizerConfig(Config):
+    """Between text and tokens."""
+
+    path: str | None = None
+    """None takes the tokenizer of the model; for a tiny policy that is one of characters, built here."""
+    template: Literal["chat", "plain"] | None = None
+    """How turns are put together: by the tokenizer's chat template, or plainly one after the other."""
+    system: str | None = None
+    """What every conversation begins with."""
+
+
+class EngineConfig(Config):
+    """The embedded inference engine."""
+
+    max_running: int = Field(default=64, gt=0)
+    """Requests that decode side by side."""
+    kv_tokens: int | None = Field(default=None, gt=1)
+    """Tokens of context in the cache; None is what fits into a modest share of memory."""
+    prefill_tokens: int | None = Field(default=None, gt=0)
+    """Prompt tokens computed in one step."""
+    keep_kv: bool = False
+    """Go on with what was cached under older weights. Faster, but the logprobs are of a mixture."""
+    threads: int | None = Field(default=None, gt=0)
+
+
+class WarmStart(Config):
+    """A supervised step before reinforcement learning."""
+
+    source: Literal["format", "demonstrations"] = "format"
+    """Random well-formed answers (`actions` of the env): only the format is learned. Or the env's own `solution`."""
+    episodes: int = Field(default=64, gt=0)
+    passes: int = Field(default=1, gt=0)
+    first_seed: int = Field(default=2_000_000_000, ge=0)
+    """Episodes come from seeds of their own."""
+    trainer: SupervisedConfig = SupervisedConfig()
+
+
+class ValidationConfig(Config):
+    """What is measured during training, on tasks that are not trained."""
+
+    every: int = Field(default=10, gt=0)
+    """Steps between two validations. One is made before the first step and one after the last."""
+    episodes: int = Field(default=100, gt=0)
+    first_seed: int = Field(default=1_000_000_000, ge=0)
+    """First task, where tasks are seeds."""
+    sampling: Sampling | None = None
+    """None samples as in training."""
+
+
+class CheckpointConfig(Config):
+    """What is kept."""
+
+    every: int = Field(default=20, gt=0)
+    """Steps between two checkpoints. One is always written at the end."""
+    keep: int = Field(default=1, gt=0)
+    """Last ones that stay; the best one stays besides."""
+
+
+class RunConfig(Config):
+    """Everything that a run is told."""
+
+    name: str = "run"
+    """Its directory is `out`/`name`."""
+    out: Path = Path("runs")
+    seed: int = Field(default=0, ge=0)
+    """Of everything: weights, tasks, sampling, shuffling."""
+    steps: int = Field(gt=0)
+    """Train steps."""
+    target: float | None = Field(default=None, ge=0, le=1)
+    """Stop when the success in validation, or without one in training, reaches this."""
+    preset: str | None = None
+    """One of the algorithms in `PRESETS`; what is set here besides wins."""
+    model: ModelConfig = ModelConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    warm_start: WarmStart | None = None
+    envs: EnvManagerConfig
+    rollout: RolloutConfig
+    estimator: EstimatorConfig = EstimatorConfig()
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig | None = None
+    reference: ReferenceConfig | None = None
+    engine: EngineConfig = EngineConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    validation: ValidationConfig | None = ValidationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    threads: int | None = Field(default=None, gt=0)
+    """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
+    samples: int = Field(default=2, ge=0)
+    """Rollouts of each step, and of each validation, that are written out as text."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        if self.estimator.needs_critic and self.critic is None:
+            raise ValueError(f"estimator '{self.estimator.name}' needs a critic: add 'critic: {{}}'")
+        if self.critic is not None and not self.estimator.needs_critic:
+            raise ValueError(f"critic does nothing for the estimator '{self.estimator.name}': remove it")
+        if self.reference is not None and not self.needs_reference:
+            raise ValueError("reference does nothing while no kl_coef is set, in actor or in estimator: remove it")
+        if self.actor.temperature != 1.0 and self.actor.temperature != self.envs.sampling.temperature:
+            raise ValueError(
+                f"actor.temperature {self.actor.temperature} is not that of envs.sampling, "
+                f"{self.envs.sampling.temperature}: leave it out"
+            )
+        if self.rollout.seed not in (0, self.seed):
+            raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
+        return self
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.estimator.needs_reference or self.actor.kl_coef > 0
+
+    @property
+    def is_exact(self) -> bool:
+        """On-policy: the same seed gives the same run, wherever and however often it is stopped and resumed."""
+        return self.rollout.alpha == 0
+
+
+def read(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config in a file, with `key=value` overrides."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"there is no config file {path}")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from error
+    return build(values, overrides, source=str(path))
+
+
+def build(values: Any, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
+    """The config that a tree of plain values means."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{source} must be a mapping of keys to values, got {type(values).__name__}")
+    for override in overrides:
+        values = _merged(values, _override(override))
+    preset = values.get("preset")
+    if preset is not None:
+        if preset not in PRESETS:
+            near = difflib.get_close_matches(str(preset), PRESETS, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
+            raise ConfigError(f"{source}: preset '{preset}' is not known; {hint}")
+        values = _merged(PRESETS[preset], values)
+    try:
+        return RunConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_told(error, source)) from error
+
+
+def dump(config: RunConfig) -> dict[str, Any]:
+    """The resolved tree as plain values, which `build` reads back. The preset is resolved in it."""
+    values: dict[str, Any] = config.model_dump(mode="json", fallback=_path_of, exclude={"preset"})
+    return values
+
+
+def _path_of(value: Any) -> str:
+    """A function or class as 'module:name'."""
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    raise ConfigError(f"{value!r} cannot be written into a config file: name it as 'module:name'")
+
+
+def _override(text: str) -> dict[str, Any]:
+    """'a.b=c' as {a: {b: c}}."""
+    key, separator, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise ConfigError(f"'{text}' is no override; write key=value, as in rollout.alpha=1")
+    try:
+        tree: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of '{text}' is no YAML: {error}") from error
+    for part in reversed(parts):
+        tree = {part: tree}
+    found: dict[str, Any] = tree
+    return found
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings are merged, anything else is replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+            merged[key] = _merged(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _told(error: ValidationError, source: str) -> str:
+    """One line for each problem: where, what, and the value."""
+    lines = []
+    for problem in error.errors():
+        place = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        given = problem["input"]
+        shown = "" if isinstance(given, (dict, Config)) or problem["type"] == "missing" else f" (got {given!r})"
+        lines.append(f"{source}: {place}: {message}{shown}" if place else f"{source}: {message}{shown}")
+    return "\n".join(lines)

@@ -1,0 +1,78 @@
+"""What a batch of episodes says in numbers, and some of them as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cadenza.observe.run import Sample
+from cadenza.rollout.model import Codec
+from cadenza.rollout.records import Trajectory
+
+Mode = Literal["train", "val"]
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """A batch in numbers."""
+
+    count: int
+    score: float
+    success: float | None
+    """Share of the episodes that the env calls a success; None where none of them is called anything."""
+    turns: float
+    response_tokens: float
+    tokens: int
+    """Response tokens of all episodes."""
+    shown: tuple[Trajectory, ...]
+    """Those that are written out."""
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory], shown: int) -> Episodes:
+        count = len(trajectories)
+        successes = [success for t in trajectories if (success := success_of(t)) is not None]
+        tokens = sum(t.response_tokens for t in trajectories)
+        return cls(
+            count=count,
+            score=sum(t.score for t in trajectories) / count,
+            success=sum(successes) / len(successes) if successes else None,
+            turns=sum(len(t.turns) for t in trajectories) / count,
+            response_tokens=tokens / count,
+            tokens=tokens,
+            shown=tuple(trajectories[:shown]),
+        )
+
+    def metrics(self, mode: Mode) -> dict[str, float]:
+        found = {
+            "score": self.score,
+            "turns": self.turns,
+            "response_tokens": self.response_tokens,
+            "episodes": float(self.count),
+        }
+        if self.success is not None:
+            found["success"] = self.success
+        return {f"{mode}/{name}": value for name, value in found.items()}
+
+
+def success_of(trajectory: Trajectory) -> bool | None:
+    """What the env says of the episode; None when it says nothing."""
+    success = (trajectory.info or {}).get("success")
+    return None if success is None else bool(success)
+
+
+def sample_of(trajectory: Trajectory, codec: Codec, *, step: int, mode: Mode) -> Sample:
+    """An episode as text."""
+    return {
+        "step": step,
+        "mode": mode,
+        "task": trajectory.task.id,
+        "domain": trajectory.task.domain,
+        "score": trajectory.score,
+        "success": success_of(trajectory),
+        "versions": trajectory.versions or (),
+        "turns": [
+            {"prompt": codec.decode(t.prompt), "response": codec.decode(t.response), "reward": t.reward}
+            for t in trajectory.turns
+        ],
+    }

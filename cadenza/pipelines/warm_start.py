@@ -1,0 +1,68 @@
+"""Examples to begin with: what a well-formed answer looks like, or how somebody who knows plays.
+
+The env is played without a model. Each turn gives a pair of tokens, the context as the model would see it and the
+answer as it should write it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+
+from cadenza.envs import make
+from cadenza.envs.protocol import EnvType
+from cadenza.inference.codec import TextCodec
+from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
+from cadenza.training.supervised import Pair
+
+NEEDS = {"format": ("actions", "a property with all well-formed answers"), "demonstrations": ("solution", "a method")}
+
+
+def warm_start_pairs(config: RunConfig, plan: WarmStart, codec: TextCodec) -> list[Pair]:
+    """The examples, from all domains in turn."""
+    return asyncio.run(_pairs(config, plan, codec))
+
+
+async def _pairs(config: RunConfig, plan: WarmStart, codec: TextCodec) -> list[Pair]:
+    rng = random.Random(config.seed)
+    pairs: list[Pair] = []
+    domains = [EnvType(name, make(domain.env), dict(domain.env_args)) for name, domain in config.envs.domains.items()]
+    for number in range(plan.episodes):
+        type = domains[number % len(domains)]
+        env = await type.make()
+        attribute, what = NEEDS[plan.source]
+        if not hasattr(env, attribute):
+            raise ConfigError(
+                f"warm_start.source '{plan.source}' needs envs with '{attribute}' ({what}); '{type.name}' has none"
+            )
+        pairs += await _episode(config, plan, codec, type, env, plan.first_seed + number, rng)
+        if hasattr(env, "close"):
+            await type.call("close", env.close)()
+    return pairs
+
+
+async def _episode(
+    config: RunConfig, plan: WarmStart, codec: TextCodec, type: EnvType, env: Any, seed: int, rng: random.Random
+) -> list[Pair]:
+    observation = await type.call("reset", env.reset)(seed)
+    answers = iter(env.solution()) if plan.source == "demonstrations" else None
+    fresh = config.envs.rollout == "step"
+    context = np.empty(0, np.int32)
+    pairs: list[Pair] = []
+    for _ in range(config.envs.max_turns):
+        first = fresh or not len(context)
+        prompt = codec.encode(observation, first=first, last=None if first else int(context[-1]))
+        context = prompt if first else np.concatenate((context, prompt))
+        answer = rng.choice(env.actions) if answers is None else next(answers, None)
+        if answer is None:
+            break
+        response = codec.encode_answer(answer, max_tokens=config.envs.sampling.max_tokens)
+        pairs.append((context, response))
+        context = np.concatenate((context, response))
+        observation, _, terminated, truncated, _ = await type.call("step", env.step)(answer)
+        if terminated or truncated or len(context) >= config.envs.max_context:
+            break
+    return pairs
