@@ -1,8 +1,8 @@
 """Asynchronous against synchronous training: the samples and the wall time that the same success takes.
 
-FrozenLake 4x4 with the settings of `examples/frozenlake.yaml`, by seed once with alpha 0 and once with alpha 1, until the
-success in validation reaches 90 %. In the second half every step of an env takes time, as a game server or a tool would:
-then a synchronous run waits for its envs, and an asynchronous one trains meanwhile.
+FrozenLake 4x4, for each seed once with alpha 0 and once with alpha 1, until the success in validation reaches 90 %. In
+the second half every step of an env takes time, as a game server or a tool would: then a synchronous run waits for its
+envs, and an asynchronous one trains meanwhile.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cadenza.pipelines.config import build
 TARGET = 0.9
 LATENCY = 0.03
 """Mean seconds of a step of a slow env; each is drawn from an exponential distribution."""
+LAKE = {"env": "frozenlake", "env_args": {"map": "4x4", "max_steps": 16}}
 CONFIG: dict[str, Any] = {
     "name": "asynchrony",
     "steps": 200,
@@ -38,12 +39,12 @@ CONFIG: dict[str, Any] = {
         "slots": 256,
         "rollout": "step",
         "sampling": {"max_tokens": 1},
-        "domains": {"lake": {"env": "frozenlake", "env_args": {"map": "4x4", "max_steps": 16}}},
+        "domains": {"lake": LAKE},
     },
     "rollout": {"batch_size": 128, "group_size": 16, "suspend_mode": "keep"},
     "actor": {"lr": 2e-3},
     "engine": {"max_running": 256},
-    "validation": {"every": 2, "episodes": 100},
+    "validation": {"every": 2, "episodes": 100, "domains": {"lake": LAKE}},
     "checkpoint": {"every": 1000},
     "samples": 0,
     "trackers": [],
@@ -80,10 +81,7 @@ def run(seed: int, alpha: float, slow: bool) -> Result:
 
 def asynchrony(json: bool, seeds: int = 5) -> int:
     """Print the table; 0 if everything reached the target."""
-    rows: list[tuple[int, bool, Result, Result]] = []
-    for slow in (False, True):
-        for seed in range(seeds):
-            rows.append((seed, slow, run(seed, 0.0, slow), run(seed, 1.0, slow)))
+    rows = [(seed, slow, run(seed, 0.0, slow), run(seed, 1.0, slow)) for slow in (False, True) for seed in range(seeds)]
     fast = [(sync.samples, other.samples) for _, slow, sync, other in rows if not slow]
     walls = [sync.seconds / other.seconds for _, slow, sync, other in rows if slow]
     figures = {
@@ -97,10 +95,9 @@ def asynchrony(json: bool, seeds: int = 5) -> int:
     else:
         table = Table("seed", "envs", "samples, alpha 0", "alpha 1", "seconds, alpha 0", "alpha 1", "wall ratio")
         for seed, slow, sync, other in rows:
-            table.add_row(
-                str(seed), f"{1000 * LATENCY:.0f} ms a step" if slow else "instant", str(sync.samples),
-                str(other.samples), f"{sync.seconds:.1f}", f"{other.seconds:.1f}", f"{sync.seconds / other.seconds:.2f}",
-            )  # fmt: skip
+            seconds = f"{sync.seconds:.1f}", f"{other.seconds:.1f}", f"{sync.seconds / other.seconds:.2f}"
+            envs = f"{1000 * LATENCY:.0f} ms a step" if slow else "instant"
+            table.add_row(str(seed), envs, str(sync.samples), str(other.samples), *seconds)
         console = Console(highlight=False)
         console.print(table)
         console.print(f"median samples until {TARGET:.0%}: {figures['samples_ratio']:.2f} x those of alpha 0")

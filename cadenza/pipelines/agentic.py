@@ -306,13 +306,14 @@ def _training(config: RunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
 
 
 def _validation(config: RunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
-    """The same envs on other tasks; every episode counts, alone."""
+    """Tasks that are not trained; every episode counts, alone."""
     plan = config.validation
     assert plan is not None
-    share = max(1, plan.episodes // len(config.envs.domains))
+    domains = plan.domains or config.envs.domains
+    share = max(1, plan.episodes // len(domains))
     domains = {
         name: domain if isinstance(domain.tasks, (list, tuple)) else domain.model_copy(update={"tasks": share})
-        for name, domain in config.envs.domains.items()
+        for name, domain in domains.items()
     }
     envs = config.envs.model_copy(
         update={"domains": domains, "first_seed": plan.first_seed, "sampling": plan.sampling or config.envs.sampling}

@@ -51,7 +51,7 @@ def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json: bool) -> int:
     """How good a checkpoint is, on the tasks of the validation."""
-    batch, config, version = asyncio.run(_played(run_dir, episodes, which, greedy, shown=0))
+    batch, version = asyncio.run(_played(run_dir, episodes, which, greedy, shown=0))
     found: Episodes = batch.meta_info["episodes"]
     figures = {
         "success": found.success, "reward_mean": found.score, "episodes": found.count, "version": version,
@@ -69,7 +69,7 @@ def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json:
 def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
     """Watch a checkpoint play."""
     console = Console(highlight=False)
-    batch, _, version = asyncio.run(_played(run_dir, episodes, which, greedy, shown=episodes))
+    batch, version = asyncio.run(_played(run_dir, episodes, which, greedy, shown=episodes))
     found: Episodes = batch.meta_info["episodes"]
     for trajectory in found.shown:
         sample = sample_of(trajectory, batch.meta_info["codec"], step=version, mode="val")
@@ -151,10 +151,8 @@ def _percent(value: float | None) -> str:
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 
 
-async def _played(
-    run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int
-) -> tuple[DataProto, RunConfig, int]:
-    """Episodes of a checkpoint."""
+async def _played(run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int) -> tuple[DataProto, int]:
+    """Episodes of a checkpoint, and its version."""
     _import_from_here()
     checkpoint = _checkpoint(run_dir, which)
     config = _config_of(run_dir, [])
@@ -163,8 +161,7 @@ async def _played(
         sampling = plan.sampling or config.envs.sampling
         plan = plan.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
     config = config.model_copy(update={"validation": plan, "samples": shown, "warm_start": None})
-    batch, version = await validation(config, checkpoint)
-    return batch, config, version
+    return await validation(config, checkpoint)
 
 
 def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:

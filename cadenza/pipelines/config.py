@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from cadenza.config import Config
 from cadenza.inference.replica import Sampling
-from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
+from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ModelConfig, ReferenceConfig, SupervisedConfig
 
@@ -88,6 +88,8 @@ class ValidationConfig(Config):
     """First task, where tasks are seeds."""
     sampling: Sampling | None = None
     """None samples as in training."""
+    domains: dict[str, DomainConfig] | None = None
+    """Tasks of their own; None is those of `envs`, from `first_seed` on."""
 
 
 class CheckpointConfig(Config):
@@ -145,6 +147,13 @@ class RunConfig(Config):
                 f"actor.temperature {self.actor.temperature} is not that of envs.sampling, "
                 f"{self.envs.sampling.temperature}: leave it out"
             )
+        if self.validation is not None and self.validation.domains is None:
+            rows = [name for name, domain in self.envs.domains.items() if isinstance(domain.tasks, (list, tuple))]
+            if rows:
+                raise ValueError(
+                    f"the tasks of {rows} are rows, and all of them are trained: give validation.domains rows of its "
+                    "own, or set 'validation: null'"
+                )
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self

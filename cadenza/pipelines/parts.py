@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +80,8 @@ class Parts:
         """Learn from examples; what the last batch said."""
         pairs = warm_start_pairs(self.config, plan, self.codec)
         trainer = Supervised(self.actor.module, plan.trainer, self.config.seed)
-        metrics: dict[str, float] = {}
-        for metrics in trainer.fit(pairs, passes=plan.passes):
-            pass
-        return {f"warm_start/{name}": value for name, value in metrics.items()}
+        last = deque(trainer.fit(pairs, passes=plan.passes), maxlen=1).pop()
+        return {f"warm_start/{name}": value for name, value in last.items()}
 
     def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The batch with its advantages, and whatever columns they need."""
