@@ -19,6 +19,7 @@ from builders import (
     chain,
     cluster_of,
     column,
+    fake,
     fates,
     first_time,
     get,
@@ -258,6 +259,70 @@ def test_on_policy_a_batch_that_is_awaited_over_a_publication_is_told_as_such() 
             with pytest.raises(StalenessError, match="no more than 0 batches ahead of a publication"):
                 await ahead
             scheduler.ledger.check()
+
+    simulate(main)
+
+
+def test_a_rollout_that_leaves_a_call_behind_changes_nothing_that_was_finished() -> None:
+    """The episode is scored when its rollout returns: what comes later is refused, and no lease runs on."""
+    left: list[asyncio.Task[Any]] = []
+
+    async def play(task: Task, env: EnvHandle, model: Model) -> None:
+        reply = await model.chat(await env.reset(task.seed))
+        await env.step(reply.text)
+        left.append(asyncio.create_task(model.chat("more")))
+        await asyncio.sleep(0)
+
+    async def slow(seed: int, number: int) -> Any:
+        await asyncio.sleep(15.0 if number == 1 else 0.0)
+
+    async def main() -> None:
+        options = {"group_size": 2, "batch_size": 2, "slots": 2, "lease_seconds": 10.0, "tasks": 1}
+        async with playing([fake(1.0)], env=stepping(slow), rollout=play, **options) as scheduler:
+            batch = await got(scheduler, 2)
+            assert len(batch) == 2
+            assert fates(scheduler)["trained"] == 2
+            late = await asyncio.gather(*left, return_exceptions=True)
+            assert all(isinstance(error, RuntimeError) and "the rollout has returned" in str(error) for error in late)
+
+    simulate(main)
+
+
+def test_two_calls_of_the_model_at_once_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(task: Task, env: EnvHandle, model: Model) -> None:
+        await model.chat(await env.reset(task.seed))
+        await asyncio.gather(model.chat("one"), model.chat("another"))
+
+    async def main() -> None:
+        async with playing([fake(1.0)], rollout=play, batch_size=1, tasks=1, error_budget=0) as scheduler:
+            with pytest.raises(ErrorBudget, match="rollout of domain 'toy': RuntimeError"):
+                await get(scheduler, 1)
+
+    simulate(main)
+    assert "a call of the model is under way" in caplog.text
+
+
+def test_a_step_after_the_end_of_the_episode_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(task: Task, env: EnvHandle, model: Model) -> None:
+        reply = await model.chat(await env.reset(task.seed))
+        await env.step(reply.text)
+        await env.step(reply.text)
+
+    async def main() -> None:
+        async with playing([fake(1.0)], rollout=play, batch_size=1, tasks=1, error_budget=0) as scheduler:
+            with pytest.raises(ErrorBudget, match="rollout of domain 'toy': EnvError"):
+                await get(scheduler, 1)
+
+    simulate(main)
+    assert "stepped after the episode was done" in caplog.text
+
+
+@pytest.mark.parametrize("size", ["4", None, 2.0])
+def test_a_batch_size_that_is_no_integer_is_named(size: Any) -> None:
+    async def main() -> None:
+        async with playing() as scheduler:
+            with pytest.raises(ValueError, match="batch_size must be positive"):
+                await get(scheduler, size)
 
     simulate(main)
 

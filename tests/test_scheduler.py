@@ -246,6 +246,41 @@ def test_several_batches_for_one_version_are_served(alpha: int) -> None:
     simulate(main)
 
 
+def test_a_batch_that_is_asked_for_behind_another_one_opens_the_gate() -> None:
+    async def main() -> None:
+        async with playing([fake(5.0)], batch_size=2, alpha=1, slots=8) as scheduler:
+            first = asyncio.ensure_future(got(scheduler, 2))
+            await asyncio.sleep(1.0)
+            await scheduler.suspend()
+            second = asyncio.ensure_future(got(scheduler, 2))  # without a resume: this is a valid program
+            async with asyncio.timeout(100.0):
+                await first
+                await second
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("staleness", ["wait", "drop"])
+@pytest.mark.parametrize("alpha", [1, 2, 3])
+def test_as_many_batches_as_the_bound_allows_may_be_taken_ahead(alpha: int, staleness: str) -> None:
+    def seconds(request: Request) -> float:
+        return [1.0, 2.0, 5.0, 40.0][request.seed % 4]
+
+    async def main() -> None:
+        options = {"alpha": alpha, "staleness": staleness, "slots": 64, "batch_size": 4}
+        async with playing([fake(seconds)], **options) as scheduler:
+            held = [await got(scheduler, 4) for _ in range(alpha)]
+            for version in range(1, 30):
+                held.append(await got(scheduler, 4))
+                batch = held.pop(0)
+                oldest = min(v for row in rows(batch, "versions") for v in row if v >= 0)
+                assert version - 1 - oldest <= alpha
+                await asyncio.sleep([0.5, 3.0, 60.0][version % 3])
+                await publish(scheduler, version)
+
+    simulate(main)
+
+
 @pytest.mark.parametrize("extra_groups", [0, 2])
 @pytest.mark.parametrize("alpha", [0.5, 1, 2, 4])
 def test_the_next_batch_may_be_awaited_while_one_is_trained(alpha: float, extra_groups: int) -> None:

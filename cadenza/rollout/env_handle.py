@@ -42,6 +42,8 @@ class EnvHandle:
 
     async def step(self, action: str) -> Any:
         """Act; returns the next observation. The reward is booked on the turn that led to the action."""
+        if self.done:
+            raise EnvError(f"env '{self._type.name}' was stepped after the episode was done; look at `env.done`")
         if not self.trajectory.turns:
             raise EnvError(
                 f"env '{self._type.name}' was stepped before the first turn of the model: no turn gets the reward"
@@ -60,6 +62,8 @@ class EnvHandle:
         return observation
 
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
+        if self.trajectory.ended >= 0:
+            raise EnvError(f"env '{self._type.name}': {place} was called after the rollout had returned")
         self._attempt.place = place
         call = self._type.call(place, method)(*args)
         if isinstance(call, asyncio.Future):

@@ -135,6 +135,7 @@ class EnvWorker:
                 else:
                     self._failed(attempt, attempt.place, error)
             finally:
+                trajectory.ended = asyncio.get_running_loop().time()
                 await self._leave(attempt, type, env, handle)
             if attempt.fate is None:
                 await self._score(attempt, trajectory)
@@ -161,7 +162,6 @@ class EnvWorker:
         attempt.place = "reward"
         domain = attempt.group.task.domain
         reward = self._rewards.get(domain)
-        trajectory.ended = asyncio.get_running_loop().time()
         if reward is None:
             trajectory.score = trajectory.episode_score
             self._queue.put(attempt, trajectory)

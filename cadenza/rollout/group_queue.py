@@ -32,7 +32,7 @@ from cadenza.observe.events import EventSink
 from cadenza.off_loop import as_async, within
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, StalenessError, Stalled, UserErrors
-from cadenza.rollout.ledger import Attempt, Group, GroupState, Ledger, LedgerError
+from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.tasks import Domains
 
@@ -147,6 +147,8 @@ class GroupQueueManager:
         """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
         this one was."""
         self.last_end = self._now()
+        if attempt.state is AttemptState.FINISHED:
+            raise LedgerError(f"{attempt.key} has finished, and fails now: {cause} {detail}")
         self.ledger.close(attempt, Fate.FAILED, cause, self.last_end, detail)
         group, member = attempt.group, attempt.member
         self._failed_in_a_row += 1
@@ -177,13 +179,12 @@ class GroupQueueManager:
         if version == self.version:
             return
         self.version = version
-        # A batch that was taken ahead of its version counts for it; not more than one, or large batches would count up.
+        # Batches that were taken ahead of their version count for it; not more than the bound allows, or larger
+        # batches than configured would count up for ever.
         per_batch = self.config.groups_per_batch
-        self.base = min(self.consumed, max(self.base + per_batch, self.consumed - per_batch))
-        if self.mode == "train" and self.config.staleness == "drop":
-            for group in self.ledger.open_groups():
-                if version - group.begun > self.config.max_staleness:
-                    self._hand_back(group, Fate.STALE, "older than max_staleness")
+        ahead = max(1, self.config.max_staleness) * per_batch
+        self.base = min(self.consumed, max(self.base + per_batch, self.consumed - ahead))
+        self._drop_stale()
         self._wake()
         self.refill()
 
@@ -213,6 +214,7 @@ class GroupQueueManager:
             raise self._error
         assert self._demand is not None
         groups = self._demand
+        self._drop_stale()
         ready = self._ready_by_version.total()
         self._check_ages(groups)
         if ready < groups:
@@ -338,6 +340,9 @@ class GroupQueueManager:
 
     def _consume(self, group: Group, now: float) -> None:
         fate = Fate.TRAINED if self.mode == "train" else Fate.VALIDATED
+        whole = all(attempt.state is AttemptState.FINISHED for attempt in group.finished)
+        if len(group.finished) != self._group_size or not whole:
+            raise LedgerError(f"g{group.id} is cut, but {len(group.finished)} of {self._group_size} members are whole")
         group.trained = self.version
         self.consumed += 1
         self._ready_by_version[group.begun] -= 1
@@ -349,6 +354,17 @@ class GroupQueueManager:
                     raise LedgerError(f"{attempt.key} has staleness {staleness}, above {self.config.max_staleness}")
                 self.staleness[staleness] += 1
         self.ledger.close_group(group, fate, "", now)
+
+    def _drop_stale(self) -> None:
+        """Under 'drop': groups that are too old for the version at which the next batch will be trained."""
+        if self.mode == "val" or self.config.staleness == "wait":
+            return
+        ahead = (self.consumed - self.base) // self.config.groups_per_batch
+        oldest = min(self.version + ahead, self.version + self.config.max_staleness) - self.config.max_staleness
+        if min(self._unconsumed, default=oldest) < oldest:
+            for group in self.ledger.open_groups():
+                if group.begun < oldest:
+                    self._hand_back(group, Fate.STALE, "older than max_staleness")
 
     def _end_surplus(self) -> None:
         """Extra groups that no batch to come can take in time."""

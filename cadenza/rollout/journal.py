@@ -33,7 +33,7 @@ from cadenza.rollout.tasks import Domain
 
 FORMAT = 1
 _STATE, _TURNS = "rollouts.json", "turns"
-_SAME = ("group_size", "batch_size", "alpha", "staleness", "extra_groups", "seed")
+_SAME = ("group_size", "batch_size", "alpha", "staleness", "extra_members", "extra_groups", "seed")
 """Settings that the saved groups depend on: their shape, how old they may become, their randomness."""
 
 
@@ -91,6 +91,7 @@ class SavedGroup(msgspec.Struct, frozen=True):
     attempts: list[SavedAttempt]
     finished: list[tuple[int, SavedTrajectory]]
     """Which of the attempts, in the order in which they finished."""
+    tries: dict[int, float] | None
 
 
 class SavedDomain(msgspec.Struct, frozen=True):
@@ -210,7 +211,7 @@ def _saved_group(group: Group, places: dict[str, int], lost: set[str]) -> SavedG
     ]
     return SavedGroup(
         group.id, group.task.domain, SavedTask(places[group.task.id], group.task.id), group.begun, group.opened,
-        group.state, group.trained, attempts, finished,
+        group.state, group.trained, attempts, finished, group.tries,
     )  # fmt: skip
 
 
@@ -356,6 +357,7 @@ def _find(domain: Domain, saved: SavedTask) -> Task:
 
 def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], later: float) -> Group:
     group = Group(saved.id, task, saved.begun, saved.opened + later)
+    group.tries = saved.tries
     group.trained = saved.trained
     # A filter that ran is lost: the group is whole, and goes to it again.
     group.state = GroupState.OPEN if saved.state is GroupState.FILTERING else saved.state

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cadenza.rollout.ledger import Attempt
+from cadenza.rollout.ledger import Attempt, AttemptState
 
 
 class Leases:
@@ -22,8 +22,8 @@ class Leases:
         self._timer: asyncio.TimerHandle | None = None
 
     def renew(self, attempt: Attempt) -> None:
-        """There was progress: the whole time again. An attempt that has its fate needs no lease."""
-        if attempt.fate is not None:
+        """There was progress: the whole time again. An attempt whose episode is over needs no lease."""
+        if attempt.state is not AttemptState.RUNNING:
             return
         loop = asyncio.get_running_loop()
         self._deadlines.pop(attempt, None)
@@ -53,5 +53,5 @@ class Leases:
         for attempt in expired:
             self._deadlines.pop(attempt, None)
         for attempt in expired:
-            if attempt.fate is None:
+            if attempt.state is AttemptState.RUNNING:
                 self._expire(attempt)

@@ -102,7 +102,7 @@ class Surroundings:
 class Model:
     """The model, as one attempt sees it."""
 
-    __slots__ = ("_around", "_attempt", "_cached", "_chunks", "_context", "_seat", "trajectory")
+    __slots__ = ("_around", "_attempt", "_busy", "_cached", "_chunks", "_context", "_seat", "trajectory")
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, around: Surroundings) -> None:
         self.trajectory = trajectory
@@ -112,6 +112,7 @@ class Model:
         self._context = 0
         self._seat: Seat | None = None
         self._cached = 0
+        self._busy = False
 
     @property
     def room(self) -> int:
@@ -130,8 +131,11 @@ class Model:
         """The same in tokens: append them to the context, and let the model go on."""
         attempt = self._attempt
         fresh = fresh or not self._chunks
+        self._check_turn()
         if len(self.trajectory.turns) >= self._around.max_turns:
             raise ContextFull(f"the episode had its max_turns {self._around.max_turns}")
+        if fresh:
+            self._cached = 0
         chunks, context = ((), 0) if fresh else (self._chunks, self._context)
         prompt = np.ascontiguousarray(tokens, dtype=np.int32)
         if fresh and not len(prompt):
@@ -143,18 +147,28 @@ class Model:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._around.leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
+        self._busy = True
         try:
             answer = await self._part(chunks, context, limit, 0)
             if answer.finish is Finish.ABORT:
                 answer = await self._continue(chunks, context, limit, answer)
         finally:
+            self._busy = False
             self._around.leases.renew(attempt)
+        self._check_turn()
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._context = context + len(answer.tokens)
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
         attempt.turns += 1
         return Reply(turn, self._around.codec)
+
+    def _check_turn(self) -> None:
+        """A conversation has one turn at a time, and none when it is over."""
+        if self.trajectory.ended >= 0:
+            raise RuntimeError("the rollout has returned: await every call of the model before it does")
+        if self._busy:
+            raise RuntimeError("a call of the model is under way: await it before the next, a context has one order")
 
     async def _continue(self, chunks: tuple[Tokens, ...], context: int, limit: int, answer: Generation) -> Generation:
         """Go on from the tokens of an interrupted answer, over as many interruptions as come."""

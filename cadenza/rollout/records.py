@@ -80,7 +80,8 @@ class Trajectory:
     info: dict[str, object] | None = None
     """What the last env step said besides."""
     started: float = 0.0
-    ended: float = 0.0
+    ended: float = -1.0
+    """When the rollout returned; negative while it runs."""
 
     @property
     def episode_score(self) -> float:

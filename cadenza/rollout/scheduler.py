@@ -98,12 +98,12 @@ class RolloutScheduler:
         step = data.meta_info.get("global_step")
         if not isinstance(step, int):
             raise ValueError(f"data.meta_info['global_step'] must be an int, got {step!r}")
+        loop = asyncio.get_running_loop()
+        asked = loop.time()
+        await self._start()
+        if (opening := self.sampler.let_go(holder=self)) is not None:  # a batch that is ready does not wait for it
+            opening.add_done_callback(self._opened)
         async with self._turn:
-            loop = asyncio.get_running_loop()
-            asked = loop.time()
-            await self._start()
-            if (opening := self.sampler.let_go(holder=self)) is not None:  # a batch that is ready does not wait for it
-                opening.add_done_callback(self._opened)
             cut = self._uncollated or await self._taken(groups)
             if not cut:
                 return None
@@ -201,8 +201,8 @@ class RolloutScheduler:
                     "set domains.<name>.tasks, or ask for a number"
                 )
             return None
-        if batch_size <= 0:
-            raise ValueError(f"batch_size must be positive, or -1 for everything, got {batch_size}")
+        if not isinstance(batch_size, int) or batch_size <= 0:
+            raise ValueError(f"batch_size must be positive, or -1 for everything, got {batch_size!r}")
         if batch_size % self.config.group_size:
             raise ValueError(not_whole_groups("batch_size", batch_size, self.config.group_size))
         return batch_size // self.config.group_size

@@ -161,6 +161,8 @@ class Scenario:
     order: Order
     repeated: bool
     """Every suspend and resume is called twice."""
+    prefetch: int
+    """Batches that are asked for ahead, in the order 'prefetch'."""
     odd_step: int
     odd_size: Size
     """What that step asks for."""
@@ -271,6 +273,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         suspend_mode=rng.choice(("abort", "abort", "drain", "keep")),
         order=_order(rng, seed, prefetch=alpha > 0 and odd_size == "same"),
         repeated=rng.random() < 0.15,
+        prefetch=1 + mixed(seed, 1) % max(1, math.ceil(alpha)),
         odd_step=rng.randrange(steps),
         odd_size=odd_size,
         patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.5)),

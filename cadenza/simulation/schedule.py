@@ -199,31 +199,55 @@ class _Driver:
             await self._get(self.train, self.train_view, scenario.groups, scenario.steps)
 
     async def _prefetching_steps(self, beside: asyncio.TaskGroup) -> None:
-        """Training and the wait for the next batch side by side."""
+        """Training, and beside it the wait for the next batches, as many as the bound allows."""
         scenario = self.scenario
         # `get_batch` opens the gate: it must have begun before the gate is closed.
-        suspends = scenario.suspend_mode != "keep" and scenario.train_seconds > 0
+        suspends = scenario.suspend_mode != "keep" and scenario.train_seconds > 0 and scenario.prefetch == 1
         await self._publish(1)
-        batch = await self._get(self.train, self.train_view, scenario.groups, 0)
-        for step in range(1, scenario.steps):
-            if batch is None:
-                return
-            self._validate(beside, step)
-            ahead = asyncio.create_task(self._get(self.train, self.train_view, scenario.groups, step))
-            try:
+        room = asyncio.Semaphore(scenario.prefetch)
+        batches: asyncio.Queue[DataProto | None] = asyncio.Queue()
+        loader = asyncio.create_task(self._prefetch(room, batches))
+        try:
+            for step in range(scenario.steps):
+                batch = await self._next(batches, loader)
+                if batch is None or step == scenario.steps - 1:
+                    return
+                self._validate(beside, step)
+                room.release()
+                self._check_age(batch)
                 await self.trainer.train(batch)
                 if suspends:
                     await self._suspend()
-                await self._publish(step + 1)
+                await self._publish(step + 2)
                 if suspends:
                     await self._resume()
-                batch = await ahead
-            except BaseException:
-                ahead.cancel()
-                await asyncio.wait([ahead])
-                if not ahead.cancelled():
-                    ahead.exception()  # the controller has one to tell of already
-                raise
+        finally:
+            loader.cancel()
+            await asyncio.wait([loader])
+            if not loader.cancelled():
+                loader.exception()  # the controller has one to tell of already
+
+    async def _prefetch(self, room: asyncio.Semaphore, batches: asyncio.Queue[DataProto | None]) -> None:
+        for step in range(self.scenario.steps):
+            await room.acquire()
+            await batches.put(await self._get(self.train, self.train_view, self.scenario.groups, step))
+
+    async def _next(self, batches: asyncio.Queue[DataProto | None], loader: asyncio.Task[None]) -> DataProto | None:
+        """The next batch, or what ended the wait for it."""
+        getting = asyncio.ensure_future(batches.get())
+        await asyncio.wait([getting, loader], return_when=asyncio.FIRST_COMPLETED)
+        if not getting.done() and batches.empty():
+            getting.cancel()
+            loader.result()
+        return await getting
+
+    def _check_age(self, batch: DataProto) -> None:
+        """The bound holds when a batch is trained, also if it was taken ahead."""
+        versions = batch.batch.ragged("versions").values
+        written = versions[versions >= 0]
+        age = self.monitor.version - int(written.min()) if len(written) else 0
+        if age > self.scenario.bound:
+            self.monitor.violate(3, f"a batch is trained at age {age}, above {self.scenario.bound}")
 
     def _sizes(self, step: int) -> tuple[int, ...]:
         groups = self.scenario.groups

@@ -205,7 +205,7 @@ class View:
 
     def published(self) -> None:
         """There is a new version to cut for."""
-        self._ahead = max(0, min(self._ahead - self.per_batch, self.per_batch))
+        self._ahead = max(0, min(self._ahead - self.per_batch, max(1, self.bound) * self.per_batch))
         self.look()
 
     def ask(self, groups: int | None) -> None:
