@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
     "target": TARGET,
     "preset": "grpo",
     "model": {"layers": 2, "hidden": 64, "heads": 4},
-    "warm_start": {"source": "format", "episodes": 32, "trainer": {"lr": 3e-3, "batch_size": 64}},
+    "warm_start": {"source": "format", "episodes": 128, "trainer": {"lr": 3e-3, "batch_size": 32}},
     "envs": {
         "slots": 256,
         "rollout": "step",

@@ -9,28 +9,34 @@ the next batches are generated while one is trained.
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from safetensors import SafetensorError
+
 from cadenza.cluster import ResourceManager
 from cadenza.data import DataProto
 from cadenza.observe.run import RunDirectory
 from cadenza.off_loop import THREADS
-from cadenza.pipelines.config import RunConfig
+from cadenza.pipelines.config import ConfigError, RunConfig
 from cadenza.pipelines.episodes import Episodes, Mode, sample_of
 from cadenza.pipelines.parts import Inference, Parts
+from cadenza.rollout import journal
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError
+from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.training import Checkpoints
-from cadenza.training.checkpoint import load_weights, step_of
+from cadenza.training.checkpoint import CheckpointError, load_weights, step_of
 
 T = TypeVar("T")
+STOPPED = "stopped"
 Listener = Callable[[int, Mapping[str, float]], None]
 
 
@@ -56,6 +62,8 @@ class Progress:
     success_first: float | None = None
     success_last: float | None = None
     success_best: float | None = None
+    validated: int = -1
+    """The step after which the policy was last measured."""
     ended: str = ""
     """Why, if not by the last step."""
 
@@ -76,12 +84,18 @@ class AgenticPipeline:
         """Of the step under way."""
         self._stop = asyncio.Event()
         self._step_began = 0.0
+        self._score: float | None = None
+        """How good the policy is, if it is the best so far and not saved yet."""
+        self._saved: int | None = None
+        """The step of the last checkpoint."""
+        self._boundary: tuple[int, Path] | None = None
+        """The rollouts as they were between two steps, and after which one."""
 
     # -- the program -----------------------------------------------------------------------------------------------
 
     async def train(self, *, resume: Path | None = None) -> Progress:
         """Train until the last step, the target or a stop. A checkpoint is written at the end of each of these."""
-        await off_loop(self.start) if resume is None else self.restore(resume)
+        await self.start() if resume is None else self.restore(resume)
         async with self.parts.inference() as self.inference:
             self.rollouts = scheduler_for("train", self.config, self.inference)
             if resume is not None:
@@ -89,24 +103,28 @@ class AgenticPipeline:
             try:
                 try:
                     await self._program()
-                    await self.validate(self.progress.step, last=True)
                 except Done as reason:
                     self.progress.ended = str(reason)
-                self.save()
+                if self.progress.step != self._saved or self.progress.ended == STOPPED:
+                    self.save()
             finally:
                 await self.rollouts.shutdown()
+                shutil.rmtree(self.run.path / ".rollouts", ignore_errors=True)
         return self.progress
 
     async def _program(self) -> None:
         async for step in self.steps():
             await self.publish()
             await self.validate(step)
+            self.checkpoint(step)
             batch = await self.get_batch(step)
+            if batch is None:
+                break
             batch = await self.advantages(batch)
             await self.learn(batch)
-            if self.progress.step % self.config.checkpoint.every == 0:
-                self.save()
-        await self.publish()
+        if self.config.validation is not None:
+            await self.publish()
+            await self.validate(self.progress.step, last=True)
 
     async def steps(self) -> AsyncIterator[int]:
         """The steps that are left."""
@@ -121,6 +139,7 @@ class AgenticPipeline:
             return
         began = time.monotonic()
         await self.rollouts.suspend()
+        self._mark_boundary()
         await sampler.load_weights(actor.version, actor.weights())
         await self.rollouts.resume()
         self._metrics["time/publish"] = time.monotonic() - began
@@ -130,25 +149,28 @@ class AgenticPipeline:
         plan = self.config.validation
         if plan is None or (step % plan.every and not last):
             return
+        if self.progress.validated == step:  # before the run was resumed, or its tasks ran out
+            self._stop_at_target()
+            return
         validator = scheduler_for("val", self.config, self.inference)
         try:
-            batch = await self._unless_stopped(validator.get_batch(_request(step), -1))
+            batch = await self._unless_stopped(lambda: validator.get_batch(_request(step), -1))
         finally:
             await validator.shutdown()
         if batch is None:
             raise NoEpisodes
         episodes: Episodes = batch.meta_info["episodes"]
-        self._metrics |= episodes.metrics("val")
         self._show(step, "val", episodes)
-        if step == 0 or last:
-            self._log(step)
+        self._log(step, episodes.metrics("val"))
+        self.progress.validated = step
         self._judge(episodes.success)
 
-    async def get_batch(self, step: int) -> DataProto:
-        """The next batch of whole groups."""
-        batch = await self._unless_stopped(self.rollouts.get_batch(_request(step), self.config.rollout.batch_size))
+    async def get_batch(self, step: int) -> DataProto | None:
+        """The next batch of whole groups; None when the tasks ran out."""
+        size = self.config.rollout.batch_size
+        batch = await self._unless_stopped(lambda: self.rollouts.get_batch(_request(step), size))
         if batch is None:
-            raise Done("the tasks ran out")
+            self.progress.ended = "the tasks ran out"
         return batch
 
     async def advantages(self, batch: DataProto) -> DataProto:
@@ -171,32 +193,61 @@ class AgenticPipeline:
 
     # -- from where, to where --------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Weights to begin with."""
         if (plan := self.config.warm_start) is not None:
-            self._metrics |= self.parts.warm_start(plan)
+            self._log(0, await off_loop(self.parts.warm_start, plan))
         if self.config.needs_reference:
-            self.parts.freeze_reference(self.run.path / "reference")
+            await off_loop(self.parts.freeze_reference, self.run.path / "reference")
 
     def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, as if nothing had happened."""
         user = self.checkpoints.load(checkpoint, self.parts.trained)
         self.progress = Progress(**user["progress"])
         self.progress.ended = ""
+        self._saved = self.progress.step
         self.parts.estimator.load_state(user["estimator"])
         if self.config.needs_reference:
             self.parts.load_reference(self.run.path / "reference")
 
-    def save(self, score: float | None = None) -> None:
+    def checkpoint(self, step: int) -> None:
+        """Save, if it is time or the policy is the best so far."""
+        due = step > 0 and step % self.config.checkpoint.every == 0 and step != self._saved
+        if due or self._score is not None:
+            self.save()
+
+    def save(self) -> None:
         """A checkpoint between two steps."""
         user = {"progress": asdict(self.progress), "estimator": self.parts.estimator.state()}
 
         def extra(directory: Path) -> None:
             self.parts.codec.save(directory)
-            (directory / "rollouts").mkdir()
-            self.rollouts.save(directory / "rollouts")
+            self._save_rollouts(directory / "rollouts")
 
-        self.checkpoints.save(self.progress.step, self.parts.trained, score=score, user=user, extra=extra)
+        self.checkpoints.save(self.progress.step, self.parts.trained, score=self._score, user=user, extra=extra)
+        self._score, self._saved = None, self.progress.step
+
+    def _mark_boundary(self) -> None:
+        """Remember the rollouts before the next batch is begun. A group that is saved half finished goes on, but with
+        new attempts, which write other tokens: a run that is to be exact goes on from here instead."""
+        if not self.config.is_exact:
+            return
+        directory = self.run.path / ".rollouts"
+        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            directory.mkdir()
+            self.rollouts.save(directory)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"the rollouts could not be saved to {directory}: {error}") from error
+        self._boundary = self.progress.step, directory
+
+    def _save_rollouts(self, directory: Path) -> None:
+        """A run that somebody stops keeps what is finished; else exactness is worth more."""
+        if self._boundary is None or self._boundary[0] != self.progress.step or self.progress.ended == STOPPED:
+            directory.mkdir()
+            self.rollouts.save(directory)
+        else:
+            shutil.copytree(self._boundary[1], directory)
 
     # -- the account -----------------------------------------------------------------------------------------------
 
@@ -204,8 +255,8 @@ class AgenticPipeline:
         """Book a step: in the metrics, the samples, the display."""
         progress, info = self.progress, batch.meta_info
         episodes: Episodes = info["episodes"]
-        self._show(progress.step, "train", episodes)
         progress.step += 1
+        self._show(progress.step, "train", episodes)
         progress.samples += episodes.count
         seconds = time.monotonic() - self._step_began
         self._metrics |= info["metrics"] | episodes.metrics("train")
@@ -216,49 +267,59 @@ class AgenticPipeline:
             "perf/tokens_per_second": episodes.tokens / seconds,
             "perf/samples_per_second": episodes.count / seconds,
         }
-        self._log(progress.step)
+        self._log(progress.step, self._metrics)
+        self._metrics = {}
         if self.config.validation is None:
             self._judge(episodes.success)
 
-    def _log(self, step: int) -> None:
-        self.run.log(step, self._metrics)
-        self._on_step(step, self._metrics)
-        self._metrics = {}
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(step, metrics)
+        self._on_step(step, metrics)
 
     def _show(self, step: int, mode: Mode, episodes: Episodes) -> None:
         for trajectory in episodes.shown:
             self.run.sample(sample_of(trajectory, self.parts.codec, step=step, mode=mode))
 
     def _judge(self, success: float | None) -> None:
-        """Remember how good the policy is, keep it if it is the best, and stop if that is enough."""
-        progress, target = self.progress, self.config.target
+        """Remember how good the policy is, whether it is the best so far, and stop if that is enough."""
+        progress = self.progress
         if success is None:
-            if target is not None:
-                raise ValueError("target is a success rate, but no env says 'success' in its info: leave target out")
+            if self.config.target is not None:
+                raise ConfigError("target is a success rate, but no env says 'success' in its info: leave target out")
             return
         progress.success_last = success
         if progress.success_first is None:
             progress.success_first = success
         if progress.success_best is None or success > progress.success_best:
-            progress.success_best = success
-            self.save(score=success)
-        if target is not None and success >= target:
+            progress.success_best = self._score = success
+        self._stop_at_target()
+
+    def _stop_at_target(self) -> None:
+        success, target = self.progress.success_last, self.config.target
+        if target is not None and success is not None and success >= target:
             raise Done(f"success {success:.3f} reached the target {target}")
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    async def _unless_stopped(self, work: Awaitable[T]) -> T:
-        """Await it, but a stop comes first."""
-        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+    async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await it, unless a stop comes before. What is there is not thrown away: a batch counts as trained."""
+        if self._stop.is_set():
+            raise Done(STOPPED)
+        task, stop = asyncio.ensure_future(work()), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if self._stop.is_set():
-                raise Done("stopped")
+            if not task.done():
+                raise Done(STOPPED)
             return task.result()
         finally:
             task.cancel()
             stop.cancel()
             await asyncio.wait([task, stop])
+
+
+async def check_rollouts(config: RunConfig, checkpoint: Path) -> None:
+    """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
+    journal.restore(checkpoint / "rollouts", GroupQueueManager(*_training(config), "train"))
 
 
 async def validation(config: RunConfig, checkpoint: Path) -> tuple[DataProto, int]:
@@ -310,10 +371,12 @@ def _validation(config: RunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
     plan = config.validation
     assert plan is not None
     domains = plan.domains or config.envs.domains
-    share = max(1, plan.episodes // len(domains))
+    share, rest = divmod(plan.episodes, len(domains))
     domains = {
-        name: domain if isinstance(domain.tasks, (list, tuple)) else domain.model_copy(update={"tasks": share})
-        for name, domain in domains.items()
+        name: domain
+        if isinstance(domain.tasks, (list, tuple))
+        else domain.model_copy(update={"tasks": max(1, share + (number < rest))})
+        for number, (name, domain) in enumerate(domains.items())
     }
     envs = config.envs.model_copy(
         update={"domains": domains, "first_seed": plan.first_seed, "sampling": plan.sampling or config.envs.sampling}

@@ -19,16 +19,17 @@ from cadenza.data import DataProto
 from cadenza.observe.display import Display, curve
 from cadenza.observe.report import write_report
 from cadenza.observe.run import RunDirectory, read_lines
-from cadenza.pipelines.agentic import AgenticPipeline, Progress, validation
-from cadenza.pipelines.config import ConfigError, RunConfig, ValidationConfig, build, dump, read
+from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, Progress, check_rollouts, validation
+from cadenza.pipelines.config import ConfigError, RunConfig, ValidationConfig, check_names, dump, read
 from cadenza.pipelines.episodes import Episodes, sample_of, success_of
-from cadenza.training.checkpoint import step_of
+from cadenza.training.checkpoint import latest, step_of
 
 
 def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
     """A new run."""
     _import_from_here()
     config = read(path, overrides)
+    check_names(config)
     if dry_run:
         print(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), end="")
         return 0
@@ -43,9 +44,14 @@ def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     checkpoint = _checkpoint(run_dir, "last")
     step = step_of(checkpoint)
     if step >= config.steps:
-        print(f"{run_dir} has done its {step} steps; give it more with steps={2 * step}", file=sys.stderr)
-        return 1
-    run = RunDirectory(run_dir, resume=step, config=dump(config), trackers=config.trackers)
+        raise ConfigError(f"{run_dir} has done its {step} steps; give it more with steps={2 * step}")
+    if config.preset is not None:
+        raise ConfigError(f"preset={config.preset} would do nothing: {run_dir} has a value for each of its settings")
+    asyncio.run(check_rollouts(config, checkpoint))
+    try:
+        run = RunDirectory(run_dir, resume=step, config=dump(config), trackers=config.trackers)
+    except RuntimeError as error:  # another process has it
+        raise ConfigError(str(error)) from error
     return _run(config, run, checkpoint, as_json)
 
 
@@ -108,7 +114,7 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json:
         print(json.dumps(summary))
     else:
         _farewell(run.path, summary, report)
-    return 130 if progress.ended == "stopped" else 0
+    return 130 if progress.ended == STOPPED else 0
 
 
 async def _trained(config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display) -> Progress:
@@ -160,7 +166,7 @@ async def _played(run_dir: Path, episodes: int, which: str, greedy: bool, *, sho
     if greedy:
         sampling = plan.sampling or config.envs.sampling
         plan = plan.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
-    config = config.model_copy(update={"validation": plan, "samples": shown, "warm_start": None})
+    config = config.model_copy(update={"validation": plan, "samples": shown, "critic": None})
     return await validation(config, checkpoint)
 
 
@@ -168,15 +174,17 @@ def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is no run: it has no config.yaml")
-    return build(yaml.safe_load(path.read_text(encoding="utf-8")), overrides, source=str(path))
+    config = read(path, overrides)
+    check_names(config)
+    return config
 
 
 def _checkpoint(run_dir: Path, which: str) -> Path:
     """The checkpoint that 'last', 'best' or 'step-000012' means."""
     directory = run_dir / "checkpoints"
     path = directory / which
-    if which == "best" and not path.exists():
-        path = directory / "last"
+    if which == "last" or (which == "best" and not path.exists()):
+        path = latest(directory) or path  # a kill may come between a checkpoint and the link to it
     if not (path / "training").is_dir():
         known = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
         rest = f"there are {', '.join(known)}" if known else "it has none: start it again with `cadenza train`"

@@ -8,15 +8,17 @@ What comes later wins, key by key. Unknown keys are refused wherever they stand,
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from cadenza.config import Config
+from cadenza import envs, rewards
+from cadenza.config import Config, load
 from cadenza.inference.replica import Sampling
+from cadenza.rollout import plays
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ModelConfig, ReferenceConfig, SupervisedConfig
@@ -35,6 +37,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "step": {"estimator": {"name": "step"}, "envs": {"rollout": "step"}},
 }
 """Algorithms by name: the few settings that make them."""
+
+
+COMPARING = ("grpo", "rloo", "reinforce++-baseline", "gigpo")
+"""Estimators that learn nothing from a group of one."""
 
 
 class ConfigError(ValueError):
@@ -84,6 +90,7 @@ class ValidationConfig(Config):
     every: int = Field(default=10, gt=0)
     """Steps between two validations. One is made before the first step and one after the last."""
     episodes: int = Field(default=100, gt=0)
+    """In all, shared among the domains; of a domain whose tasks are rows, all are played."""
     first_seed: int = Field(default=1_000_000_000, ge=0)
     """First task, where tasks are seeds."""
     sampling: Sampling | None = None
@@ -136,6 +143,11 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
+        if self.estimator.name in COMPARING and self.rollout.group_size < 2:
+            raise ValueError(
+                f"estimator '{self.estimator.name}' compares the members of a group: set rollout.group_size to 2 or "
+                f"more, got {self.rollout.group_size}"
+            )
         if self.estimator.needs_critic and self.critic is None:
             raise ValueError(f"estimator '{self.estimator.name}' needs a critic: add 'critic: {{}}'")
         if self.critic is not None and not self.estimator.needs_critic:
@@ -164,7 +176,7 @@ class RunConfig(Config):
 
     @property
     def is_exact(self) -> bool:
-        """On-policy: the same seed gives the same run, wherever and however often it is stopped and resumed."""
+        """On-policy: the same seed gives the same run, also when it is killed and resumed."""
         return self.rollout.alpha == 0
 
 
@@ -174,8 +186,8 @@ def read(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     if not path.is_file():
         raise ConfigError(f"there is no config file {path}")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        values = _parse(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
     return build(values, overrides, source=str(path))
 
@@ -188,7 +200,7 @@ def build(values: Any, overrides: Sequence[str] = (), *, source: str = "config")
         values = _merged(values, _override(override))
     preset = values.get("preset")
     if preset is not None:
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             near = difflib.get_close_matches(str(preset), PRESETS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
             raise ConfigError(f"{source}: preset '{preset}' is not known; {hint}")
@@ -196,7 +208,32 @@ def build(values: Any, overrides: Sequence[str] = (), *, source: str = "config")
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_told(error, source)) from error
+        raise ConfigError(_told(error, values, source)) from error
+
+
+def check_names(config: RunConfig) -> None:
+    """Load what the config names as 'module:name', so that a name that means nothing is found before a run begins."""
+
+    def check(place: str, load: Callable[[Any], Any], name: Any) -> None:
+        try:
+            load(name)
+        except ValueError as error:
+            raise ConfigError(f"{place}: {error}") from error
+
+    validation = (config.validation and config.validation.domains) or {}
+    for where, domains in (("envs", config.envs.domains), ("validation", validation)):
+        for name, domain in domains.items():
+            check(f"{where}.domains.{name}.env", envs.make, domain.env)
+            if domain.reward is not None:
+                check(f"{where}.domains.{name}.reward", rewards.make, domain.reward)
+    check("envs.rollout", plays.make, config.envs.rollout)
+    for place, named in (
+        ("rollout.group_filter", config.rollout.group_filter),
+        ("actor.loss", config.actor.loss),
+        ("estimator.name", config.estimator.name),
+    ):
+        if isinstance(named, str) and ":" in named:
+            check(place, load, named)
 
 
 def dump(config: RunConfig) -> dict[str, Any]:
@@ -219,8 +256,8 @@ def _override(text: str) -> dict[str, Any]:
     if not separator or not all(parts):
         raise ConfigError(f"'{text}' is no override; write key=value, as in rollout.alpha=1")
     try:
-        tree: Any = yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        tree: Any = _parse(value)
+    except ValueError as error:
         raise ConfigError(f"the value of '{text}' is no YAML: {error}") from error
     for part in reversed(parts):
         tree = {part: tree}
@@ -239,13 +276,55 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _told(error: ValidationError, source: str) -> str:
-    """One line for each problem: where, what, and the value."""
-    lines = []
+class _Loader(yaml.SafeLoader):
+    """`on`, `off`, `yes` and `no` are words here, as in YAML 1.2, and no key may stand twice."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as PyYAML wants it
+        first: [(tag, pattern) for tag, pattern in resolvers if first in "tTfF" or tag != "tag:yaml.org,2002:bool"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise ValueError(f"line {key.start_mark.line + 1} has the key '{key.value}' for the second time")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def _parse(text: str) -> Any:
+    """The values in a text, or a `ValueError` of one line."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _told(error: ValidationError, values: Any, source: str) -> str:
+    """One line for each place: where, what, and the value. A value that could have been of several types has a
+    problem with each of them."""
+    problems: dict[str, tuple[list[str], str]] = {}
     for problem in error.errors():
-        place = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
+        place = _place(problem["loc"], values)
         given = problem["input"]
         shown = "" if isinstance(given, (dict, Config)) or problem["type"] == "missing" else f" (got {given!r})"
-        lines.append(f"{source}: {place}: {message}{shown}" if place else f"{source}: {message}{shown}")
-    return "\n".join(lines)
+        problems.setdefault(place, ([], shown))[0].append(problem["msg"].removeprefix("Value error, "))
+    return "\n".join(
+        f"{source}: {place}{' or '.join(messages)}{shown}" for place, (messages, shown) in problems.items()
+    )
+
+
+def _place(path: tuple[int | str, ...], values: Any) -> str:
+    """'a.b: '; what pydantic names beyond the keys that were given are types it tried, or a key that is missing."""
+    keys: list[str] = []
+    for part in path:
+        if isinstance(values, Mapping):
+            keys.append(str(part))
+            values = values.get(part)
+        elif isinstance(values, (list, tuple)) and isinstance(part, int):
+            keys.append(str(part))
+            values = values[part]
+        else:
+            break
+    return f"{'.'.join(keys)}: " if keys else ""

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from cadenza.data import DataProto
-from cadenza.inference.codec import TextCodec, load_codec
+from cadenza.inference.codec import TextCodec, TokenizerNotFound, load_codec
 from cadenza.inference.torch_engine import TorchReplica
-from cadenza.pipelines.config import RunConfig, WarmStart
+from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
 from cadenza.pipelines.warm_start import warm_start_pairs
 from cadenza.rollout.sampler import Sampler
 from cadenza.training import Actor, Critic, Estimator, Reference, ReferenceConfig, Supervised, load_model
+from cadenza.training.checkpoint import CheckpointError
 from cadenza.training.models import is_adapted, save_model
 
 
@@ -38,11 +40,17 @@ class Parts:
         if threads := config.threads or (1 if config.model.path is None else None):
             torch.set_num_threads(threads)
         tokenizer = config.tokenizer
-        self.codec = load_codec(
-            tokenizer.path or config.model.path, template=tokenizer.template, system=tokenizer.system
-        )
+        try:
+            self.codec = load_codec(
+                tokenizer.path or config.model.path, template=tokenizer.template, system=tokenizer.system
+            )
+        except TokenizerNotFound as error:
+            raise ConfigError(f"{'tokenizer' if tokenizer.path else 'model'}.path: {error}") from error
         seed = config.seed
-        model = load_model(config.model, self.codec.vocab_size, seed, eos_token_id=self.codec.end_token_id)
+        try:
+            model = load_model(config.model, self.codec.vocab_size, seed, eos_token_id=self.codec.end_token_id)
+        except ValueError as error:  # it does not fit the tokenizer
+            raise ConfigError(str(error)) from error
         policy = config.actor.model_copy(update={"temperature": config.envs.sampling.temperature or 1.0})
         self.actor = Actor(model, policy, seed, failures=failures)
         self.critic: Critic | None = None
@@ -61,8 +69,12 @@ class Parts:
         """The policy as it is now is what KL is measured against. It is kept for whoever resumes the run, unless it
         is the model under an adapter."""
         self.reference = Reference.of(self.actor.module, self._reference_config)
-        if not is_adapted(self.actor.module):
+        if is_adapted(self.actor.module):
+            return
+        try:
             save_model(directory, self.actor.module)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"the reference could not be saved to {directory}: {error}") from error
 
     def load_reference(self, directory: Path) -> None:
         if is_adapted(self.actor.module):

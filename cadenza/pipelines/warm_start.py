@@ -33,20 +33,22 @@ async def _pairs(config: RunConfig, plan: WarmStart, codec: TextCodec) -> list[P
     for number in range(plan.episodes):
         type = domains[number % len(domains)]
         env = await type.make()
-        attribute, what = NEEDS[plan.source]
-        if not hasattr(env, attribute):
-            raise ConfigError(
-                f"warm_start.source '{plan.source}' needs envs with '{attribute}' ({what}); '{type.name}' has none"
-            )
-        pairs += await _episode(config, plan, codec, type, env, plan.first_seed + number, rng)
-        if hasattr(env, "close"):
-            await type.call("close", env.close)()
+        try:
+            pairs += await _episode(config, plan, codec, type, env, plan.first_seed + number, rng)
+        finally:
+            if hasattr(env, "close"):
+                await type.call("close", env.close)()
     return pairs
 
 
 async def _episode(
     config: RunConfig, plan: WarmStart, codec: TextCodec, type: EnvType, env: Any, seed: int, rng: random.Random
 ) -> list[Pair]:
+    attribute, what = NEEDS[plan.source]
+    if not hasattr(env, attribute):
+        raise ConfigError(
+            f"warm_start.source '{plan.source}' needs envs with '{attribute}' ({what}); '{type.name}' has none"
+        )
     observation = await type.call("reset", env.reset)(seed)
     answers = iter(env.solution()) if plan.source == "demonstrations" else None
     fresh = config.envs.rollout == "step"
@@ -59,7 +61,10 @@ async def _episode(
         answer = rng.choice(env.actions) if answers is None else next(answers, None)
         if answer is None:
             break
-        response = codec.encode_answer(answer, max_tokens=config.envs.sampling.max_tokens)
+        try:
+            response = codec.encode_answer(answer, max_tokens=config.envs.sampling.max_tokens)
+        except ValueError as error:
+            raise ConfigError(f"warm_start: {error}; raise envs.sampling.max_tokens") from error
         pairs.append((context, response))
         context = np.concatenate((context, response))
         observation, _, terminated, truncated, _ = await type.call("step", env.step)(answer)

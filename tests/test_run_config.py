@@ -1,0 +1,246 @@
+"""The config of a run: what is refused, how it is said, and what comes of presets and overrides."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pipeline_cases import TINY, cadenza, config_file
+
+from cadenza.pipelines.config import PRESETS, ConfigError, build, dump, read
+
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").rglob("*.yaml"))
+
+
+def refusal(overrides: list[str], **changes: Any) -> str:
+    """What is said of a config."""
+    with pytest.raises(ConfigError) as caught:
+        build({**copy.deepcopy(TINY), **changes}, overrides, source="run.yaml")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_example_is_a_config_and_short(path: Path) -> None:
+    config = read(path)
+    assert build(dump(config)) == config.model_copy(update={"preset": None})
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 40
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_line_goes_over_the_file_and_the_file_over_the_preset() -> None:
+    values = {**TINY, "preset": "dapo", "actor": {"lr": 0.5, "clip_high": 0.4}}
+    config = build(values)
+    assert (config.actor.clip_high, config.actor.lr) == (0.4, 0.5)
+    assert config.rollout.group_filter == "cadenza.pipelines.filters:has_variance"
+    config = build(values, ["actor.clip_high=0.3", "rollout.group_filter=null"])
+    assert (config.actor.clip_high, config.actor.lr) == (0.3, 0.5)
+    assert config.rollout.group_filter is None
+
+
+def test_a_later_override_wins_and_the_values_given_stay_as_they_were() -> None:
+    values = copy.deepcopy(TINY)
+    assert build(values, ["actor.lr=1", "actor.lr=2", "actor={lr: 3}"]).actor.lr == 3
+    assert values == TINY
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "value"),
+    [
+        ("steps=5", "steps", 5),
+        ("actor.lr=3e-4", "actor.lr", 3e-4),
+        ("name=a=b", "name", "a=b"),
+        ("target=null", "target", None),
+        ("validation={every: 3, episodes: 2}", "validation.episodes", 2),
+        ("validation.every=3", "validation.every", 3),
+        ("envs.domains.lake.env_args.map=[SG]", "envs.domains.lake.env_args", {"map": ["SG"], "max_steps": 4}),
+        ("actor.correction=off", "actor.correction", "off"),
+        ("trackers=[wandb]", "trackers", ("wandb",)),
+    ],
+)
+def test_an_override_is_yaml_at_its_place(override: str, place: str, value: object) -> None:
+    found: Any = build(TINY, [override])
+    for part in place.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize("text", ["steps", "=5", "a..b=1", ".steps=5", "steps.=5"])
+def test_an_override_without_key_or_value(text: str) -> None:
+    assert refusal([text]) == f"'{text}' is no override; write key=value, as in rollout.alpha=1"
+
+
+def test_an_override_whose_value_is_no_yaml() -> None:
+    said = refusal(["actor={lr: "])
+    assert "the value of 'actor={lr: ' is no YAML" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_resolved_in_what_is_written(preset: str) -> None:
+    config = build({**TINY, "preset": preset})
+    written = dump(config)
+    assert "preset" not in written
+    assert build(written) == config.model_copy(update={"preset": None})
+    assert build(yaml.safe_load(yaml.safe_dump(written))) == build(written)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("stepz=5", "run.yaml: RunConfig has no key 'stepz'; did you mean 'steps'?"),
+        ("actor.lrr=1", "run.yaml: actor: ActorConfig has no key 'lrr'; did you mean 'lr'?"),
+        ("rollout.groupsize=4", "rollout: RolloutConfig has no key 'groupsize'; did you mean 'group_size'?"),
+        ("envs.slot=4", "envs: EnvManagerConfig has no key 'slot'; did you mean 'slots'?"),
+        ("envs.sampling.top_q=1", "envs.sampling: Sampling has no key 'top_q'; did you mean 'top_p'?"),
+        ("envs.domains.lake.task=4", "envs.domains.lake: DomainConfig has no key 'task'; did you mean 'tasks'?"),
+        ("model.lora.rr=4", "model.lora: LoraConfig has no key 'rr'; did you mean"),
+        ("warm_start.trainer.batchsize=4", "SupervisedConfig has no key 'batchsize'; did you mean 'batch_size'?"),
+        ("validation.episode=4", "validation: ValidationConfig has no key 'episode'; did you mean 'episodes'?"),
+        ("checkpoint.keeps=4", "checkpoint: CheckpointConfig has no key 'keeps'; did you mean 'keep'?"),
+        ("engine.kv_token=4", "engine: EngineConfig has no key 'kv_token'; did you mean 'kv_tokens'?"),
+        ("tokenizer.systems=x", "tokenizer: TokenizerConfig has no key 'systems'; did you mean 'system'?"),
+        ("estimator.gama=1", "estimator: EstimatorConfig has no key 'gama'; did you mean 'gamma'?"),
+        ("sampler.retries=1", "sampler: SamplerConfig has no key 'retries'"),
+        ("preset=grppo", "run.yaml: preset 'grppo' is not known; did you mean 'grpo'?"),
+        ("preset=xyz", "preset 'xyz' is not known; there are grpo, dr-grpo, dapo"),
+        ("preset=[grpo]", "preset '['grpo']' is not known"),
+    ],
+)
+def test_an_unknown_name_gets_the_nearest_known_one(override: str, said: str) -> None:
+    text = refusal([override])
+    assert said in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "place", "value"),
+    [
+        ("steps=many", "run.yaml: steps: ", "'many'"),
+        ("steps=0", "steps: ", "0"),
+        ("seed=-1", "seed: ", "-1"),
+        ("target=1.5", "target: ", "1.5"),
+        ("actor.lr=fast", "actor.lr: ", "'fast'"),
+        ("rollout=5", "rollout: ", "5"),
+        ("envs.domains.lake.tasks=all", "envs.domains.lake.tasks: ", "'all'"),
+        ("envs.domains.lake.env=[x]", "envs.domains.lake.env: ", "['x']"),
+        ("trackers=[csv]", "trackers.0: ", "'csv'"),
+        ("model.dtype=float8", "model.dtype: ", "'float8'"),
+        ("validation=true", "validation: ", "True"),
+        ("name=null", "name: ", "None"),
+        ("actor.lr=.nan", "actor.lr: ", "nan"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(override: str, place: str, value: str) -> None:
+    text = refusal([override])
+    assert place in text
+    assert f"(got {value})" in text
+    assert len(text.splitlines()) == 1
+
+
+def test_all_wrong_values_are_told_at_once() -> None:
+    text = refusal(["steps=0", "seed=-1", "actor.lr=x"])
+    assert [line.split(": ")[1] for line in text.splitlines()] == ["seed", "steps", "actor.lr"]
+
+
+def test_what_must_be_there() -> None:
+    with pytest.raises(ConfigError, match=r"steps: Field required"):
+        build({"envs": TINY["envs"], "rollout": TINY["rollout"]})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["estimator.name=gae"], "estimator 'gae' needs a critic: add 'critic: {}'"),
+        (["critic={}"], "critic does nothing for the estimator 'grpo': remove it"),
+        (["reference={}"], "reference does nothing while no kl_coef is set"),
+        (["actor.temperature=0.5"], "actor.temperature 0.5 is not that of envs.sampling, 1.0: leave it out"),
+        (["seed=1", "rollout.seed=2"], "rollout.seed 2 differs from seed 1: set seed alone"),
+        (["rollout.batch_size=6"], "batch_size must be a multiple of group_size 4, got 6; take 4 or 8"),
+        (["rollout.group_size=1"], "compares the members of a group: set rollout.group_size to 2 or more, got 1"),
+        (["preset=gigpo", "rollout.group_size=1"], "'gigpo' compares the members of a group"),
+        (["model.lora={}"], "lora needs a path"),
+        (["estimator.lam=0.5"], "lam does nothing for 'grpo', only for 'gae': remove it"),
+        (["actor.correction=token", "actor.old_logprobs=infer"], "use one of them"),
+        (["model.hidden=30", "model.heads=4"], "hidden must be heads times an even number, got 30 for 4 heads"),
+    ],
+)
+def test_settings_that_contradict_each_other(overrides: list[str], said: str) -> None:
+    text = refusal(overrides)
+    assert said in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
+    assert build(TINY, ["preset=reinforce++", "rollout.group_size=1"]).rollout.group_size == 1
+
+
+def test_the_temperature_of_the_actor_may_be_that_of_the_sampler() -> None:
+    assert build(TINY, ["actor.temperature=0.5", "envs.sampling.temperature=0.5"]).actor.temperature == 0.5
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_words_that_yaml_takes_for_booleans_are_words(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump({**TINY, "actor": {}}).replace("actor: {}", "actor: {correction: off}"))
+    assert read(path).actor.correction == "off"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "there is no config file"),
+        (b"a: [1, 2", "is no YAML"),
+        (b"\xff\xfe\x00", "is no YAML"),
+        (b"- 1\n- 2\n", "must be a mapping of keys to values, got list"),
+        (b"", "must be a mapping of keys to values, got NoneType"),
+        (b"hello", "must be a mapping of keys to values, got str"),
+        (b"steps: 3\nsteps: 4\n", "line 2 has the key 'steps' for the second time"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, content: bytes | None, said: str) -> None:
+    path = tmp_path / "run.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    done = cadenza("train", path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("cadenza: ")
+    assert said in done.err
+    assert "run.yaml" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+def test_a_directory_is_no_config_file(tmp_path: Path) -> None:
+    done = cadenza("train", tmp_path)
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+
+
+# -- dry run -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_the_config_and_creates_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = config_file(tmp_path)
+    done = cadenza("train", path, "preset=ppo", "seed=7", "envs.rollout=trajectory", "--dry-run")
+    assert (done.code, done.err) == (0, "")
+    again = tmp_path / "again.yaml"
+    again.write_text(done.out, encoding="utf-8")
+    config = read(path, ["preset=ppo", "seed=7", "envs.rollout=trajectory"])
+    assert read(again) == config.model_copy(update={"preset": None})
+    assert (config.critic is not None, config.seed) == (True, 7)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"config.yaml", "again.yaml"}
+
+
+def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
+    done = cadenza("train", config_file(tmp_path), "stepz=7", "--dry-run")
+    assert (done.code, done.out) == (1, "")
+    assert "did you mean 'steps'?" in done.err
