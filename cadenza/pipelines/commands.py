@@ -84,8 +84,6 @@ def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
             console.print(turn["prompt"].rstrip("\n"), markup=False)
             console.print(f"[cyan]{number}.[/cyan] ", end="")
             console.print(repr(turn["response"]), markup=False)
-        if trajectory.info and (board := trajectory.info.get("board")):
-            console.print(str(board).rstrip("\n"), markup=False)
         verdict = {True: "[green]success[/green]", False: "[red]no success[/red]", None: ""}[success_of(trajectory)]
         console.print(f"score {sample['score']:g} {verdict}")
     return 0
