@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -145,7 +146,8 @@ def _farewell(run_dir: Path, summary: dict[str, Any], report: Path) -> None:
     )
     console.print(f"checkpoint  {run_dir / 'checkpoints' / 'last'}", soft_wrap=True)
     console.print(f"report      {report}", soft_wrap=True)
-    console.print(f"play it     cadenza play {run_dir}", soft_wrap=True)
+    program = "cadenza" if shutil.which("cadenza") else sys.argv[0]  # not everybody activates the environment
+    console.print(f"play it     {program} play {run_dir}", soft_wrap=True)
 
 
 def _percent(value: float | None) -> str:
