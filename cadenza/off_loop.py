@@ -70,6 +70,8 @@ async def within(seconds: float, call: Awaitable[T], what: str) -> T:
             future.cancel()
             _abandoned.add(future)
             future.add_done_callback(forget)
+        else:
+            forget(future)  # whoever waited may be cancelled at the very moment at which it ends
     if not future.done():
         raise DeadlinePassed(f"no answer within {what} {seconds}")
     return future.result()

@@ -51,7 +51,8 @@ def test_no_random_schedule_violates_an_invariant(chunk: int) -> None:
 def waiting(seed: int, alpha: float) -> Scenario:
     drawn = Scenario.draw(seed)
     order: Order = "rolling" if drawn.order == "prefetch" and not alpha else drawn.order
-    return replace(drawn, alpha=alpha, staleness="wait", order=order)
+    prefetch = min(drawn.prefetch, max(1, math.ceil(alpha)))
+    return replace(drawn, alpha=alpha, staleness="wait", order=order, prefetch=prefetch)
 
 
 def outpaced(seed: int, alpha: float) -> Scenario:

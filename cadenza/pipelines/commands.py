@@ -146,7 +146,8 @@ def _farewell(run_dir: Path, summary: dict[str, Any], report: Path) -> None:
     )
     console.print(f"checkpoint  {run_dir / 'checkpoints' / 'last'}", soft_wrap=True)
     console.print(f"report      {report}", soft_wrap=True)
-    program = "cadenza" if shutil.which("cadenza") else sys.argv[0]  # not everybody activates the environment
+    called = sys.argv[0]  # not everybody activates the environment
+    program = called if Path(called).name == "cadenza" and not shutil.which("cadenza") else "cadenza"
     console.print(f"play it     {program} play {run_dir}", soft_wrap=True)
 
 

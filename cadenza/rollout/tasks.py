@@ -20,16 +20,15 @@ class Domain:
     """The tasks of one kind, and how many of its groups and envs are under way."""
 
     __slots__ = (
-        "again", "at", "drawn", "endless", "exhausted", "max_envs", "name", "pending", "running", "source", "started",
-        "weight",
+        "again", "at", "count", "drawn", "max_envs", "name", "pending", "running", "source", "started", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, config: DomainConfig, first_seed: int) -> None:
         self.name = name
         self.weight = config.weight
         self.max_envs = config.max_envs
-        self.endless = config.tasks is None
-        self.exhausted = False
+        self.count = config.tasks if config.tasks is None or isinstance(config.tasks, int) else len(config.tasks)
+        """Tasks there are; None when they never run out."""
         self.source = _source(config.tasks, first_seed)
         """Where the tasks come from, in words: a resumed run must say the same."""
         self.at = _tasks(name, config.tasks, first_seed)
@@ -46,17 +45,16 @@ class Domain:
     def has_room(self) -> bool:
         return self.max_envs is None or self.running < self.max_envs
 
+    @property
+    def exhausted(self) -> bool:
+        return self.count is not None and self.drawn >= self.count and not self.again
+
     def next(self) -> Task | None:
         """The next task, or None when there are no more."""
-        if self.exhausted:
-            return None
         if self.again:
             return self.again.popleft()
         task = self.at(self.drawn)
-        if task is None:
-            self.exhausted = True
-        else:
-            self.drawn += 1
+        self.drawn += task is not None
         return task
 
 
@@ -70,7 +68,7 @@ class Domains:
     @property
     def endless(self) -> list[str]:
         """Names of the domains that never run out."""
-        return [domain.name for domain in self._list if domain.endless]
+        return [domain.name for domain in self._list if domain.count is None]
 
     @property
     def exhausted(self) -> bool:
