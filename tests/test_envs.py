@@ -39,6 +39,7 @@ from builders import (
 import cadenza
 from cadenza import envs
 from cadenza.errors import InfrastructureError
+from cadenza.off_loop import within
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import SchedulerClosed
 from cadenza.rollout.model import Model
@@ -854,3 +855,23 @@ def test_a_sync_env_is_closed_after_the_step_that_still_runs_or_after_close_seco
 
     really(main)
     assert order == (["step ended", "closed"] if returns else ["closed", "step ended"])
+
+
+def test_a_call_that_raises_as_its_waiter_is_cancelled_makes_no_noise() -> None:
+    noise: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: noise.append(context))
+        call: asyncio.Future[None] = loop.create_future()
+        waiter = asyncio.ensure_future(within(10.0, call, "seconds"))
+        await asyncio.sleep(0)
+        call.set_exception(ValueError("too late to matter"))
+        waiter.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiter
+        del call
+        gc.collect()
+
+    really(main)
+    assert noise == []
