@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench bench-trl clean
+.PHONY: help demo test check fuzz bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
