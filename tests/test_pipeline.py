@@ -5,6 +5,7 @@ Runs that are signalled, killed or starved of disk are processes of their own; a
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from pipeline_cases import (
@@ -36,11 +38,16 @@ from pipeline_cases import (
     until,
     weights,
 )  # fmt: skip
+from test_codec import CHATML, byte_tokenizer
 
+from cadenza import DataProto
+from cadenza.inference.replica import Generation, Request
+from cadenza.inference.torch_engine import TorchReplica
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.pipelines.config import PRESETS, build, dump, read
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.training import Actor
 
 EXACT = ("train/loss", "train/grad_norm", "train/entropy", "train/score_mean", "train/tokens")
 """What two runs that are the same agree on."""
@@ -435,8 +442,6 @@ def test_a_batch_that_comes_with_the_stop_is_trained(tmp_path: Path, monkeypatch
             return await pipeline.train()
 
         pipeline: Any = None
-        import asyncio
-
         progress = asyncio.run(main())
     assert progress.ended == "stopped"
     assert rollouts(tmp_path / "run" / "checkpoints" / "last")["sums"]["fates"]["trained"] == progress.samples
@@ -491,6 +496,59 @@ def test_contexts_grow_in_trajectories_and_begin_anew_in_steps(tmp_path: Path) -
         assert all(begun == opened[: len(begun)] for begun in turns)
         for line in steps(run).values():
             assert line["train/tokens"] == 8 * line["train/response_tokens"], "every token that was written is trained"
+
+
+@pytest.mark.parametrize("tokenizer", ["characters", "chat", pytest.param("smollm2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rollout", ["trajectory", "step"])
+def test_the_tokens_trained_are_the_tokens_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, tokenizer: str, rollout: str
+) -> None:
+    """Seen at both ends: what the engine was given and wrote, and what the actor trains."""
+    asked: list[tuple[Request, asyncio.Future[Generation]]] = []
+    batches: list[DataProto] = []
+    generate, train = TorchReplica.generate, Actor.train
+
+    def hear(self: TorchReplica, request: Request) -> asyncio.Future[Generation]:
+        asked.append((request, generate(self, request)))
+        return asked[-1][1]
+
+    def watch(self: Actor, batch: DataProto) -> dict[str, float]:
+        batches.append(batch)
+        return train(self, batch)
+
+    monkeypatch.setattr(TorchReplica, "generate", hear)
+    monkeypatch.setattr(Actor, "train", watch)
+    overrides = [f"envs.rollout={rollout}", "envs.sampling.max_tokens=5", "steps=2"]
+    if tokenizer != "characters":
+        path = tmp_path / "tokenizer"
+        if tokenizer == "smollm2":
+            path = request.getfixturevalue("smollm2")
+        else:
+            byte_tokenizer(CHATML).save_pretrained(path)
+        overrides += [f"tokenizer.path={path}", "tokenizer.template=chat"]
+    trained(tmp_path, *overrides, warm_start=None)
+    seen = {}
+    for request_, future in asked:
+        answer = future.result()
+        context = tuple(np.concatenate(request_.chunks).tolist())
+        seen[context + tuple(answer.tokens.tolist())] = (len(context), answer)
+    rows = turns = 0
+    for batch in batches:
+        ids, mask, logprobs = (batch.batch.ragged(name) for name in ("input_ids", "response_mask", "infer_logprobs"))
+        for row in range(len(batch)):
+            tokens, trained_, said = tuple(ids[row].tolist()), mask[row].astype(bool), logprobs[row]
+            while tokens:  # from the last turn to the first
+                context, answer = seen[tokens]
+                assert trained_[context : len(tokens)].all()
+                np.testing.assert_array_equal(said[context : len(tokens)], answer.logprobs)
+                prompt = context
+                while prompt and not trained_[prompt - 1]:
+                    prompt -= 1
+                tokens = tokens[:prompt]
+                turns += 1
+            rows += 1
+    assert (rows < turns) is (rollout == "trajectory")
+    assert rows >= 16
 
 
 def test_a_warm_start_teaches_what_its_source_shows(tmp_path: Path) -> None:
