@@ -36,7 +36,6 @@ class Case:
     returns: Tensor
     rewards: Tensor
     entropies: Tensor
-    versions: Tensor
     scores: Tensor
     group_ids: Tensor
     valid: Tensor
@@ -60,7 +59,6 @@ class Case:
             returns=normal(rows, length),
             rewards=normal(rows, length),
             entropies=normal(rows, length).abs(),
-            versions=torch.randint(0, 5, (rows, length), generator=g),
             scores=torch.randint(0, 3, (rows,), generator=g).double(),
             group_ids=torch.randint(0, 3, (rows,), generator=g) * 1000 - 7,
             valid=torch.ones(rows, dtype=torch.bool),

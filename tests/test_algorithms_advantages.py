@@ -14,19 +14,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cadenza.algorithms import (
-    anchor_ids,
     discounted_returns,
     gae,
     gigpo,
     grpo,
-    pay_last_token,
+    pay_turns,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     rloo,
     rows_to_tokens,
     step_advantages,
-    train_mask,
-    turn_numbers,
     turn_returns,
 )
 from cadenza.algorithms.normalise import EPS
@@ -238,7 +235,7 @@ def test_a_trajectory_cut_into_rows_has_the_advantages_of_the_whole(seed: int, c
         gamma=0.9,
         lam=0.8,
         traj_ids=source + 100,
-        turns=turn_numbers(cut_mask, first),
+        turns=torch.where(cut_mask, first[:, None], -1),
     ).advantages
     for row in range(count):
         close(cut[source == row].sum(0), whole[row])
@@ -333,7 +330,7 @@ def test_gigpo_equals_a_slow_loop(seed: int, rows: int, divide: bool, weight: fl
 def test_gigpo_tells_a_good_step_from_a_bad_one_in_the_same_state() -> None:
     """Both start in state 0; one goes on to the goal at once, the other takes a detour and arrives too."""
     steps = tensor([[1.0, NAN], [0.0, 1.0]])
-    anchors = anchor_ids([["start"], ["start", "detour"]])
+    anchors = torch.tensor([[0, -1], [0, 1]])
     turns = torch.tensor([[0, 0, -1, -1], [0, -1, 1, 1]])
     result = gigpo(tensor(1, 1), steps, anchors, torch.tensor([0, 0]), turns, gamma=0.5, divide_by_std=False)
     assert result.tolist() == [[0.25, 0.25, 0, 0], [-0.25, 0, 0, 0]]
@@ -390,16 +387,11 @@ def test_steps_as_rows_have_the_advantages_of_the_whole_episode(
         close(cut[source == row].sum(0), whole[row])
 
 
-def test_equal_observations_share_an_anchor() -> None:
-    assert anchor_ids([["a", "b", "a"], ["b"], []]).tolist() == [[0, 1, 0], [1, -1, -1], [-1, -1, -1]]
-    assert anchor_ids([]).shape == (0, 0)
-
-
 def test_a_whole_recipe_on_a_train_batch_of_two_turns() -> None:
     """REINFORCE++ from the columns of a batch whose last row fills it up."""
-    response_mask = torch.tensor([[0, 1, 1, 0, 1], [0, 1, 0, 0, 0], [0, 1, 1, 0, 1]], dtype=torch.int8)
-    mask = train_mask(response_mask, torch.tensor([False, False, True]))
-    rewards = pay_last_token(tensor(1.0, 0.0, 1.0), mask)
+    turns = torch.tensor([[-1, 0, 0, -1, 1], [-1, 0, -1, -1, -1], [-1, -1, -1, -1, -1]])
+    mask = turns >= 0
+    rewards = pay_turns(tensor([[0.0, 1.0], [0.0, NAN], [0.0, 1.0]]), turns)
     result = reinforce_plus_plus(rewards, mask, eps=0.0)
     close(result, rows_to_tokens(tensor(0.5, -1.5, 0.0), mask))
 

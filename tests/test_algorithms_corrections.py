@@ -10,24 +10,17 @@ import torch
 from algorithm_cases import Case, cases, close, given, tensor
 from hypothesis import strategies as st
 
-from cadenza.algorithms import Correction, effective_sample_size, masked_weights, staleness_mask, truncated_weights
+from cadenza.algorithms import Correction, effective_sample_size, truncated_weights
 from cadenza.algorithms.corrections import Level
 
 seeds = st.integers(0, 10**6)
-CAP, LOW, HIGH = 1.2, 0.8, 1.3
+CAP = 1.2
 LEVELS: list[Level] = ["token", "sequence"]
 each_level = pytest.mark.parametrize("level", LEVELS)
 
 
 def truncated(case: Case, level: Level) -> Correction:
     return truncated_weights(case.logprobs, case.old_logprobs, case.mask, level=level, cap=CAP)
-
-
-def masked(case: Case, level: Level) -> Correction:
-    return masked_weights(case.logprobs, case.old_logprobs, case.mask, level=level, low=LOW, high=HIGH)
-
-
-each_function = pytest.mark.parametrize("function", [truncated, masked])
 
 
 def ratios(case: Case, level: Level) -> dict[tuple[int, int], float]:
@@ -58,25 +51,13 @@ def test_truncated_weights_equal_a_slow_loop(level: Level, case: Case) -> None:
     assert result.metrics["ratio_max"] == pytest.approx(max(expected.values(), default=0.0))
 
 
-@each_level
 @given(case=cases())
-def test_masked_weights_equal_a_slow_loop(level: Level, case: Case) -> None:
-    result, expected = masked(case, level), ratios(case, level)
-    for place, ratio in expected.items():
-        assert result.weights[place] == pytest.approx(ratio if LOW <= ratio <= HIGH else 0.0)
-    assert not result.weights[~case.mask].any()
-
-
-@each_function
-@given(case=cases())
-def test_the_effective_sample_size_counts_tokens_or_sequences(
-    function: Callable[[Case, Level], Correction], case: Case
-) -> None:
-    result = function(case, "token")
+def test_the_effective_sample_size_counts_tokens_or_sequences(case: Case) -> None:
+    result = truncated(case, "token")
     used = [float(result.weights[place]) for place in ratios(case, "token")]
     assert result.metrics["ess"] == pytest.approx(ess(used))
     assert result.metrics["ess_raw"] == pytest.approx(ess(list(ratios(case, "token").values())))
-    result = function(case, "sequence")
+    result = truncated(case, "sequence")
     by_row = {place[0]: place for place in ratios(case, "sequence")}
     assert result.metrics["ess"] == pytest.approx(ess([float(result.weights[place]) for place in by_row.values()]))
     raw = ratios(case, "sequence")
@@ -93,39 +74,32 @@ def test_the_mismatch_is_measured_as_kl_and_as_a_gap(case: Case) -> None:
     assert metrics["logprob_gap_max"] == pytest.approx(max(map(abs, gaps), default=0.0))
 
 
-@each_function
 @each_level
 @given(case=cases(), seed=seeds, count=st.integers(0, 3))
-def test_masked_tokens_and_rows_change_no_weight_and_no_metric(
-    function: Callable[[Case, Level], Correction], level: Level, case: Case, seed: int, count: int
-) -> None:
-    whole = function(case, level)
-    result = function(case.with_garbage(seed).with_padding_rows(count), level)
+def test_masked_tokens_and_rows_change_no_weight_and_no_metric(level: Level, case: Case, seed: int, count: int) -> None:
+    whole = truncated(case, level)
+    result = truncated(case.with_garbage(seed).with_padding_rows(count), level)
     close(result.weights[: len(case.mask)], whole.weights)
     assert not result.weights[len(case.mask) :].any()
     assert result.metrics == pytest.approx(whole.metrics)
 
 
-@each_function
 @each_level
 @given(case=cases(), data=st.data())
 def test_permuting_rows_permutes_the_weights_and_a_part_has_the_weights_of_the_whole(
-    function: Callable[[Case, Level], Correction], level: Level, case: Case, data: st.DataObject
+    level: Level, case: Case, data: st.DataObject
 ) -> None:
-    whole = function(case, level).weights
+    whole = truncated(case, level).weights
     order = torch.tensor(data.draw(st.permutations(range(len(case.mask)))))
-    close(function(case.take(order), level).weights, whole[order])
-    close(function(case.take(order[:1]), level).weights, whole[order[:1]])
+    close(truncated(case.take(order), level).weights, whole[order])
+    close(truncated(case.take(order[:1]), level).weights, whole[order[:1]])
 
 
-@each_function
 @each_level
-def test_sampler_and_trainer_that_agree_need_no_correction(
-    function: Callable[[Case, Level], Correction], level: Level
-) -> None:
+def test_sampler_and_trainer_that_agree_need_no_correction(level: Level) -> None:
     case = Case.random(1, 3, 5)
     same = Case(**{**vars(case), "old_logprobs": case.logprobs})
-    result = function(same, level)
+    result = truncated(same, level)
     close(result.weights, case.mask.double())
     assert result.metrics["ess"] == result.metrics["ess_raw"] == pytest.approx(1.0)
     assert result.metrics["mismatch_kl"] == result.metrics["weight_changed_fraction"] == 0
@@ -139,15 +113,12 @@ def test_truncated_weights_undo_the_sampler_on_average() -> None:
     close((sampler.exp() * weights * outcome).sum(), (trainer.exp() * outcome).sum())
 
 
-@each_function
 @each_level
-def test_absurd_gaps_give_finite_weights_and_metrics(
-    function: Callable[[Case, Level], Correction], level: Level
-) -> None:
+def test_absurd_gaps_give_finite_weights_and_metrics(level: Level) -> None:
     case = Case.random(1, 3, 5)
     for gap in (1e4, -1e4, float("inf")):
         wild = Case(**{**vars(case), "logprobs": case.logprobs.float() + gap})
-        result = function(wild, level)
+        result = truncated(wild, level)
         assert result.weights.isfinite().all()
         assert math.isfinite(result.metrics["ess_raw"])
 
@@ -155,7 +126,6 @@ def test_absurd_gaps_give_finite_weights_and_metrics(
 def test_weights_carry_no_gradient() -> None:
     x = torch.zeros(1, 2, requires_grad=True)
     assert not truncated_weights(x, torch.zeros(1, 2), torch.ones(1, 2)).weights.requires_grad
-    assert not masked_weights(x, torch.zeros(1, 2), torch.ones(1, 2)).weights.requires_grad
 
 
 @given(st.integers(1, 20))
@@ -168,38 +138,12 @@ def test_the_effective_sample_size_is_everything_one_or_nothing(n: int) -> None:
     assert effective_sample_size(torch.ones(n + 3), torch.zeros(n + 3)) == 0
 
 
-@given(cases(), st.integers(0, 4))
-def test_fresh_tokens_are_those_within_the_bound(case: Case, bound: int) -> None:
-    result = staleness_mask(case.versions, case.mask, version=4, max_staleness=bound)
-    ages = [4 - int(case.versions[row, column]) for row, column in case.mask.nonzero().tolist()]
-    for row, column in case.mask.nonzero().tolist():
-        assert bool(result.mask[row, column]) == (4 - int(case.versions[row, column]) <= bound)
-    assert not result.mask[~case.mask].any()
-    n = max(len(ages), 1)
-    assert result.metrics == pytest.approx(
-        {
-            "staleness_mean": sum(ages) / n,
-            "staleness_max": max(ages, default=0),
-            "stale_fraction": sum(age > bound for age in ages) / n,
-        }
-    )
-
-
-def test_only_the_old_part_of_a_continued_turn_is_stale() -> None:
-    versions = torch.tensor([[-1, -1, 3, 3, 4, 5, -1]])
-    fresh = staleness_mask(versions, versions >= 0, version=5, max_staleness=1)
-    assert fresh.mask.int().tolist() == [[0, 0, 0, 0, 1, 1, 0]]
-    assert fresh.metrics == {"staleness_mean": 5 / 4, "staleness_max": 2.0, "stale_fraction": 0.5}
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda x: truncated_weights(x, x, x, cap=0), "cap must be above 0, got 0"),
-        (lambda x: masked_weights(x, x, x, low=2, high=1), "low <= high must hold, got low 2 and high 1"),
         (lambda x: truncated_weights(x, x, x, level="row"), "level must be 'token' or 'sequence', got 'row'"),
         (lambda x: truncated_weights(x, x[:1], x), r"sampler_logprobs must have the shape of mask \[2, 2\]"),
-        (lambda x: staleness_mask(x, x, version=1, max_staleness=-1), "max_staleness must be >= 0, got -1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(call: Callable[[torch.Tensor], object], message: str) -> None:

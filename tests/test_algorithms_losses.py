@@ -25,6 +25,7 @@ from cadenza.algorithms import (
     merge_metrics,
     penalised_rewards,
     penalised_scores,
+    penalised_steps,
     policy_gradient,
     ppo_clip,
     token_weights,
@@ -279,7 +280,7 @@ def test_entropy_equals_a_slow_loop_also_with_impossible_tokens(seed: int, vocab
     impossible = torch.rand(logits.shape, generator=g) < 0.3
     impossible[..., 0] = False
     logits = logits.masked_fill(impossible, -torch.inf)
-    result = entropy(logits)
+    result = entropy(logits.log_softmax(-1))
     for row in range(2):
         for column in range(3):
             weights = [math.exp(value) for value in logits[row, column].tolist()]
@@ -287,19 +288,19 @@ def test_entropy_equals_a_slow_loop_also_with_impossible_tokens(seed: int, vocab
             expected = -sum(p * math.log(p) for p in chances)
             assert result[row, column] == pytest.approx(expected, abs=1e-12)
     x = logits.masked_fill(impossible, -30.0).requires_grad_()
-    assert torch.autograd.gradcheck(entropy, (x,))
+    assert torch.autograd.gradcheck(lambda logits: entropy(logits.log_softmax(-1)), (x,))
 
 
 def test_impossible_tokens_have_no_entropy_gradient() -> None:
     x = tensor([[[0.3, -torch.inf, 1.0]]]).requires_grad_()
-    entropy(x).sum().backward()
+    entropy(x.log_softmax(-1)).sum().backward()
     assert x.grad is not None
     assert x.grad.isfinite().all()
     assert x.grad[0, 0, 1] == 0
 
 
 def test_an_even_choice_has_the_entropy_of_its_logarithm() -> None:
-    assert entropy(torch.zeros(1, 1, 8)).item() == pytest.approx(math.log(8))
+    assert entropy(torch.full((1, 1, 8), -math.log(8))).item() == pytest.approx(math.log(8))
 
 
 def test_the_entropy_bonus_lowers_the_loss() -> None:
@@ -361,7 +362,8 @@ def test_k1_in_the_reward_has_the_gradient_of_the_divergence(seed: int) -> None:
     logprobs = logits.log_softmax(0)
     (reverse,) = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)
     mask = torch.ones(1, 5, dtype=torch.bool)
-    rewards = penalised_rewards(torch.zeros(1, 5), logprobs[None], reference[None], mask, coefficient=1.0)
+    estimate = kl(logprobs[None], reference[None], mask, estimator="k1")
+    rewards = penalised_rewards(torch.zeros(1, 5), estimate, coefficient=1.0)
     loss = policy_gradient(logprobs[None], logprobs[None], rewards, mask).values[0]
     (gradient,) = torch.autograd.grad((logprobs.detach().exp() * loss).sum(), logits)
     close(gradient, reverse)
@@ -369,8 +371,9 @@ def test_k1_in_the_reward_has_the_gradient_of_the_divergence(seed: int) -> None:
 
 def test_no_gradient_goes_through_a_penalty_in_the_reward() -> None:
     x, zeros = torch.ones(1, 1, requires_grad=True), torch.zeros(1, 1)
-    assert not penalised_rewards(zeros, x, zeros, ON, coefficient=1.0).requires_grad
-    assert not penalised_scores(zeros[0], x, zeros, ON, coefficient=1.0).requires_grad
+    assert not penalised_rewards(zeros, x, coefficient=1.0).requires_grad
+    assert not penalised_scores(zeros[0], x, coefficient=1.0).requires_grad
+    assert not penalised_steps(zeros, x, zeros.long(), coefficient=1.0).requires_grad
 
 
 @pytest.mark.parametrize("gap", [60.0, -60.0, 1e4, -1e4])
@@ -387,19 +390,21 @@ def test_k3_stays_finite_and_never_pushes_the_wrong_way(gap: float) -> None:
 def test_a_penalty_in_the_reward_equals_a_slow_loop_over_what_counts(case: Case, seed: int, count: int) -> None:
     padded = case.with_garbage(seed).with_padding_rows(count)
     rows = len(case.mask)
-    arguments = (padded.logprobs, padded.reference, padded.mask)
-    rewards = penalised_rewards(padded.rewards, *arguments, coefficient=0.1)
-    scores = penalised_scores(padded.scores, *arguments, coefficient=0.1)
-    joined = penalised_scores(
-        padded.scores,
-        *arguments,
-        coefficient=0.1,
-        traj_ids=torch.cat([case.group_ids, case.group_ids[:1].repeat(count)]),
-    )
+    estimate = kl(padded.logprobs, padded.reference, padded.mask, estimator="k1")
+    ids = torch.cat([case.group_ids, case.group_ids[:1].repeat(count)])
+    paid = torch.where(padded.mask, padded.rewards, 0.0)
+    turns = torch.where(padded.mask, torch.arange(padded.mask.shape[1]) // 2, -1)
+    rewards = penalised_rewards(paid, estimate, coefficient=0.1)
+    scores = penalised_scores(padded.scores, estimate, coefficient=0.1)
+    joined = penalised_scores(padded.scores, estimate, coefficient=0.1, traj_ids=ids)
+    steps = penalised_steps(torch.zeros(len(ids), 4), estimate, turns, coefficient=0.1, traj_ids=ids)
     d = torch.where(case.mask, case.logprobs - case.reference, 0.0)
     close(rewards[:rows], torch.where(case.mask, case.rewards - 0.1 * d, 0.0))
     assert not rewards[rows:].any()
     for row in range(rows):
+        for turn in range(4):
+            of_turn = d[case.group_ids == case.group_ids[row], 2 * turn : 2 * turn + 2]
+            assert steps[row, turn] == pytest.approx(-0.1 * float(of_turn.sum()), abs=1e-6)
         assert scores[row] == pytest.approx(float(case.scores[row]) - 0.1 * float(d[row].sum()))
         same = case.group_ids == case.group_ids[row]
         assert joined[row] == pytest.approx(float(case.scores[row]) - 0.1 * float(d[same].sum()))

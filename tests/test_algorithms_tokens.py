@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cadenza.algorithms import (
-    pay_last_token,
+    anchor_ids,
+    pass_on,
     pay_turns,
     rows_to_tokens,
     settle,
-    train_mask,
-    turn_numbers,
     turns_in_row,
     turns_to_tokens,
 )
@@ -26,23 +25,6 @@ seeds = st.integers(0, 10**6)
 
 def mask_of(*rows: str) -> Tensor:
     return torch.tensor([[token != "." for token in row] for row in rows])
-
-
-def test_a_row_that_fills_up_the_batch_trains_no_token() -> None:
-    mask = torch.tensor([[0, 1, 1], [0, 1, 0]], dtype=torch.int8)
-    assert train_mask(mask, torch.tensor([False, True])).tolist() == [[False, True, True], [False] * 3]
-    assert train_mask(mask).tolist() == mask.bool().tolist()
-
-
-@given(seeds, st.integers(1, 4), st.integers(1, 4))
-def test_turns_are_the_runs_of_the_response_mask(seed: int, rows: int, turns: int) -> None:
-    mask, numbers = random_turns(seed, rows, turns)
-    assert turn_numbers(mask).tolist() == numbers.tolist()
-
-
-def test_a_later_row_of_a_trajectory_goes_on_counting_its_turns() -> None:
-    mask = mask_of(".aa.b", "a.b..")
-    assert turn_numbers(mask, torch.tensor([0, 2])).tolist() == [[-1, 0, 0, -1, 1], [2, -1, 3, -1, -1]]
 
 
 @given(seeds, st.integers(1, 4), st.integers(1, 4))
@@ -79,26 +61,47 @@ def test_a_row_value_is_on_its_masked_tokens_only() -> None:
     assert rows_to_tokens(tensor(3.0, NAN), mask_of(".a.b", "....")).tolist() == [[0, 3, 0, 3], [0, 0, 0, 0]]
 
 
-def test_a_score_is_paid_on_the_last_token_of_the_trajectory() -> None:
-    assert pay_last_token(tensor(3.0, 5.0, NAN), mask_of(".a.b.", "a....", ".....")).tolist() == [
-        [0, 0, 0, 3, 0],
-        [5, 0, 0, 0, 0],
-        [0, 0, 0, 0, 0],
+def test_what_a_turn_without_tokens_is_paid_goes_to_the_one_before_or_else_after() -> None:
+    steps = tensor([[1.0, 2.0, 4.0, 8.0, NAN]])
+    assert pass_on(steps, torch.tensor([[-1, 1, 1, 3]])).tolist() == [[0, 7, 0, 8, 0]]
+    close(pass_on(steps, torch.tensor([[0, 1, 2, 3]])), steps)
+
+
+def test_a_turn_with_tokens_in_another_row_of_the_trajectory_keeps_its_pay() -> None:
+    steps, turns = tensor([[1.0, 2.0, 4.0]] * 2), torch.tensor([[0, -1], [2, -1]])
+    assert pass_on(steps, turns, traj_ids=torch.tensor([5, 5])).tolist() == [[3, 0, 4]] * 2
+    assert pass_on(steps, turns).tolist() == [[7, 0, 0], [0, 0, 7]]
+
+
+def anchors_of(*rows: str, count: int) -> list[list[int]]:
+    """Digits are tokens of the turns 0, 1 ...; letters are tokens of prompts, with '.' for the end token."""
+    text = "".join(rows)
+    tokens = torch.tensor([ord("." if token in "56789" else token) for token in text])
+    turns = torch.tensor([int(token) % 5 if token.isdigit() else -1 for token in text])
+    offsets = torch.tensor([0, *[len("".join(rows[: n + 1])) for n in range(len(rows))]])
+    return anchor_ids(tokens, turns, offsets, count).tolist()
+
+
+def test_equal_observations_share_an_anchor() -> None:
+    assert anchors_of("ab0c1ab2", "c0", "ab3", "x", "", count=4) == [
+        [0, 1, 0, -1],
+        [1, -1, -1, -1],
+        [-1, -1, -1, 0],
+        [-1] * 4,
+        [-1] * 4,
     ]
+    assert anchor_ids(*(torch.zeros(n, dtype=torch.int64) for n in (0, 0, 1)), 2).shape == (0, 2)
 
 
-def test_a_trajectory_of_several_rows_is_paid_once_where_its_last_turn_ends() -> None:
-    mask, ids = mask_of(".a.", "bc.", "..d"), torch.tensor([4, 4, 9])
-    assert pay_last_token(tensor(3.0, 3.0, 5.0), mask, traj_ids=ids).tolist() == [[0, 0, 0], [0, 3, 0], [0, 0, 5]]
-    turns = turn_numbers(mask, torch.tensor([1, 0, 0]))
-    paid = pay_last_token(tensor(3.0, 3.0, 5.0), mask, traj_ids=ids, turns=turns)
-    assert paid.tolist() == [[0, 3, 0], [0, 0, 0], [0, 0, 5]]
+def test_an_end_token_counts_as_the_answer_s_also_where_the_prompt_has_it() -> None:
+    # 5 is the end token that turn 0 wrote itself; behind the answer 0 alone the prompt begins with it.
+    assert anchors_of("a05b1", "a0.b1", "a00.c1", count=2) == [[0, 1], [0, 1], [0, 2]]
 
 
 def test_a_timeline_has_the_tokens_in_the_order_in_which_they_were_written() -> None:
     mask, ids = mask_of("..ef", ".x..", "ab.c", "...."), torch.tensor([7, 1, 7, 2])
     names = torch.tensor([[ord(token) for token in row] for row in ("..ef", ".x..", "ab.c", "....")])
-    turns = turn_numbers(mask, torch.tensor([2, 0, 0, 0]))
+    turns = torch.tensor([[-1, -1, 2, 2], [-1, 0, -1, -1], [0, 0, -1, 1], [-1, -1, -1, -1]])
     timeline = Timeline.of(mask, traj_ids=ids, turns=turns)
     lines = ["".join(chr(token) for token in row if token) for row in timeline.gather(names).tolist()]
     assert sorted(line for line in lines if line) == ["abcef", "x"]
@@ -115,8 +118,10 @@ def test_what_goes_through_a_timeline_comes_back_where_it_was(seed: int, rows: i
 
 def test_a_batch_without_trained_tokens_has_an_empty_timeline() -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
-    assert pay_last_token(tensor(1.0, 2.0), mask).tolist() == [[0, 0, 0], [0, 0, 0]]
-    assert pay_last_token(torch.zeros(0), mask[:0]).shape == (0, 3)
+    for empty in (mask, mask[:0]):
+        timeline = Timeline.of(empty)
+        assert timeline.gather(torch.ones(empty.shape)).shape == (len(empty), 0)
+        assert not timeline.scatter(timeline.gather(torch.ones(empty.shape))).any()
 
 
 def test_settled_step_scores_add_up_to_the_score() -> None:

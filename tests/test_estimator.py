@@ -431,6 +431,20 @@ def test_turns_that_were_shown_the_same_board_are_compared(fresh: bool) -> None:
     assert found == pytest.approx([1.0, 1.0, -1.0, -1.0, -0.5, -1.0, 0.0])
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_board_is_the_same_after_an_answer_that_was_cut(again: bool) -> None:
+    """The prompt behind it begins with the end token that other answers wrote themselves."""
+    end, a, b = 0, [7, 1], [7, 2]
+    told_last = ([5], [end, *b]) if again else ([5, end], b)
+    ts = [
+        episode(0, 0, [turn(a, [3, end], fresh=True), turn(b, [4, end], 1.0)]),
+        episode(1, 0, [turn(a, [5], fresh=True), turn([end, *b], [6])]),
+        episode(2, 0, [turn(a, told_last[0], fresh=True), turn(told_last[1], [end])]),
+    ]
+    found = told(estimate(batch_of(ts), name="gigpo", gamma=1.0, divide_by_std=False))
+    assert found == pytest.approx([4 / 3] * 4 + [-2 / 3] * (len(found) - 4))
+
+
 # -- one's own ---------------------------------------------------------------------------------------------------------
 
 
@@ -542,6 +556,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str) -> No
         ({"kl_logprobs": "old"}, "kl_logprobs does nothing while kl_coef is 0"),
         ({"name": "grpo", "score_norm": "batch"}, "score_norm='batch' does nothing for 'grpo'"),
         ({"name": "reinforce++-baseline", "score_norm": "running"}, "does nothing for 'reinforce"),
+        ({"name": "reinforce++", "score_norm": "running"}, "score_norm='running' does nothing for 'reinforce"),
+        ({"name": "step", "score_norm": "batch"}, "score_norm='batch' does nothing for 'step'"),
         ({"lamb": 0.9}, "did you mean 'lam'"),
         ({"name": "gae", "gamma": 1.1}, "less than or equal to 1"),
     ],
@@ -549,6 +565,20 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str) -> No
 def test_a_setting_that_does_nothing_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValidationError, match=reason):
         EstimatorConfig(**settings)
+
+
+@pytest.mark.parametrize("config", [*NAMES, {"name": "gigpo", "gamma": 1.0}, {"name": "step", "gamma": 0.5}], ids=str)
+def test_scores_are_normalised_exactly_where_it_matters(config: dict[str, Any]) -> None:
+    ts = episodes(8, "some")
+    batch = batch_of(ts, values=reference(ts, 1))
+    plain = EstimatorConfig(**config)
+    normalised = plain.model_copy(update={"score_norm": "batch"})
+    one, two = (told(Estimator(settings).advantages(batch)[0]) for settings in (plain, normalised))
+    if one == pytest.approx(two, abs=1e-4):
+        with pytest.raises(ValidationError, match="score_norm='batch' does nothing"):
+            EstimatorConfig(**config, score_norm="batch")
+    else:
+        assert EstimatorConfig(**config, score_norm="batch") == normalised
 
 
 def test_a_config_survives_being_written_and_read() -> None:

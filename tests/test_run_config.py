@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from pipeline_cases import TINY, cadenza, config_file
+from pipeline_cases import TINY, cadenza, config_file, steps, trained
 
 from cadenza.pipelines.config import PRESETS, ConfigError, build, dump, read
 
@@ -87,6 +88,42 @@ def test_a_preset_is_resolved_in_what_is_written(preset: str) -> None:
     assert "preset" not in written
     assert build(written) == config.model_copy(update={"preset": None})
     assert build(yaml.safe_load(yaml.safe_dump(written))) == build(written)
+
+
+def test_grpo_averages_sequences_and_dr_grpo_divides_by_the_longest_there_may_be() -> None:
+    assert build(TINY, ["preset=grpo"]).actor.aggregation == "sequence_mean"
+    actor = build(TINY, ["preset=dr-grpo", "envs.sampling.max_tokens=5"]).actor
+    assert (actor.aggregation, actor.constant_length) == ("sequence_sum", 5), "a row is one turn"
+    whole = ["preset=dr-grpo", "envs.rollout=trajectory", "envs.sampling.max_tokens=5"]
+    assert build(TINY, [*whole, "envs.max_turns=4"]).actor.constant_length == 20
+    assert build(TINY, [*whole, "actor.constant_length=7"]).actor.constant_length == 7
+    joined = ["preset=dr-grpo", "actor.sequence=trajectory", "envs.max_turns=4"]
+    assert build(TINY, joined).actor.constant_length == 4, "a sequence is all rows of a trajectory"
+
+
+@pytest.mark.parametrize("override", ["envs.rollout=trajectory", "actor.sequence=trajectory"])
+def test_dr_grpo_asks_for_the_length_that_it_cannot_know(override: str) -> None:
+    text = refusal(["preset=dr-grpo", override])
+    assert "actor.aggregation 'sequence_sum' divides by the most tokens that a sequence may have" in text
+    assert "set actor.constant_length, or envs.max_turns" in text
+    assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["preset=ppo", "estimator.name=grpo"],
+        ["preset=dr-grpo", "estimator.name=rloo"],
+        ["preset=dapo", "actor.loss=policy_gradient"],
+        ["preset=dr-grpo", "actor.aggregation=token_mean"],
+        ["preset=grpo", "actor.aggregation=sequence_sum"],
+        ["preset=ppo", "estimator.name=gae", "critic.lr=0.1"],
+    ],
+)
+def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
+    config = build(TINY, overrides)
+    assert build(dump(config)) == config.model_copy(update={"preset": None})
+    assert (config.critic is not None) is (config.estimator.name == "gae")
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -170,6 +207,15 @@ def test_what_must_be_there() -> None:
         (["estimator.lam=0.5"], "lam does nothing for 'grpo', only for 'gae': remove it"),
         (["actor.correction=token", "actor.old_logprobs=infer"], "use one of them"),
         (["model.hidden=30", "model.heads=4"], "hidden must be heads times an even number, got 30 for 4 heads"),
+        (["actor.mini_batches=9"], "actor.mini_batches must be at most rollout.batch_size 8, got 9"),
+        (["preset=ppo", "critic.mini_batches=9"], "critic.mini_batches must be at most rollout.batch_size 8, got 9"),
+        (
+            ["actor.kl_coef=0.1", "reference.temperature=0.5"],
+            "reference.temperature 0.5 is not that of envs.sampling, 1.0: leave it out",
+        ),
+        (["model.path=x"], "model: layers=1 does nothing with the path 'x'"),
+        (["critic.aggregation=sequence_sum", "preset=ppo"], "'sequence_sum' needs constant_length"),
+        (["warm_start.trainer.aggregation=sequence_sum"], "'sequence_sum' needs constant_length"),
     ],
 )
 def test_settings_that_contradict_each_other(overrides: list[str], said: str) -> None:
@@ -184,6 +230,69 @@ def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
 
 def test_the_temperature_of_the_actor_may_be_that_of_the_sampler() -> None:
     assert build(TINY, ["actor.temperature=0.5", "envs.sampling.temperature=0.5"]).actor.temperature == 0.5
+
+
+def test_the_temperature_of_the_reference_may_be_that_of_the_sampler() -> None:
+    overrides = ["actor.kl_coef=0.1", "reference.temperature=0.5", "envs.sampling.temperature=0.5"]
+    assert build(TINY, overrides).reference is not None
+
+
+@pytest.mark.parametrize("kl", ["actor.kl_coef=0.1", "estimator.kl_coef=0.1"])
+def test_an_adapter_with_a_warm_start_has_no_reference(kl: str) -> None:
+    model = {"path": "x", "lora": {}}
+    text = refusal([kl], model=model)
+    assert "the reference is the model under the adapter, without what warm_start taught" in text
+    assert len(text.splitlines()) == 1
+    for changes in ({"warm_start": None, "model": model}, {"model": {"path": "x"}}):
+        assert build({**TINY, **changes}, [kl]).needs_reference
+
+
+def test_an_adapter_drops_in_a_warm_start_alone() -> None:
+    model = {"path": "x", "lora": {"dropout": 0.1}}
+    assert build({**TINY, "model": model}).model.lora is not None
+    text = refusal([], model=model, warm_start=None)
+    assert "model.lora.dropout 0.1 does nothing without warm_start: remove it" in text
+
+
+# -- what can be turned on ---------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parent.parent / "docs" / "training.md"
+RECIPES = {
+    row[1].strip(): re.findall("`([^`]+)`", row[2])
+    for line in DOCS.read_text(encoding="utf-8").split("| besides | keys |")[1].split("\n\n")[0].splitlines()
+    if "`" in line and len(row := line.split("|")) == 4
+}
+"""The rows of a table in the documentation."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_the_documentation_turns_on_can_be_run(tmp_path: Path, name: str) -> None:
+    plain, config = build(TINY), build(TINY, RECIPES[name])
+    assert dump(config) != dump(plain)
+    line = steps(trained(tmp_path, "steps=1", *RECIPES[name]).run)[1]
+    assert line["train/grad_norm"] > 0
+    if "kl_coef" in str(RECIPES[name]):
+        assert {"train/reward_kl", "train/kl"} & set(line)
+
+
+def test_the_documentation_turns_on_what_no_preset_has() -> None:
+    keys = " ".join(key for keys in RECIPES.values() for key in keys)
+    for key in ("name=rloo", "name=reinforce++-baseline", "dual_clip", "estimator.kl_coef", "actor.correction="):
+        assert key in keys
+
+
+def test_a_warm_start_that_is_not_finite_saves_its_batch(tmp_path: Path) -> None:
+    path = config_file(tmp_path)
+    done = cadenza("train", path, f"out={tmp_path}", "warm_start.trainer={lr: 1.0e+30, max_grad_norm: null}")
+    assert done.code != 0
+    assert "the batch is in" in done.err
+    assert list((tmp_path / "tiny" / "failures").iterdir())
+
+
+def test_options_of_a_chat_template_reach_the_tokenizer(tmp_path: Path) -> None:
+    done = cadenza("train", config_file(tmp_path), f"out={tmp_path}", "tokenizer.template_options={think: true}")
+    assert done.code == 1
+    assert "template_options are for the template 'chat', got {'think': True} for 'plain'" in done.err
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

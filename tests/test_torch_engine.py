@@ -127,6 +127,19 @@ def assert_drawn_from(model: Any, tokens: Tokens, answer: Generation, temperatur
     assert sum(span.length for span in answer.spans) == len(answer.tokens)
 
 
+def assert_each_span_is_of_its_version(tokens: Tokens, answer: Generation) -> None:
+    """Greedy text of models whose seeds are the versions: every token and logprob from its own model alone."""
+    assert sum(span.length for span in answer.spans) == len(answer.tokens)
+    start = 0
+    for span in answer.spans:
+        end = start + span.length
+        part = Generation(answer.tokens[start:end], answer.logprobs[start:end], (span,), answer.finish)
+        before, model = np.concatenate((tokens, answer.tokens[:start])), tiny(seed=span.version)
+        assert_drawn_from(model, before, part)
+        assert part.tokens.tolist() == scores(model, before, part.tokens).argmax(-1).tolist()
+        start = end
+
+
 @contextmanager
 def replicas(count: int = 1, model: Any = None, **options: Any) -> Iterator[list[TorchReplica]]:
     made = [TorchReplica(model or tiny(), name=f"r{i}", devices=(i,), **options) for i in range(count)]
@@ -530,7 +543,7 @@ def test_a_full_cache_preempts_and_loses_no_token() -> None:
 
 def test_an_idle_context_gives_way_the_oldest_first() -> None:
     async def main(replica: TorchReplica) -> None:
-        for i in range(3):  # three contexts of 49 computed tokens, of which two fit beside one more token
+        for i in range(3):  # three contexts of 49 computed tokens, of which two fit beside a row of 72 cells
             await replica.generate(ask(i, prompt(40, i), 10))
         before = (await replica.stats()).prefilled
         for i, cached in ((2, 49), (0, 0)):
@@ -540,13 +553,64 @@ def test_an_idle_context_gives_way_the_oldest_first() -> None:
             assert after - before == 49 - cached
             before = after
 
-    served(main, kv_tokens=130)
+    served(main, kv_tokens=170)
+
+
+def cells(engine: Engine) -> int:
+    """Tokens for which memory is allocated, in rows or on the shelf."""
+    return engine._rows.cells + engine._shelf.tokens
+
+
+def run(engine: Engine, shapes: list[tuple[int, int]]) -> tuple[dict[int, Sequence], int]:
+    """Write responses to prompts of these lengths; the sequences, and the most that was seated at once."""
+    for i, (length, count) in enumerate(shapes):
+        engine.add(Sequence(ask(i, prompt(length, i), count), prompt(length, i), frozenset(), count, i))
+    done: dict[int, Sequence] = {}
+    most = 0
+    with torch.inference_mode():
+        while engine.prepare(1 << 30):
+            most = max(most, len(engine.seated))
+            assert cells(engine) <= engine.kv_tokens
+            done |= {sequence.request.id: sequence for sequence in engine.advance(engine.compute())}
+            engine.check()
+    return done, most
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("long", [0, 15, 31])
+def test_what_is_allocated_stays_within_kv_tokens_however_long_one_context_is(kind: str, long: int) -> None:
+    shapes = [(200, 30) if i == long else (4 + i % 9, 8 + i % 5) for i in range(32)]
+    engine = Engine(
+        decoder_for(tiny(kind)), max_running=32, kv_tokens=1024, prefill_tokens=9999, keep_kv=False, version=0
+    )
+    done, most = run(engine, shapes)
+    assert most > 3
+    for i, sequence in done.items():
+        assert sequence.tokens == greedy(tiny(kind), prompt(shapes[i][0], i), shapes[i][1])
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_context_as_long_as_kv_tokens_is_served_alone(kind: str) -> None:
+    engine = Engine(
+        decoder_for(tiny(kind)), max_running=4, kv_tokens=101, prefill_tokens=9999, keep_kv=False, version=0
+    )
+    done, most = run(engine, [(90, 11), (100, 1), (3, 5)])
+    assert most == 1
+    assert [len(done[i].tokens) for i in range(3)] == [11, 1, 5]
+
+
+def test_rows_that_stand_empty_make_room_for_idle_contexts() -> None:
+    engine = Engine(decoder_for(tiny()), max_running=8, kv_tokens=1024, prefill_tokens=9999, keep_kv=False, version=0)
+    _, most = run(engine, [(60, 10 + 2 * i) for i in range(8)])
+    assert most == 8
+    assert engine._rows.cells <= 512
+    assert engine._shelf.tokens >= 4 * 70
 
 
 @given(data=st.data())
 @settings(max_examples=25)
 def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: Any) -> None:
-    """Random arrivals, groups, turns, aborts, new weights and budgets, one step at a time."""
+    """Random arrivals, groups, turns, aborts, other weights and budgets, one step at a time."""
     drawn_rows = st.tuples(st.integers(0, 12), st.sampled_from([1, 2, 20, 45]), st.integers(1, 40), st.integers(0, 2))
     rows = data.draw(st.lists(drawn_rows, min_size=1, max_size=14), label="arrival, prompt, response, group")
     aborts = data.draw(st.dictionaries(st.integers(0, 40), st.integers(0, 13), max_size=4), label="step: request")
@@ -575,20 +639,20 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
                     engine.add(Sequence(request, text(i), frozenset(), count, i))
             if step in loads:
                 version += 1
-                engine.load(version, tiny())
+                engine.load(version, tiny(seed=version))
             if (gone := engine.abort(aborts.get(step, -1))) is not None:
                 done[gone.request.id] = gone
             if engine.prepare(1 << 30):
                 done |= {sequence.request.id: sequence for sequence in engine.advance(engine.compute())}
             engine.check()
+            assert cells(engine) <= engine.kv_tokens
             step += 1
             assert step < 1000
     assert not engine.seated
     for i, sequence in done.items():
         answer, count = sequence.answer(), rows[i][2]
-        assert answer.tokens.tolist() == greedy(tiny(), text(i), count)[: len(answer.tokens)]
         assert (len(answer.tokens) == count) == (answer.finish is Finish.LENGTH)
-        assert sum(span.length for span in answer.spans) == len(answer.tokens)
+        assert_each_span_is_of_its_version(text(i), answer)
 
 
 def test_rows_of_very_different_length_are_cut_into_panels_and_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -794,6 +858,71 @@ def test_a_state_dict_is_loaded_and_the_module_of_the_trainer_left_alone(kind: s
         torch.testing.assert_close(tensor, before[name])
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_none_means_the_module_the_replica_was_made_of_also_after_a_state_dict(kind: str) -> None:
+    model = fresh(kind)
+
+    async def main(replica: TorchReplica) -> None:
+        await replica.load_weights(1, tiny(kind, seed=1).state_dict())
+        model.load_state_dict(tiny(kind, seed=2).state_dict())
+        await replica.load_weights(2, None)
+        assert (await replica.generate(ask(1))).tokens.tolist() == greedy(tiny(kind, seed=2), prompt(10, 1), 20)
+
+    served(main, model=model)
+
+
+def test_a_part_of_a_state_dict_changes_what_was_loaded_last() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    for last in (tiny(seed=1), tiny(seed=1).state_dict()):
+        expected = fresh(seed=1)
+        expected.load_state_dict({name: tiny(seed=2).state_dict()[name]}, strict=False)
+
+        async def main(replica: TorchReplica, last: object = last, expected: Any = expected) -> None:
+            await replica.load_weights(1, tiny(seed=3).state_dict())
+            await replica.load_weights(2, last)
+            await replica.load_weights(3, {name: tiny(seed=2).state_dict()[name]})
+            assert_drawn_from(expected, prompt(10, 1), await replica.generate(ask(1)))
+
+        served(main)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_load_that_is_refused_leaves_nothing_behind(kind: str) -> None:
+    good = {name: tensor.clone() for name, tensor in tiny(kind, seed=1).state_dict().items()}
+    first, last = next(iter(good)), list(good)[-1]
+    bigger = transformers.GPT2LMHeadModel if kind == "gpt2" else transformers.LlamaForCausalLM
+    layers = {"num_hidden_layers": 1}, {"num_hidden_layers": 3}, {"intermediate_size": 64, "n_inner": 64}
+    modules = [bigger(type(tiny(kind).config)(**(SIZES | other))) for other in layers]
+
+    async def main(replica: TorchReplica) -> None:
+        refused = [good | {"nothing.weight": torch.zeros(3)}, good | {last: torch.zeros(3, 5)}, *modules]
+        for i, wrong in enumerate(refused):
+            with pytest.raises(ReplicaError, match="could not load version 1"):
+                await replica.load_weights(1, wrong)
+            assert_drawn_from(tiny(kind), prompt(10, i), await replica.generate(ask(i, prompt(10, i))))
+        # A part that changes nothing shows what the copy holds that the state dicts are loaded into.
+        await replica.load_weights(2, {first: tiny(kind).state_dict()[first]})
+        assert_drawn_from(tiny(kind), prompt(10, 9), await replica.generate(ask(9)))
+
+    served(main, model=fresh(kind))
+
+
+def test_an_adapter_that_is_refused_leaves_nothing_behind() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(fresh(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).eval()
+    good = {name: torch.randn_like(tensor) for name, tensor in peft.get_peft_model_state_dict(model).items()}
+    first, last = next(iter(good)), list(good)[-1]
+
+    async def main(replica: TorchReplica) -> None:
+        for wrong in (good | {"nothing.lora_A.weight": torch.zeros(3)}, good | {last: torch.zeros(3, 5)}):
+            with pytest.raises(ReplicaError, match="could not load version 1"):
+                await replica.load_weights(1, wrong)
+        await replica.load_weights(2, {first: good[first]})  # the other factors are zeros as at the start
+        assert_drawn_from(tiny(), prompt(10, 1), await replica.generate(ask(1)))
+
+    served(main, model=model)
+
+
 def test_lora_is_merged_and_the_adapter_alone_can_be_published() -> None:
     peft = pytest.importorskip("peft")
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -812,9 +941,9 @@ def test_lora_is_merged_and_the_adapter_alone_can_be_published() -> None:
         assert answer.tokens.tolist() == want
         assert_drawn_from(trained, prompt(10, 2), answer)
         await replica.load_weights(2, None)
-        assert (await replica.generate(ask(3, prompt(10, 2)))).tokens.tolist() == want
-        await replica.load_weights(3, model)
-        assert (await replica.generate(ask(4))).tokens.tolist() == greedy(tiny(), prompt(10, 4), 20)
+        assert (await replica.generate(ask(3))).tokens.tolist() == greedy(tiny(), prompt(10, 3), 20)
+        await replica.load_weights(3, trained)
+        assert (await replica.generate(ask(4, prompt(10, 2)))).tokens.tolist() == want
 
     served(main, model=model)
     assert isinstance(decoder_for(model), PackedDecoder)

@@ -21,6 +21,8 @@ from cadenza.training import (
     Checkpoints,
     Critic,
     CriticConfig,
+    Supervised,
+    SupervisedConfig,
 )
 from cadenza.training.checkpoint import latest, load, save
 
@@ -60,13 +62,19 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
 
 
 def test_dropout_goes_on_with_the_same_random_numbers(tmp_path: Path) -> None:
-    actor = actor_on(adapted_model(tmp_path / "base", dropout=0.3))
-    losses(actor, range(2))
-    save(tmp_path / "step-2", {"actor": actor})
-    expected = losses(actor, range(2, 4))
-    again = actor_on(adapted_model(tmp_path / "base", dropout=0.3))
-    load(tmp_path / "step-2", {"actor": again})
-    assert losses(again, range(2, 4)) == expected
+    def learner() -> Supervised:
+        return Supervised(adapted_model(tmp_path / "base", dropout=0.3), SupervisedConfig(lr=0.0), 5)
+
+    def losses() -> list[float]:
+        return [first.train(random_batch())["loss"] for _ in range(3)]
+
+    first = learner()
+    save(tmp_path / "step-0", {"policy": first})
+    expected = losses()
+    assert len(set(expected)) == 3
+    first = learner()
+    load(tmp_path / "step-0", {"policy": first})
+    assert losses() == expected
 
 
 def test_a_checkpoint_is_a_model_for_transformers(tmp_path: Path) -> None:
@@ -142,6 +150,25 @@ def test_what_a_killed_process_left_is_never_taken_for_a_checkpoint(tmp_path: Pa
     assert not list(tmp_path.glob(".unfinished*"))
 
 
+def test_a_kill_while_old_ones_are_deleted_leaves_only_whole_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path, **options: Any) -> None:
+        if path.exists():
+            (path / "training" / "user.json").unlink()
+            raise KeyboardInterrupt
+
+    checkpoints, parts = Checkpoints(tmp_path), {"actor": actor_on(tiny_model())}
+    checkpoints.save(1, parts, score=0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, parts, score=0.2)
+    assert checkpoints.best == checkpoints.latest == tmp_path / "step-000002"
+    checkpoints.save(3, parts, score=0.3)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000003", "best", "last"}
+
+
 def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
     checkpoints, parts = Checkpoints(tmp_path), {"actor": actor_on(tiny_model())}
     assert checkpoints.latest is None
@@ -170,7 +197,7 @@ def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert latest(tmp_path / "nowhere") is None
     path = Checkpoints(tmp_path).save(1, parts)
     (path / "model.safetensors").write_bytes(b"broken")
-    with pytest.raises(CheckpointError, match=f"the weights in {path} cannot be loaded"):
+    with pytest.raises(CheckpointError, match=f"the weights of the checkpoint {path} do not fit"):
         load(path, parts)
     (path / "training" / "user.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(CheckpointError, match="has format 99"):

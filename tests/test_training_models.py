@@ -12,6 +12,7 @@ from training_cases import (
     VOCAB,
     adapted_model,
     assert_same_parameters,
+    dropping_model,
     parameters,
     random_batch,
     row_by_row,
@@ -84,13 +85,34 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
         load_model(ModelConfig(path=str(tmp_path)), 500, 0)
 
 
-def test_gradient_checkpointing_trains_to_the_same_weights() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_policy_that_is_loaded_again_says_the_same(tmp_path: Path, dtype: str) -> None:
+    model: Any = tiny_model(3, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(ModelConfig(path=str(tmp_path), dtype=dtype), VOCAB, 0)
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     batch = random_batch()
-    results = []
+    one, two = (responses(Actor(m, ActorConfig(), 0).logprobs(batch), "old_logprobs") for m in (model, loaded))
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
+def test_gradient_checkpointing_computes_layers_twice_and_trains_to_the_same_weights(tmp_path: Path, kind: str) -> None:
+    results, calls = [], []
     for again in (False, True):
-        actor = Actor(tiny_model(double=True, gradient_checkpointing=again), ActorConfig(), 0)
-        actor.train(batch)
+        if kind == "llama":
+            module = tiny_model(double=True, gradient_checkpointing=again)
+        else:
+            module = dropping_model(kind, tmp_path, gradient_checkpointing=again).double()
+        activation = next(part for name, part in module.named_modules() if name.endswith(("act_fn", "act", "fc1")))
+        counted: list[Any] = []
+        actor = Actor(module, ActorConfig(), 0)
+        activation.register_forward_hook(lambda *call, counted=counted: counted.append(call))
+        actor.train(random_batch())
         results.append(parameters(actor.module))
+        calls.append(len(counted))
+    assert calls == [1, 2]
     assert_same_parameters(*results, atol=1e-9)
 
 
@@ -100,6 +122,11 @@ def test_gradient_checkpointing_trains_to_the_same_weights() -> None:
         ({"lora": LoraConfig()}, "lora needs a path"),
         ({"hidden": 12, "heads": 5}, "hidden must be heads times an even number"),
         ({"layer": 3}, "did you mean 'layers'"),
+        ({"path": "x", "layers": 2}, "layers=2 does nothing with the path 'x', which has its own: remove it"),
+        ({"path": "x", "hidden": 32}, "hidden=32 does nothing with the path"),
+        ({"path": "x", "heads": 2}, "heads=2 does nothing with the path"),
+        ({"path": "x", "intermediate": 32}, "intermediate=32 does nothing with the path"),
+        ({"path": "x", "max_positions": 32}, "max_positions=32 does nothing with the path"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:
@@ -146,10 +173,20 @@ def test_the_reference_of_an_adapted_model_is_its_base_without_a_copy(tmp_path: 
 def test_dropout_is_off_where_logprobs_are_only_read(tmp_path: Path) -> None:
     actor = Actor(adapted_model(tmp_path, dropout=0.5), ActorConfig(), 0)
     batch = random_batch()
-    actor.train(batch)
+    Supervised(actor.module, SupervisedConfig(lr=0.0), 0).train(batch)
     one, two = (actor.logprobs(batch).batch["old_logprobs"] for _ in range(2))
     assert torch.equal(one, two)
     assert actor.module.training
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "lora"])
+def test_supervised_steps_drop_and_those_of_a_critic_do_not(tmp_path: Path, kind: str) -> None:
+    module, batch = dropping_model(kind, tmp_path), random_batch()
+    critic = Critic(module, CriticConfig(lr=0.0, value_clip=None), 0)
+    critic.head.weight.data.normal_()
+    assert len({critic.train(batch)["value_loss"] for _ in range(3)}) == 1
+    learner = Supervised(module, SupervisedConfig(lr=0.0), 0)
+    assert len({learner.train(batch)["loss"] for _ in range(3)}) == 3
 
 
 # Reference
@@ -242,6 +279,20 @@ def test_a_supervised_loss_is_the_mean_of_the_response_tokens_cross_entropy() ->
     for budget in (1, 10_000):
         learner = Supervised(tiny_model(double=True), SupervisedConfig(token_budget=budget), 0)
         assert learner.train(batch)["loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_short_last_batch_has_as_many_updates_as_it_has_examples() -> None:
+    learner = Supervised(tiny_model(), SupervisedConfig(batch_size=4, mini_batches=2), 0)
+    assert [metrics["tokens"] for metrics in learner.fit([([1, 2], [3])] * 5)] == [4.0, 1.0]
+
+
+@pytest.mark.parametrize("config", [CriticConfig, SupervisedConfig])
+def test_a_length_that_is_missing_is_noticed_before_training(config: Any) -> None:
+    with pytest.raises(ValueError, match="aggregation 'sequence_sum' needs constant_length"):
+        config(aggregation="sequence_sum")
+    with pytest.raises(ValueError, match="constant_length=7 does nothing with aggregation 'sequence_mean'"):
+        config(aggregation="sequence_mean", constant_length=7)
+    assert config(aggregation="sequence_sum", constant_length=7).constant_length == 7
 
 
 def test_examples_train_their_responses() -> None:

@@ -133,6 +133,10 @@ def test_frozen_parameters_are_left_alone_and_all_frozen_is_an_error() -> None:
         ({"schedule": "linear", "total_steps": 3, "warmup_steps": 3}, "must be above warmup_steps"),
         ({"optimizer": "Adamw"}, "torch.optim has no 'Adamw'"),
         ({"lr": -1.0}, "lr"),
+        ({"optimizer_args": {"lr": 0.1}}, "optimizer_args.lr=0.1 does nothing: set lr itself"),
+        ({"optimizer_args": {"weight_decay": 0.1}}, "optimizer_args.weight_decay=0.1 does nothing: set weight_decay"),
+        ({"total_steps": 9}, "total_steps=9 does nothing with schedule 'constant'"),
+        ({"min_lr_ratio": 0.1}, "min_lr_ratio=0.1 does nothing with schedule 'constant'"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:

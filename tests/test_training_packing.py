@@ -296,8 +296,41 @@ def test_a_model_with_a_sliding_window_is_only_padded() -> None:
     forward = Forward(module)
     assert forward.resolve("auto") == "padded"
     assert_as_row_by_row(module, random_batch(1), "padded", 1e-5)
-    with pytest.raises(ValueError, match="packing must be 'padded' for mistral models"):
+    with pytest.raises(ValueError, match="packing must not be 'packed' for mistral models"):
         forward.resolve("packed")
+
+
+OWN_PLACES: dict[str, tuple[dict[str, Any], set[Packing]]] = {
+    # ALiBi as a function of the slot, which is right only where the slots of a row are neighbours.
+    "Mpt": ({"d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 128}, {"padded", "packed"}),
+    # A window over slots; at 256 it is wider than any example.
+    "GPTNeo": ({"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}, {"padded"}),
+    # They take no mask of two dimensions.
+    "Bloom": ({"n_layer": 2, "n_head": 2}, {"padded"}),
+    "Falcon": ({"num_attention_heads": 2, "alibi": True}, {"padded"}),
+    "GPTNeoX": ({}, {"padded", "packed", "shared"}),
+}
+
+
+@pytest.mark.parametrize("kind", OWN_PLACES)
+def test_a_layout_that_the_model_gets_wrong_is_refused(kind: str) -> None:
+    import transformers
+
+    settings, right = OWN_PLACES[kind]
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if kind == "Mpt":
+        sizes = {}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{"vocab_size": VOCAB, **sizes, **settings})
+    forward = Forward(getattr(transformers, f"{kind}ForCausalLM")(config).eval())
+    for packing in PACKINGS:
+        if packing in right:
+            assert forward.resolve(packing) == packing
+            assert_as_row_by_row(forward.module, random_batch(1), packing, 1e-5)
+        else:
+            with pytest.raises(ValueError, match=f"packing must not be '{packing}' for {config.model_type} models"):
+                forward.resolve(packing)
+    assert forward.resolve("auto") == "padded"
 
 
 def test_a_module_that_is_no_language_model_is_refused() -> None:

@@ -14,6 +14,8 @@ from cadenza.data import DataProto, Ragged
 from cadenza.training import LoraConfig, ModelConfig, load_model
 
 VOCAB = 19
+DROPOUT = 0.3
+"""Of the models that drop."""
 
 
 def tiny_model(seed: int = 0, *, double: bool = False, **sizes: Any) -> nn.Module:
@@ -21,6 +23,29 @@ def tiny_model(seed: int = 0, *, double: bool = False, **sizes: Any) -> nn.Modul
     config = ModelConfig(**{"layers": 2, "hidden": 16, "heads": 2, "intermediate": 24, **sizes})
     model = load_model(config, VOCAB, seed)
     return model.double() if double else model
+
+
+def dropping_model(kind: str, directory: Path, *, gradient_checkpointing: bool = False) -> nn.Module:
+    """A policy with dropout: between its layers, in its attention, or before its adapter."""
+    from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+    if kind == "lora":
+        return adapted_model(directory, dropout=DROPOUT)
+    ids: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    base: Any
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if kind == "gpt2":
+            sizes = {"n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 2}
+            drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), DROPOUT)
+            base = GPT2LMHeadModel(GPT2Config(**ids, **sizes, **drops))
+        else:
+            sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 24, "max_position_embeddings": 64}
+            sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2}
+            drops = dict.fromkeys(("dropout", "attention_dropout", "layerdrop"), DROPOUT)
+            base = OPTForCausalLM(OPTConfig(**ids, **sizes, **drops))
+    base.save_pretrained(directory)
+    return load_model(ModelConfig(path=str(directory), gradient_checkpointing=gradient_checkpointing), VOCAB, 0)
 
 
 def adapted_model(directory: Path, seed: int = 0, **lora: Any) -> nn.Module:

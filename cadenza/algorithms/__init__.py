@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from cadenza.algorithms.advantages import (
     Estimate,
-    anchor_ids,
     discounted_returns,
     gae,
     gigpo,
@@ -22,14 +21,11 @@ from cadenza.algorithms.advantages import (
 from cadenza.algorithms.aggregate import Aggregation, denominator, loss_sum, token_weights
 from cadenza.algorithms.corrections import (
     Correction,
-    FreshTokens,
     effective_sample_size,
-    masked_weights,
-    staleness_mask,
     truncated_weights,
 )
-from cadenza.algorithms.groups import Groups, row_weights
-from cadenza.algorithms.kl import Estimator, kl, kl_loss, penalised_rewards, penalised_scores
+from cadenza.algorithms.groups import Groups, row_weights, sum_by_id
+from cadenza.algorithms.kl import Estimator, kl, kl_loss, penalised_rewards, penalised_scores, penalised_steps
 from cadenza.algorithms.losses import (
     LOSSES,
     TokenLoss,
@@ -43,12 +39,11 @@ from cadenza.algorithms.losses import (
 from cadenza.algorithms.metrics import merge_metrics, token_metrics
 from cadenza.algorithms.normalise import Moments, normalise, normalise_by_group
 from cadenza.algorithms.tokens import (
-    pay_last_token,
+    anchor_ids,
+    pass_on,
     pay_turns,
     rows_to_tokens,
     settle,
-    train_mask,
-    turn_numbers,
     turns_in_row,
     turns_to_tokens,
 )
@@ -59,7 +54,6 @@ __all__ = [
     "Correction",
     "Estimate",
     "Estimator",
-    "FreshTokens",
     "Groups",
     "Moments",
     "TokenLoss",
@@ -76,14 +70,14 @@ __all__ = [
     "kl",
     "kl_loss",
     "loss_sum",
-    "masked_weights",
     "merge_metrics",
     "normalise",
     "normalise_by_group",
-    "pay_last_token",
+    "pass_on",
     "pay_turns",
     "penalised_rewards",
     "penalised_scores",
+    "penalised_steps",
     "policy_gradient",
     "ppo_clip",
     "reinforce_plus_plus",
@@ -92,13 +86,11 @@ __all__ = [
     "row_weights",
     "rows_to_tokens",
     "settle",
-    "staleness_mask",
     "step_advantages",
+    "sum_by_id",
     "token_metrics",
     "token_weights",
-    "train_mask",
     "truncated_weights",
-    "turn_numbers",
     "turn_returns",
     "turns_in_row",
     "turns_to_tokens",

@@ -7,7 +7,6 @@ tells which rows are one trajectory: it then counts once, and time runs on from 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,7 +58,7 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """[N, L]: the return from each token on, normalised over all tokens of the batch.
 
-    `rewards` [N, L] are token rewards: the score on the last token (`tokens.pay_last_token`), usually less a KL
+    `rewards` [N, L] are token rewards: what a turn is paid on its last token (`tokens.pay_turns`), usually less a KL
     penalty (`kl.penalised_rewards`).
     """
     returns = discounted_returns(rewards, mask, gamma=gamma, traj_ids=traj_ids, turns=turns)
@@ -185,7 +184,8 @@ def gigpo(
     """[N, L]: group in group (GiGPO), an episode advantage plus `step_weight` times a step advantage.
 
     The episode part compares the score [N] with its group, like `grpo`. The step part compares the return from a
-    turn on with those of all turns of the group that began in the same state: equal `anchors` [N, T] (`anchor_ids`).
+    turn on with those of all turns of the group that began in the same state: equal `anchors` [N, T]
+    (`tokens.anchor_ids`).
     A state that was seen once gives no step advantage.
     """
     check_shapes(step_scores=step_scores, anchors=anchors)
@@ -198,16 +198,6 @@ def gigpo(
     return turns_to_tokens((episode[:, None] + step_weight * step).masked_fill(~present, 0.0), turns)
 
 
-def anchor_ids(observations: Sequence[Sequence[Hashable]]) -> Tensor:
-    """[N, T] int64: equal numbers for equal observations, -1 where a trajectory has no more turns."""
-    numbers: dict[Hashable, int] = {}
-    width = max((len(row) for row in observations), default=0)
-    rows = [
-        [numbers.setdefault(seen, len(numbers)) for seen in row] + [-1] * (width - len(row)) for row in observations
-    ]
-    return torch.tensor(rows, dtype=torch.int64).reshape(len(observations), width)
-
-
 def _present(turns: Tensor, count: int, valid: Tensor | None) -> Tensor:
     """[N, T]: turns that have tokens in a row that exists. Only there is a turn of a trajectory counted."""
     present = turns_in_row(turns, count)
@@ -215,8 +205,10 @@ def _present(turns: Tensor, count: int, valid: Tensor | None) -> Tensor:
 
 
 def _discounted_sums(values: Tensor, factor: float) -> Tensor:
-    """[M, P]: the sum from each place on, each further value worth `factor` times the one before."""
-    by_place = values.T.clone(memory_format=torch.contiguous_format)
-    for place in reversed(range(len(by_place) - 1)):
-        by_place[place] += factor * by_place[place + 1]
-    return by_place.T
+    """[M, P]: the sum from each place on, each further value worth `factor` times the one before; by doubling: after
+    each pass a sum reaches twice as far."""
+    sums, reach = values.clone(), 1
+    while reach < values.shape[1] and (weight := factor**reach):
+        sums = torch.cat((torch.add(sums[:, :-reach], sums[:, reach:], alpha=weight), sums[:, -reach:]), 1)
+        reach *= 2
+    return sums

@@ -48,25 +48,6 @@ def truncated_weights(
     return _correction(gap, ratio, ratio.clamp(max=cap), mask, level)
 
 
-def masked_weights(
-    trainer_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    level: Level = "token",
-    low: float = 0.5,
-    high: float = 2.0,
-) -> Correction:
-    """Masked importance sampling: the ratio if it is from `low` to `high`, else 0 (IcePop for tokens, MIS for
-    sequences). What sampler and trainer disagree about so much is rather noise than signal.
-    """
-    if not 0 <= low <= high:
-        raise ValueError(f"0 <= low <= high must hold, got low {low} and high {high}")
-    gap = _gap(trainer_logprobs, sampler_logprobs, mask)
-    ratio = _ratio(gap, level)
-    return _correction(gap, ratio, ratio.masked_fill((ratio < low) | (ratio > high), 0.0), mask, level)
-
-
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     """(sum w)^2 / sum w^2 over the masked weights [*], divided by their number: 1 if all are equal, 1/n if one has
     all the weight, 0 if there is none.
@@ -75,30 +56,6 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     counted = kept(weights.detach(), mask).double()
     total, squares, count = torch.stack([counted.sum(), (counted**2).sum(), mask.bool().sum().double()]).tolist()
     return total**2 / (squares * count) if squares else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FreshTokens:
-    """The tokens that are young enough."""
-
-    mask: Tensor
-    """[N, L] bool"""
-    metrics: dict[str, float]
-
-
-def staleness_mask(versions: Tensor, mask: Tensor, *, version: int, max_staleness: int) -> FreshTokens:
-    """The masked tokens that were written at most `max_staleness` versions before `version`, the one being trained.
-
-    The scheduler bounds the staleness of whole trajectories; this is for a tighter bound on single tokens, where a
-    turn was continued over a weight update (`versions` [N, L]).
-    """
-    check_shapes(mask=mask, versions=versions)
-    if max_staleness < 0:
-        raise ValueError(f"max_staleness must be >= 0, got {max_staleness}")
-    staleness = version - versions
-    fresh = mask.bool() & (staleness <= max_staleness)
-    metrics = token_metrics(mask, staleness_mean=staleness, staleness_max=staleness, stale_fraction=~fresh)
-    return FreshTokens(fresh, metrics)
 
 
 def _gap(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:

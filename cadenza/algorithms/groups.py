@@ -78,6 +78,15 @@ def row_weights(like: Tensor, *, valid: Tensor | None = None, traj_ids: Tensor |
     return weight
 
 
+def sum_by_id(values: Tensor, ids: Tensor | None) -> Tensor:
+    """[N, ...]: the sum over all rows with the same id [N]; the values themselves without ids."""
+    if ids is None:
+        return values
+    check_rows(values, ids=ids)
+    groups = Groups.of(ids)
+    return values.new_zeros(groups.count, *values.shape[1:]).index_add(0, groups.index, values)[groups.index]
+
+
 def _numbered(key: Tensor) -> tuple[int, Tensor]:
     """How many distinct values there are, and the number of each."""
     distinct: Tensor

@@ -19,7 +19,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from cadenza.algorithms.groups import Groups
+from cadenza.algorithms.groups import sum_by_id
 from cadenza.algorithms.losses import LOG_RATIO_LIMIT, TokenLoss
 from cadenza.algorithms.metrics import token_metrics
 from cadenza.algorithms.shapes import check_rows, check_shapes, kept, wide
@@ -51,37 +51,26 @@ def kl_loss(
     return TokenLoss(coefficient * estimate, token_metrics(mask, kl=estimate), int(mask.bool().sum()))
 
 
-def penalised_rewards(
-    rewards: Tensor,
-    logprobs: Tensor,
-    reference: Tensor,
-    mask: Tensor,
-    *,
-    coefficient: float,
-    estimator: Estimator = "k1",
-) -> Tensor:
-    """[N, L]: KL as a part of the reward of each token [N, L]: for GAE and REINFORCE++."""
-    check_shapes(mask=mask, rewards=rewards)
-    estimate = kl(logprobs.detach(), reference, mask, estimator=estimator)
-    return kept(rewards, mask) - coefficient * estimate
+def penalised_rewards(rewards: Tensor, estimate: Tensor, *, coefficient: float) -> Tensor:
+    """[N, L]: token rewards [N, L] less the KL at each token (`estimate` [N, L], of `kl`): for GAE and REINFORCE++."""
+    check_shapes(rewards=rewards, estimate=estimate)
+    return wide(rewards) - coefficient * estimate.detach()
 
 
-def penalised_scores(
-    scores: Tensor,
-    logprobs: Tensor,
-    reference: Tensor,
-    mask: Tensor,
-    *,
-    coefficient: float,
-    estimator: Estimator = "k1",
-    traj_ids: Tensor | None = None,
-) -> Tensor:
-    """[N]: KL as a part of the score [N] of a trajectory, summed over its tokens: for GRPO and its like.
+def penalised_scores(scores: Tensor, estimate: Tensor, *, coefficient: float, traj_ids: Tensor | None = None) -> Tensor:
+    """[N]: the score [N] of a trajectory less the KL of all its tokens (`estimate` [N, L]): for GRPO and its like.
 
     The rows of one trajectory (`traj_ids` [N]) keep one score: the penalty is that of all of them.
     """
-    check_rows(mask, scores=scores, traj_ids=traj_ids)
-    penalty = kl(logprobs.detach(), reference, mask, estimator=estimator).sum(1)
-    if traj_ids is not None:
-        penalty = Groups.of(traj_ids).sum(penalty).to(penalty.dtype)
-    return wide(scores) - coefficient * penalty
+    check_rows(estimate, scores=scores, traj_ids=traj_ids)
+    return wide(scores) - coefficient * sum_by_id(estimate.detach().sum(1), traj_ids)
+
+
+def penalised_steps(
+    step_scores: Tensor, estimate: Tensor, turns: Tensor, *, coefficient: float, traj_ids: Tensor | None = None
+) -> Tensor:
+    """[N, T]: what each turn is paid [N, T] less the KL of its tokens, in whatever row of the trajectory they are."""
+    check_shapes(turns=turns, estimate=estimate)
+    check_rows(step_scores, traj_ids=traj_ids)
+    sums = estimate.new_zeros(len(turns), step_scores.shape[1] + 1).scatter_add(1, turns + 1, estimate.detach())[:, 1:]
+    return wide(step_scores) - coefficient * sum_by_id(sums, traj_ids)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cadenza.algorithms.metrics import token_metrics
 from cadenza.algorithms.normalise import Moments
-from cadenza.algorithms.shapes import check_shapes, kept, wide
+from cadenza.algorithms.shapes import check_shapes, kept
 
 LOG_RATIO_LIMIT = 20.0
 """Logprob differences are kept within this before `exp`: a ratio of 5e8 is as wrong as infinity, but adds up."""
@@ -108,10 +108,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
     return 1 - Moments.of(returns.detach() - values.detach(), mask).squares / spread if spread else 0.0
 
 
-def entropy(logits: Tensor) -> Tensor:
-    """[N, L]: the entropy of the next token's distribution, in nats; `logits` [N, L, V] may hold -inf."""
-    logprobs = wide(logits).log_softmax(-1)
-    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -torch.inf, 0.0)).sum(-1)
+def entropy(logprobs: Tensor) -> Tensor:
+    """[*]: the entropy of distributions over V tokens, in nats, from their logprobs [*, V], which may be -inf."""
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)  # 0 * -inf is no number
 
 
 def entropy_bonus(entropies: Tensor, mask: Tensor, *, coefficient: float) -> TokenLoss:

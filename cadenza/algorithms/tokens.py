@@ -9,34 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cadenza.algorithms.groups import Groups
+from cadenza.algorithms.groups import Groups, sum_by_id
 from cadenza.algorithms.shapes import check_rows, check_shapes, kept, wide
-
-
-def train_mask(response_mask: Tensor, is_padding: Tensor | None = None) -> Tensor:
-    """[N, L] bool: the tokens that train. None of a row that `is_padding` [N] marks as filling up the batch."""
-    check_rows(response_mask, is_padding=is_padding)
-    mask = response_mask.bool()
-    return mask if is_padding is None else mask & ~is_padding.bool()[:, None]
-
-
-def turn_numbers(response_mask: Tensor, first: Tensor | None = None) -> Tensor:
-    """[N, L] int64: the turn that wrote each token, -1 outside responses.
-
-    Reads the turns off the runs of `response_mask` [N, L], so a turn is recognised by the env tokens before it. Give
-    it the mask of the batch, not one with single tokens taken out. `first` [N] is the turn a row starts with, 0
-    unless the trajectory has earlier rows.
-    """
-    check_rows(response_mask, first=first)
-    mask = response_mask.bool()
-    begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
-    numbers = begins.cumsum(1) - 1
-    if first is not None:
-        numbers = numbers + first[:, None]
-    return numbers.masked_fill(~mask, -1)
 
 
 def turns_in_row(turns: Tensor, count: int) -> Tensor:
@@ -69,15 +47,47 @@ def pay_turns(step_scores: Tensor, turns: Tensor) -> Tensor:
     return kept(turns_to_tokens(step_scores, turns), (turns >= 0) & (columns == last.gather(1, index)))
 
 
-def pay_last_token(
-    scores: Tensor, mask: Tensor, *, traj_ids: Tensor | None = None, turns: Tensor | None = None
-) -> Tensor:
-    """[N, L]: the score [N] of a trajectory on its last token; see `Timeline` for `traj_ids` and `turns`."""
-    timeline = Timeline.of(mask, traj_ids=traj_ids, turns=turns)
-    is_last = torch.zeros_like(timeline.occupied)
-    is_last[:, :-1] = ~timeline.occupied[:, 1:]
-    is_last[:, -1:] = True
-    return timeline.scatter(timeline.gather(rows_to_tokens(scores, mask)) * is_last)
+def pass_on(step_scores: Tensor, turns: Tensor, *, traj_ids: Tensor | None = None) -> Tensor:
+    """[N, T]: the pay of a turn without tokens goes to the turn with tokens before it, or else after it.
+
+    A turn has tokens if it has them in any row of its trajectory (`traj_ids` [N]).
+    """
+    exists = ~step_scores.isnan()
+    written = sum_by_id(turns_in_row(turns, step_scores.shape[1]).float(), traj_ids) > 0
+    if bool((written | ~exists).all()):
+        return step_scores
+    place = torch.where(written, torch.arange(step_scores.shape[1], device=turns.device), -1).cummax(1).values
+    place = torch.where(place < 0, written.int().argmax(1, keepdim=True), place)
+    return torch.zeros_like(step_scores).scatter_add(1, place, step_scores.nan_to_num(0.0))
+
+
+def anchor_ids(tokens: Tensor, turns: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """[N, count] int64: the state in which each turn of a row began, as a number; -1 for turns that are not in the row.
+
+    `tokens` [K] and `turns` [K] are those of all rows, which begin at `offsets` [N + 1]. States are equal when the
+    turns were shown the same tokens since the one before; the whole prompt, where a context starts afresh. What the
+    model itself had said before does not matter, nor whether it ended its answer: the prompt after an answer that was
+    cut begins with the end token that other answers have themselves.
+    """
+    ids, turn, firsts = tokens.numpy(), turns.numpy(), offsets.numpy()
+    edges = np.union1d(np.flatnonzero(np.diff(turn)) + 1, firsts[:-1][np.diff(firsts) > 0])
+    of_edge = turn[edges]
+    begins = np.flatnonzero(of_edge >= 0)
+    rows = np.searchsorted(firsts, edges[begins], side="right") - 1
+    # A row begins with a prompt: before a turn are tokens of its row, which no turn wrote or the turn before it.
+    starts = np.where(of_edge[begins - 1] < 0, edges[begins - 1], edges[begins])
+    spans = list(zip(starts.tolist(), edges[begins].tolist(), (starts > firsts[rows]).tolist(), strict=True))
+    shown = [ids[start:stop].tobytes() for start, stop, _ in spans]
+    # With the last token of the answer before it, a prompt may be what others were shown after an answer that was cut.
+    ended = [ids[start - 1 : stop].tobytes() if follows else b"" for start, stop, follows in spans]
+    known = set(shown)
+    numbers: dict[bytes, int] = {}
+    anchors = np.full((len(firsts) - 1, count), -1, np.int64)
+    anchors[rows, of_edge[begins]] = [
+        numbers.setdefault(longer if longer and longer in known else short, len(numbers))
+        for short, longer in zip(shown, ended, strict=True)
+    ]
+    return torch.from_numpy(anchors)
 
 
 def settle(step_scores: Tensor, scores: Tensor) -> Tensor:

@@ -77,13 +77,24 @@ def decoder_for(module: nn.Module) -> Decoder:
 
 
 def absorb(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy a state dict, or the part of it that changed, into a module."""
+    """Copy a state dict, or the part of it that changed, into a module: all of it or, on an error, nothing."""
     if hasattr(module, "peft_config") and not any(name in weights for name, _ in module.named_parameters()):
-        unknown = list(import_module("peft").set_peft_model_state_dict(module, dict(weights)).unexpected_keys)
+        peft: Any = import_module("peft")
+        _check_names(peft.get_peft_model_state_dict(module, save_embedding_layers=False), weights)
+        peft.set_peft_model_state_dict(module, dict(weights))
     else:
-        unknown = list(module.load_state_dict(dict(weights), strict=False).unexpected_keys)
+        _check_names(module.state_dict(), weights)
+        module.load_state_dict(dict(weights), strict=False)
+
+
+def _check_names(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that a module with these does not have, or has in another shape."""
+    unknown = [name for name in weights if name not in own]
     if unknown or not weights:
         raise ValueError(f"the weights have no names of this model; unknown are {unknown[:3]} of {len(weights)}")
+    for name, tensor in weights.items():
+        if tensor.shape != own[name].shape:
+            raise ValueError(f"{name} must be {list(own[name].shape)}, got {list(tensor.shape)}")
 
 
 # -- packed ----------------------------------------------------------------------------------------------------------
@@ -312,9 +323,11 @@ class PackedDecoder:
             return (matrix.float() * factor).to(device=shape.device, dtype=shape.dtype).contiguous()
 
         def own(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.detach().to(shape.device, shape.dtype, copy=True)
+            return None if tensor is None else _own(tensor, shape)
 
         base = _found(module, "model")
+        if len(base.layers) != shape.layers:
+            raise Unlike(f"{len(base.layers)} layers instead of {shape.layers}")
         norm = _norm_weight(base, "norm", self._hidden)
         embedding = _matrix(base, "embed_tokens", (self.vocab, self._hidden))[0]
         head, head_bias = _matrix(module, "lm_head", (self.vocab, self._hidden))
@@ -396,7 +409,7 @@ class PackedDecoder:
             for part, training in modes.items():
                 part.training = training
         rows = KVRows(self.shape)
-        rows.reserve(1, len(ids))
+        rows.reserve(1, len(ids), len(ids))
         self.fill([Segment(0, 0, ids[:-1].cpu().numpy().astype(np.int32))], rows)
         place: Index = np.array([len(ids) - 1])
         rows.show(place)
@@ -427,7 +440,11 @@ class ModuleDecoder:
     def load(self, module: nn.Module) -> None:
         module = _unwrapped(module)
         if module is not self._module:
-            self._module.load_state_dict(module.state_dict())
+            own, weights = self._module.state_dict(), module.state_dict()
+            _check_names(own, weights)
+            if missing := list(own.keys() - weights.keys()):
+                raise ValueError(f"the module lacks {missing[:3]}")
+            self._module.load_state_dict(weights)
 
     def step(self, ids: Tensor, positions: Tensor, places: Tensor, panels: Sequence[Panel], rows: KVRows) -> Tensor:
         rows.mask.view(-1).index_fill_(0, places, 0.0)

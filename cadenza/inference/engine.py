@@ -18,6 +18,10 @@ need nothing but a copy of what the first of them computed.
 While nobody comes or goes, a step costs nothing per row but arithmetic: what it needs is in a plan that moves on by
 itself, and the tokens are noted there by step. They are booked to their sequences when the plan ends.
 
+The cache is bounded by what is allocated: rows are dense, so a long sequence makes those of all others as wide. Rows
+and shelf together have at most `kv_tokens` cells. Sequences sit down while that leaves room for them, and when somebody
+grows out of it, the last to sit down stand up again; one alone always fits, for none is longer than `kv_tokens`.
+
 Not thread-safe: whoever drives it, `TorchReplica` for one, does so from one thread.
 """
 
@@ -35,7 +39,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cadenza.inference.decoder import Decoder, Segment
-from cadenza.inference.kv_cache import Context, Index, KVRows, Panel, Shelf, shared
+from cadenza.inference.kv_cache import Context, Index, KVRows, Panel, Shelf, shared, with_spare
 from cadenza.inference.replica import Finish, Generation, Request, Sampling, Span, Tokens
 from cadenza.inference.sampling import GOLDEN, MASK64, Law, draw, law_of, stream, uniforms
 
@@ -254,7 +258,7 @@ class Engine:
             assert [sequence.row for sequence in self._plan.ready] == list(range(len(self._plan.ready)))
         seated = self.seated.values()
         assert self.kv == sum(sequence.length for sequence in seated)
-        assert self.kv + self._shelf.tokens <= self.kv_tokens
+        assert self._rows.cells + self._shelf.tokens <= self.kv_tokens
         assert len(seated) <= self.max_running
         assert not self.seated.keys() & self.waiting.keys()
         assert len({sequence.row for sequence in seated}) == len(seated)
@@ -270,24 +274,42 @@ class Engine:
     # -- who sits --------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """The next step writes a token per sequence: the shelf gives way first, then whoever sat down last."""
-        while self.kv + len(self.seated) > self.kv_tokens:
+        """Who sat down last stands up while the rows of all are too many cells. A plan has what its steps need."""
+        if self._plan is not None:
+            if self._plan.panel_steps > 0:
+                return
+            self._plan.book()
+        while len(self.seated) > 1 and self._cells(len(self.seated), self._longest()) > self.kv_tokens:
             self._end_plan()
             sequence = self.seated[next(reversed(self.seated))]
             self._stand_up(sequence)
             self.waiting[sequence.request.id] = sequence
             self.waiting.move_to_end(sequence.request.id, last=False)
-        self._shelf.shrink(self.kv_tokens - self.kv - len(self.seated))
+
+    def _longest(self) -> int:
+        """Tokens of the longest seated sequence. What a plan has not booked is left out: it is within the width that
+        the plan was made with, and its end is no wider."""
+        return max((sequence.length for sequence in self.seated.values()), default=0)
+
+    def _cells(self, sequences: int, longest: int) -> int:
+        """What these take at least."""
+        return with_spare(sequences) * self._wide(longest)
+
+    def _wide(self, length: int) -> int:
+        """Positions for a sequence of this length and, most of the time, for some of its next tokens."""
+        return min(-(-length // GRAIN) * GRAIN, self.kv_tokens)
 
     def _admit(self, until: int, budget: int) -> _Work:
-        """First come, first served, while the context and one more token of everybody fit."""
+        """First come, first served, while the rows of everybody fit, with one more token of who comes."""
         work = _Work()
+        longest = self._longest()
         for sequence in self._filling.values():
             budget -= work.fill(sequence, budget)
         for sequence in self.waiting.values():
             if len(self.seated) >= self.max_running or sequence.arrival > until:
                 break
-            if self.kv + sequence.length + len(self.seated) + 1 > self.kv_tokens:
+            longest = max(longest, sequence.length + 1)
+            if self.seated and self._cells(len(self.seated) + 1, longest) > self.kv_tokens:
                 break
             source, length = self._source(sequence)
             if source is None and length:
@@ -304,8 +326,6 @@ class Engine:
             self.waiting.pop(id, None)
             if sequence.computed == sequence.length - 1:
                 self._filling.pop(id, None)
-        if work.moved:
-            self._shelf.shrink(self.kv_tokens - self.kv - len(self.seated))
         return work
 
     def _source(self, sequence: Sequence) -> tuple[Source | None, int]:
@@ -358,10 +378,10 @@ class Engine:
             return
         row, computed = sequence.row, sequence.computed
         self._stand_up(sequence)
-        if computed and self.kv + len(self.seated) + computed <= self.kv_tokens:
+        if computed and self._rows.cells + computed <= self.kv_tokens:
             context = Context(sequence.known()[:computed], self._rows.save(row, computed), request.group)
             self._shelf.put(request.session, context)
-            self._shelf.shrink(self.kv_tokens - self.kv - len(self.seated))
+            self._shelf.shrink(self.kv_tokens - self._rows.cells)
 
     def _forget(self) -> None:
         """Nothing that was computed is used again."""
@@ -375,14 +395,18 @@ class Engine:
     # -- rows ------------------------------------------------------------------------------------------------------
 
     def _reserve(self) -> bool:
-        """Have rows for all, and width for their next steps; True when the rows are new ones."""
-        longest = max((sequence.length for sequence in self.seated.values()), default=0)
-        return self._rows.reserve(len(self.seated), _wide(longest))
+        """Have rows for all, and width for their next steps; True when the rows are new ones. The shelf gives way.
+        Who sits sits in the first rows, unless there are too few of them."""
+        new = self._rows.reserve(len(self.seated), self._wide(self._longest()), self.kv_tokens)
+        if new:
+            self._shelf.shrink(self.kv_tokens - self._rows.cells)
+        return new
 
     def _arrange(self) -> None:
         """Give every seated sequence its row: the ready ones first, and as few moves as that allows. When much shorter
         panels reward it, the long ones come first, each in the right unit of rows."""
-        self._reserve()
+        if too_few := with_spare(len(self.seated)) > self._rows.rows:
+            self._reserve()
         ready = [sequence for id, sequence in self.seated.items() if id not in self._filling]
         ready.sort(key=_row)
         unit = max(len(ready), 1)
@@ -394,6 +418,8 @@ class Engine:
             moves += _moves(ready[first : first + unit], first)
         moves += _moves(list(self._filling.values()), len(ready))
         self._move(moves)
+        if not too_few:
+            self._reserve()
 
     def _move(self, moves: list[tuple[Sequence, int]]) -> None:
         """Bring sequences to their rows. Who goes to a row that is not vacated yet goes later; a circle is broken by
@@ -485,7 +511,7 @@ class Engine:
         for first in range(0, len(lengths), UNIT):
             unit = lengths[first : first + UNIT]
             longest = max(unit)
-            width, last = _wide(longest), first + len(unit)
+            width, last = self._wide(longest), first + len(unit)
             steps = min(steps, width - longest + 1)
             if panels and len(unit) * abs(panels[-1].width - width) * cells < SPLIT:
                 before = panels.pop()
@@ -581,10 +607,6 @@ class _Plan:
 
 
 _row = attrgetter("row")
-
-
-def _wide(length: int) -> int:
-    return -(-length // GRAIN) * GRAIN
 
 
 def _moves(sequences: list[Sequence], first: int) -> list[tuple[Sequence, int]]:

@@ -39,7 +39,7 @@ class KVShape:
 
     @property
     def bytes(self) -> int:
-        return self.layers * self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+        return self.layers * self.heads * 2 * max(self.key_dim, self.value_dim) * self.dtype.itemsize
 
 
 class Panel(NamedTuple):
@@ -62,10 +62,9 @@ class PanelView(NamedTuple):
 
 
 class KVRows:
-    """One row per running sequence, and one more to move things around; rows and width grow when needed.
-
-    On a CPU, memory that was never written costs nothing, however wide the longest sequence makes the rows.
-    """
+    """One row per running sequence, all as wide as the longest needs, and one more to move things around unless there
+    is one alone. A cell is the room for one token: `cells` of them are allocated, whether they are used or not, and
+    never more than the limit given to `reserve`. Only while they are copied to a new place do both places exist."""
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
@@ -76,16 +75,31 @@ class KVRows:
         """Give all memory back."""
         self._allocate(0, 0)
 
-    def reserve(self, rows: int, width: int) -> bool:
-        """Make room for `rows` rows of `width` positions; True when the tensors are new ones."""
-        if rows + 1 <= self.rows and width <= self.width:
+    @property
+    def cells(self) -> int:
+        return self.rows * self.width
+
+    def reserve(self, sequences: int, width: int, limit: int) -> bool:
+        """Make room for so many sequences of `width` positions; True when the tensors are new ones.
+
+        They have at most `limit` cells, which must suffice for what is asked. There is room to grow as far as half
+        of the limit, and an eighth beyond; what is more than that, and twice what is asked, is given back. Only rows
+        and positions that are asked for keep what they hold.
+        """
+        rows = with_spare(sequences)
+        fits = rows <= self.rows and width <= self.width
+        if fits and (self.cells <= limit // 2 or 2 * rows * width > self.cells):
             return False
-        old, old_rows, old_width = self._store, self.rows, self.width
-        self._allocate(
-            old_rows if rows + 1 <= old_rows else max(2 * old_rows, rows + 1, _LEAST_ROWS + 1),
-            old_width if width <= old_width else max(2 * old_width, width, _LEAST_WIDTH),
-        )
-        self._store[:, :, :old_rows, :, :old_width] = old
+        old = self._store
+        tall = self.rows if rows <= self.rows else max(2 * self.rows, rows, _LEAST_ROWS + 1)
+        wide = self.width if width <= self.width else max(2 * self.width, width, _LEAST_WIDTH)
+        if tall * wide > limit // 2:
+            tall, wide = rows + rows // 8, width + width // 8
+        if tall * wide > limit:
+            tall, wide = rows, width
+        kept_rows, kept_width = min(tall, self.rows), min(wide, self.width)
+        self._allocate(tall, wide)
+        self._store[:, :, :kept_rows, :, :kept_width] = old[:, :, :kept_rows, :, :kept_width]
         return True
 
     def places(self, rows: Index, positions: Index) -> Tensor:
@@ -211,6 +225,11 @@ class Shelf:
         assert self.tokens == sum(len(context.tokens) for context in self._contexts.values())
         assert all(context.saved.shape[3] == len(context.tokens) for context in self._contexts.values())
         assert all(self._contexts[session].group == group for group, session in self._groups.items())
+
+
+def with_spare(sequences: int) -> int:
+    """Rows for so many sequences: one more to move things around, unless there is one alone."""
+    return sequences + (sequences > 1)
 
 
 def shared(first: Tokens, second: Tokens) -> int:

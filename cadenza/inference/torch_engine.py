@@ -65,13 +65,15 @@ class TorchReplica:
 
     The replica copies the weights of `model` when it is made and at `load_weights`, and never writes to the module: a
     trainer may change it in place at any time but during these two. `load_weights(version, weights)` takes a module, a
-    state dict (all of it, or what changed, adapters included), or None for the module the replica was made of.
+    state dict (all of it, or what changed since the last load, adapters included), or None for the module the replica
+    was made of.
 
     Without `keep_kv`, new weights drop the cache, and frozen requests are prefilled again before they go on; with it,
-    they go on from keys and values of the old weights. `kv_tokens` counts the tokens of running and cached contexts, a
-    gigabyte of them by default; the rows in memory are as wide as the longest running one. `prefill_tokens` bounds the
-    tokens of prompts between two steps, and with them the time that a pause may take. `threads` sets the threads of
-    torch, which are common to the process. A replica that is not needed any more is closed.
+    they go on from keys and values of the old weights. `kv_tokens` is the size of the cache, a gigabyte at most by
+    default: running contexts take as much each as the longest of them, and idle ones their own length of what is left.
+    So it also bounds the length of a context. `prefill_tokens` bounds the tokens of prompts between two steps, and with
+    them the time that a pause may take. `threads` sets the threads of torch, which are common to the process. A replica
+    that is not needed any more is closed.
     """
 
     def __init__(
@@ -111,8 +113,8 @@ class TorchReplica:
             version=version,
         )
         self._longest = min(kv_tokens, decoder.max_positions)
-        self._model = model
-        self._owns_model = False
+        self._given = self._last = model
+        self._own: nn.Module | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._flight: dict[int, _Flight] = {}
         self._calls: set[asyncio.Future[Any]] = set()
@@ -387,22 +389,27 @@ class TorchReplica:
 
     def _load(self, version: int, weights: object) -> None:
         try:
-            self._engine.load(version, self._module_with(weights))
+            module = self._module_with(weights)
+            self._engine.load(version, module)
         except Exception as error:
             raise ReplicaError(f"{self.name} could not load version {version}: {error}") from error
+        self._last = module
+        if module is not self._own:
+            self._own = None
 
     def _module_with(self, weights: object) -> nn.Module:
+        """The given module, another one, or a copy of the last one with the state dict in it: the last one may be a
+        trainer's. The copy is kept while state dicts follow one another."""
         if weights is None:
-            return self._model
+            return self._given
         if isinstance(weights, nn.Module):
             return weights
         if not isinstance(weights, Mapping):
             raise TypeError(f"weights must be a module, a state dict or None, got {type(weights).__name__}")
-        if not self._owns_model:  # the module may be a trainer's
-            self._model = copy.deepcopy(self._model)
-            self._owns_model = True
-        absorb(self._model, weights)
-        return self._model
+        if self._own is None:
+            self._own = copy.deepcopy(self._last)
+        absorb(self._own, weights)
+        return self._own
 
     def _release(self) -> None:
         if not self._paused or self._engine.seated or self._engine.waiting:

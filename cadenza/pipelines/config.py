@@ -24,11 +24,11 @@ from cadenza.rollout.sampler import SamplerConfig
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ModelConfig, ReferenceConfig, SupervisedConfig
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"estimator": {"name": "grpo"}},
-    "dr-grpo": {"estimator": {"name": "grpo", "divide_by_std": False}, "actor": {"aggregation": "token_mean"}},
+    "grpo": {"estimator": {"name": "grpo"}, "actor": {"aggregation": "sequence_mean"}},
+    "dr-grpo": {"estimator": {"name": "grpo", "divide_by_std": False}, "actor": {"aggregation": "sequence_sum"}},
     "dapo": {
         "estimator": {"name": "grpo"},
-        "actor": {"clip_high": 0.28, "aggregation": "token_mean"},
+        "actor": {"loss": "ppo_clip", "clip_high": 0.28, "aggregation": "token_mean"},
         "rollout": {"group_filter": "cadenza.pipelines.filters:has_variance"},
     },
     "ppo": {"estimator": {"name": "gae"}, "critic": {}},
@@ -37,6 +37,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "step": {"estimator": {"name": "step"}, "envs": {"rollout": "step"}},
 }
 """Algorithms by name: the few settings that make them."""
+OWNERS: Mapping[str, str] = {
+    "critic": "estimator.name",
+    "estimator.divide_by_std": "estimator.name",
+    "actor.clip_high": "actor.loss",
+}
+"""Of some keys of presets, the key that they are there for: where somebody sets that one to something else, the preset
+does not set them."""
 
 
 COMPARING = ("grpo", "rloo", "reinforce++-baseline", "gigpo")
@@ -56,6 +63,8 @@ class TokenizerConfig(Config):
     """How turns are put together: by the tokenizer's chat template, or plainly one after the other."""
     system: str | None = None
     """What every conversation begins with."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables of the chat template, as `enable_thinking`."""
 
 
 class EngineConfig(Config):
@@ -159,6 +168,25 @@ class RunConfig(Config):
                 f"actor.temperature {self.actor.temperature} is not that of envs.sampling, "
                 f"{self.envs.sampling.temperature}: leave it out"
             )
+        if self.reference is not None and self.reference.temperature not in (1.0, self.envs.sampling.temperature):
+            raise ValueError(
+                f"reference.temperature {self.reference.temperature} is not that of envs.sampling, "
+                f"{self.envs.sampling.temperature}: leave it out"
+            )
+        for name, learner in (("actor", self.actor), ("critic", self.critic)):
+            if learner is not None and learner.mini_batches > self.rollout.batch_size:
+                raise ValueError(
+                    f"{name}.mini_batches must be at most rollout.batch_size {self.rollout.batch_size}, got "
+                    f"{learner.mini_batches}"
+                )
+        if self.model.lora is not None and self.warm_start is not None and self.needs_reference:
+            raise ValueError(
+                "model.lora, warm_start and a kl_coef do not go together: the reference is the model under the "
+                "adapter, without what warm_start taught. Remove one of the three, or warm up the model at model.path "
+                "in a run without lora"
+            )
+        if self.model.lora is not None and self.warm_start is None and self.model.lora.dropout:
+            raise ValueError(f"model.lora.dropout {self.model.lora.dropout} does nothing without warm_start: remove it")
         if self.validation is not None and self.validation.domains is None:
             rows = [name for name, domain in self.envs.domains.items() if isinstance(domain.tasks, (list, tuple))]
             if rows:
@@ -204,7 +232,8 @@ def build(values: Any, overrides: Sequence[str] = (), *, source: str = "config")
             near = difflib.get_close_matches(str(preset), PRESETS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
             raise ConfigError(f"{source}: preset '{preset}' is not known; {hint}")
-        values = _merged(PRESETS[preset], values)
+        values = _merged(_preset(preset, values), values)
+    values = _with_length(values, source)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -263,6 +292,47 @@ def _override(text: str) -> dict[str, Any]:
         tree = {part: tree}
     found: dict[str, Any] = tree
     return found
+
+
+def _preset(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a preset sets besides these values."""
+    preset = PRESETS[name]
+    for key, owner in OWNERS.items():
+        if _at(values, owner) not in (None, _at(preset, owner)):
+            preset = _without(preset, key)
+    return preset
+
+
+def _with_length(values: dict[str, Any], source: str) -> dict[str, Any]:
+    """With `actor.constant_length` where 'sequence_sum' needs it: the most tokens that a sequence may have."""
+    if _at(values, "actor.aggregation") != "sequence_sum" or _at(values, "actor.constant_length") is not None:
+        return values
+    is_one_turn = _at(values, "envs.rollout") == "step" and _at(values, "actor.sequence") != "trajectory"
+    turns = 1 if is_one_turn else _at(values, "envs.max_turns")
+    tokens = _at(values, "envs.sampling.max_tokens") or Sampling().max_tokens
+    if turns is None:
+        raise ConfigError(
+            f"{source}: actor.aggregation 'sequence_sum' divides by the most tokens that a sequence may have, and "
+            "turns have no bound here: set actor.constant_length, or envs.max_turns (then it is max_turns * max_tokens)"
+        )
+    if not isinstance(turns, int) or not isinstance(tokens, int):
+        return values  # which is refused for that
+    return _merged(values, {"actor": {"constant_length": turns * tokens}})
+
+
+def _at(tree: Any, key: str) -> Any:
+    """The value at 'a.b'; None if there is none."""
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _without(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The tree without 'a.b'."""
+    first, _, rest = key.partition(".")
+    return {
+        name: _without(value, rest) if name == first else value for name, value in tree.items() if rest or name != first
+    }
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

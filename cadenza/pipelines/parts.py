@@ -37,15 +37,21 @@ class Parts:
     def __init__(self, config: RunConfig, *, failures: Path | None = None) -> None:
         """`failures` is where a batch goes whose loss is not finite."""
         self.config = config
+        self._failures = failures
         if threads := config.threads or (1 if config.model.path is None else None):
             torch.set_num_threads(threads)
         tokenizer = config.tokenizer
         try:
             self.codec = load_codec(
-                tokenizer.path or config.model.path, template=tokenizer.template, system=tokenizer.system
+                tokenizer.path or config.model.path,
+                template=tokenizer.template,
+                system=tokenizer.system,
+                template_options=tokenizer.template_options,
             )
         except TokenizerNotFound as error:
             raise ConfigError(f"{'tokenizer' if tokenizer.path else 'model'}.path: {error}") from error
+        except ValueError as error:  # it does not fit the template
+            raise ConfigError(f"tokenizer: {error}") from error
         seed = config.seed
         try:
             model = load_model(config.model, self.codec.vocab_size, seed, eos_token_id=self.codec.end_token_id)
@@ -91,7 +97,7 @@ class Parts:
     def warm_start(self, plan: WarmStart) -> dict[str, float]:
         """Learn from examples; what the last batch said."""
         pairs = warm_start_pairs(self.config, plan, self.codec)
-        trainer = Supervised(self.actor.module, plan.trainer, self.config.seed)
+        trainer = Supervised(self.actor.module, plan.trainer, self.config.seed, failures=self._failures)
         last = deque(trainer.fit(pairs, passes=plan.passes), maxlen=1).pop()
         return {f"warm_start/{name}": value for name, value in last.items()}
 

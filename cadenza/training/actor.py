@@ -8,6 +8,7 @@ entropy, reference logprobs      --> entropy bonus, KL                          
 ```
 Which logprobs are the old ones: those in the column `old_logprobs` if it is there; else those of the weights at the
 beginning of `train`. A batch that is one update needs no pass for them: they are its own logprobs, without gradient.
+Dropout is off in every pass: with it, a policy would differ from its own past before it has learned anything.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from torch import Tensor, nn
 
 from cadenza.algorithms import (
     LOSSES,
-    Aggregation,
     TokenLoss,
     denominator,
     effective_sample_size,
@@ -44,6 +44,7 @@ from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, Training
 from cadenza.training.models import adapter_weights
 from cadenza.training.packing import Packed
 from cadenza.training.rows import Array, Rows
+from cadenza.training.settings import refuse_idle
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """From logprobs, old logprobs, advantages and mask [n, R]: a row's trained tokens side by side."""
@@ -66,9 +67,6 @@ class ActorConfig(LearnerConfig):
     kl_coef: float = Field(default=0.0, ge=0)
     """KL to the reference in the loss; needs the column `ref_logprobs`."""
     kl_estimator: Literal["k2", "k3"] = "k3"
-    aggregation: Aggregation = "token_mean"
-    constant_length: int | None = Field(default=None, gt=0)
-    """Tokens by which 'sequence_sum' divides every sequence: the longest response, for instance."""
     sequence: Literal["row", "trajectory"] = "row"
     """What counts as one sequence, where the contexts of a trajectory are several rows."""
     old_logprobs: Literal["recompute", "infer"] = "recompute"
@@ -87,10 +85,21 @@ class ActorConfig(LearnerConfig):
             raise ValueError(
                 "correction and old_logprobs='infer' both divide by the sampler's probability: use one of them"
             )
-        if (self.aggregation == "sequence_sum") != (self.constant_length is not None):
-            raise ValueError("constant_length goes with aggregation 'sequence_sum' and nothing else")
         if isinstance(self.loss, str) and self.loss not in LOSSES and ":" not in self.loss:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, 'module:name' or a function, got {self.loss!r}")
+        return self
+
+    @model_validator(mode="after")
+    def _every_setting_matters(self) -> ActorConfig:
+        name = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", type(self.loss).__name__)
+        if self.loss != "ppo_clip":
+            refuse_idle(self, ("clip_low", "clip_high", "dual_clip"), f"with the loss {name!r}")
+        if self.loss == "policy_gradient":
+            refuse_idle(self, ("old_logprobs",), "with the loss 'policy_gradient', which has no ratio")
+        if not self.kl_coef:
+            refuse_idle(self, ("kl_estimator",), "while kl_coef is 0")
+        if self.aggregation == "token_mean":
+            refuse_idle(self, ("sequence",), "with aggregation 'token_mean'")
         return self
 
     @property

@@ -37,11 +37,11 @@ def micro_batches(rows: Rows, chosen: Array, budget: int, packing: Packing) -> l
 
 
 def mini_batches(traj_ids: Array, count: int, rng: np.random.Generator) -> list[Array]:
-    """All rows in `count` random parts of about the same number of trajectories, each trajectory whole in one part."""
+    """All rows in `count` random parts of about the same number of trajectories, each trajectory whole in one part; in
+    fewer parts if there are fewer trajectories."""
     number = np.unique(traj_ids, return_inverse=True)[1]
     trajectories = int(number.max(initial=-1)) + 1
-    if count > trajectories:
-        raise ValueError(f"mini_batches must be <= the {trajectories} trajectories of the batch, got {count}")
+    count = min(count, trajectories)
     part = np.empty(trajectories, np.int64)
     part[rng.permutation(trajectories)] = np.arange(trajectories) * count // trajectories
     return [np.flatnonzero(part[number] == i) for i in range(count)]

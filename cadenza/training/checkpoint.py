@@ -94,6 +94,8 @@ def load(path: Path, parts: Mapping[str, Part], *, random_state: bool = True) ->
         raise CheckpointError(f"{path} has format {document['format']}, this version of cadenza reads {FORMAT}")
     for number, (name, part) in enumerate(parts.items()):
         place = path if number == 0 else path / name
+        if not place.is_dir():
+            raise CheckpointError(f"the checkpoint {path} has no {name}: go on without one, or begin a new run")
         load_weights(place, part.module)
         values = json.loads((place / "training" / "state.json").read_text(encoding="utf-8"))
         part.load_state(TrainingState(load_file(place / "training" / "tensors.safetensors"), values))
@@ -117,7 +119,8 @@ def load_weights(path: Path, module: nn.Module) -> None:
                 stored = type(found).from_pretrained(path, dtype=found.dtype)
             module.load_state_dict(stored.state_dict())
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"the weights in {path} cannot be loaded: {error}") from error
+        what = " ".join(line.strip() for line in str(error).splitlines()[:2])  # torch lists every tensor
+        raise CheckpointError(f"the weights of the checkpoint {path} do not fit this model: {what}") from error
 
 
 def step_of(path: Path) -> int:
@@ -193,10 +196,12 @@ class Checkpoints:
         fresh.replace(self.directory / name)
 
     def _prune(self, best: Path | None) -> None:
+        """Delete the others, each under a name that is no checkpoint's: a kill on the way leaves no half of one."""
         steps = _steps(self.directory)
         for step in sorted(steps)[: -self.keep]:
             if steps[step] != best:
-                shutil.rmtree(steps[step], ignore_errors=True)
+                doomed = steps[step].rename(self.directory / f"{_UNFINISHED}{steps[step].name}")
+                shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _steps(directory: Path) -> dict[tuple[int, int], Path]:

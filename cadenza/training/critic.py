@@ -17,7 +17,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from cadenza.algorithms import (
-    Aggregation,
     denominator,
     explained_variance,
     loss_sum,
@@ -37,8 +36,6 @@ class CriticConfig(LearnerConfig):
 
     value_clip: float | None = Field(default=0.2, gt=0)
     """How far a value may move from the old one before moving gains nothing; None does not bound it."""
-    aggregation: Aggregation = "token_mean"
-    constant_length: int | None = Field(default=None, gt=0)
 
 
 class Critic:

@@ -29,21 +29,24 @@ from cadenza.algorithms import (
     Estimator as KlEstimator,
 )
 from cadenza.algorithms import (
-    Groups,
     Moments,
+    anchor_ids,
     gae,
     gigpo,
     grpo,
     kl,
     normalise,
+    pass_on,
     pay_turns,
+    penalised_rewards,
+    penalised_scores,
+    penalised_steps,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     rloo,
     row_weights,
     settle,
     step_advantages,
-    turns_in_row,
 )
 from cadenza.config import Config, load
 from cadenza.data import IS_PADDING, DataProto, Ragged
@@ -119,12 +122,23 @@ class EstimatorConfig(Config):
             for setting in ("kl_estimator", "kl_logprobs"):
                 if getattr(self, setting) is not None:
                     raise ValueError(f"{setting} does nothing while kl_coef is 0: set kl_coef or remove it")
-        undone = (self.name == "grpo" and self.divide_by_std is not False) or self.name == "reinforce++-baseline"
-        if undone and self.score_norm != "none" and self.score_clip is None and not self.kl_coef:
+        if self.score_norm != "none" and self._undoes_score_norm and self.score_clip is None and not self.kl_coef:
             raise ValueError(
-                f"score_norm={self.score_norm!r} does nothing for {name!r}: mean and deviation are taken out again"
+                f"score_norm={self.score_norm!r} does nothing for {name!r}, which takes mean and deviation out again: "
+                "remove it"
             )
         return self
+
+    @property
+    def _undoes_score_norm(self) -> bool:
+        """Advantages stay as they are when every trajectory is paid a constant more at its end, and all pay is scaled.
+        With a discount, the constant would count less the earlier a turn is."""
+        if self.name == "grpo":
+            return self.divide_by_std is not False
+        if self.name in ("gigpo", "step"):
+            undiscounted = self.gamma == 1 or (self.gamma is None and self.name == "step")
+            return undiscounted and self.divide_by_std is not False and self.over != "nothing"
+        return self.name == "reinforce++-baseline" or (self.name == "reinforce++" and self.gamma in (None, 1))
 
     def _known_name(self) -> str:
         if not isinstance(self.name, str):
@@ -254,7 +268,7 @@ class Evidence:
         """[N] of the trajectories, less the KL of all their tokens."""
         if self.kl is None:
             return self._scores
-        return self._scores - self.config.kl_coef * self._of_trajectory(self.kl.sum(1))
+        return penalised_scores(self._scores, self.kl, coefficient=self.config.kl_coef, traj_ids=self.trajectories)
 
     @cached_property
     def turns(self) -> Tensor:
@@ -266,14 +280,15 @@ class Evidence:
         """[N, T] what each turn is paid, less the KL of its tokens; adds up to `scores`"""
         if self.kl is None:
             return self._steps
-        sums = torch.zeros(len(self.rows), self._steps.shape[1] + 1).scatter_add(1, self.turns + 1, self.kl)[:, 1:]
-        return self._steps - self.config.kl_coef * self._of_trajectory(sums)
+        return penalised_steps(
+            self._steps, self.kl, self.turns, coefficient=self.config.kl_coef, traj_ids=self.trajectories
+        )
 
     @cached_property
     def rewards(self) -> Tensor:
         """[N, R] what each token is paid: its turn's pay on the turn's last token, and everywhere less its KL"""
-        paid = pay_turns(self._paid_for(self._steps), self.turns)
-        return paid if self.kl is None else paid - self.config.kl_coef * self.kl
+        paid = pay_turns(pass_on(self._steps, self.turns, traj_ids=self.trajectories), self.turns)
+        return paid if self.kl is None else penalised_rewards(paid, self.kl, coefficient=self.config.kl_coef)
 
     @cached_property
     def values(self) -> Tensor:
@@ -282,25 +297,10 @@ class Evidence:
 
     @cached_property
     def anchors(self) -> Tensor:
-        """[N, T] the state in which each turn of the row began, -1 for other turns.
-
-        States are equal when the turns were shown the same tokens since the one before; the whole prompt, where a
-        context starts afresh. What the model itself had said before does not matter.
-        """
+        """[N, T] the state in which each turn of the row began, -1 for other turns"""
         ids, turns = self.batch.batch.ragged("input_ids"), self.batch.batch.ragged("turn_ids")
-        edges = np.union1d(np.flatnonzero(np.diff(turns.values)) + 1, ids.offsets[:-1][ids.lengths > 0])
-        of_edge = turns.values[edges]
-        begins = np.flatnonzero(of_edge >= 0)
-        rows = np.searchsorted(ids.offsets, edges[begins], side="right") - 1
-        # A row begins with a prompt: before a turn are tokens of its row, which no turn wrote or the turn before it.
-        starts = np.where(of_edge[begins - 1] < 0, edges[begins - 1], edges[begins])
-        numbers: dict[bytes, int] = {}
-        anchors = np.full(self._steps.shape, -1, np.int64)
-        anchors[rows, of_edge[begins]] = [
-            numbers.setdefault(ids.values[start:stop].tobytes(), len(numbers))
-            for start, stop in zip(starts.tolist(), edges[begins].tolist(), strict=True)
-        ]
-        return torch.from_numpy(anchors)
+        flat, of_turn, offsets = (torch.from_numpy(values) for values in (ids.values, turns.values, ids.offsets))
+        return anchor_ids(flat, of_turn, offsets, self._steps.shape[1])
 
     def groups_without_variance(self) -> float:
         """The share of groups whose scores are all equal, as they came: nothing can be learned by comparing them."""
@@ -327,23 +327,6 @@ class Evidence:
         if self._moments is not None:
             steps = self._moments.normalise(steps, centre=False)
         return settle(steps, self._scores)
-
-    def _paid_for(self, steps: Tensor) -> Tensor:
-        """[N, T]: the pay of a turn without tokens goes to the turn with tokens before it, or else after it."""
-        exists = ~steps.isnan()
-        written = self._of_trajectory(turns_in_row(self.turns, steps.shape[1]).float()) > 0
-        if bool((written | ~exists).all()):
-            return steps
-        place = torch.where(written, torch.arange(steps.shape[1]), -1).cummax(1).values
-        place = torch.where(place < 0, written.int().argmax(1, keepdim=True), place)
-        return torch.zeros_like(steps).scatter_add(1, place, steps.nan_to_num(0.0))
-
-    def _of_trajectory(self, values: Tensor) -> Tensor:
-        """[N, ...]: the sum over the rows of the trajectory."""
-        if self.trajectories is None:
-            return values
-        groups = Groups.of(self.trajectories)
-        return values.new_zeros(groups.count, *values.shape[1:]).index_add(0, groups.index, values)[groups.index]
 
     def _tokens(self, name: str) -> Tensor:
         return self.rows.pad(self.rows.read(self.batch, name))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cadenza.algorithms import entropy as entropy_of
 from cadenza.training.batching import micro_batches
 from cadenza.training.compact import Compact
 from cadenza.training.models import is_adapted
@@ -71,11 +72,17 @@ class Forward:
         """The layout to use when `packing` is asked for."""
         if packing == "auto":
             return self.packing
-        if packing != "padded" and self._compact is None and not _full_attention(self._base.config.get_text_config()):
-            raise ValueError(
-                f"packing must be 'padded' for {self._base.config.model_type} models, whose layers do not all attend "
-                f"to the whole past; got {packing!r}"
-            )
+        if packing != "padded" and self._compact is None:
+            config = self._base.config
+            text = f"packing must not be {packing!r} for {config.model_type} models"
+            if not _full_attention(config.get_text_config()):
+                raise ValueError(f"{text}, whose layers do not all attend to the whole past: use 'padded' or 'auto'")
+            try:
+                right = self._gets_right(packing)
+            except Exception as error:
+                raise ValueError(f"{text}, which fail on it ({error}): use 'padded' or 'auto'") from error
+            if not right:
+                raise ValueError(f"{text}, which give other logits in it: use 'padded' or 'auto'")
         return packing
 
     @property
@@ -175,13 +182,8 @@ class Forward:
 
     @torch.no_grad()
     def _probe(self) -> None:
-        """Find out which short cuts give the module's own logits, on two rows that share a prefix."""
-        ids = np.arange(11) % self._vocab_size
-        ids[6:9] = ids[:3]
-        offsets, firsts = np.array([0, 6, 11]), np.array([0, 5, 9])
-        trained = np.array([1, 2, 3, 4, 5, 7, 8, 9, 10])
-        rows = Rows(ids, offsets, trained, np.array([5, 4]), firsts, np.array([5, 4]))
-        padded, shared = (pack(rows, np.arange(2), packing).to(self.device) for packing in ("padded", "shared"))
+        """Find out which short cuts give the module's own logits."""
+        padded, shared = self._example("padded"), self._example("shared")
         with evaluating(self.module):
             expected = self._logits(padded)[padded.predicts]
             self._plain_head = _agree(self._head(self._hidden(padded))[padded.predicts], expected)
@@ -189,6 +191,22 @@ class Forward:
                 self._compact = Compact.of(self._decoder)
             if self._compact is not None and not _agree(self._head(self._hidden(shared))[shared.predicts], expected):
                 self._compact = None
+
+    @torch.no_grad()
+    def _gets_right(self, packing: Packing) -> bool:
+        """Whether the module itself gives the same logits in this layout: its mask and positions are all it needs."""
+        layouts = self._example("padded"), self._example(packing)
+        with evaluating(self.module):
+            return _agree(*(self._logits(packed)[packed.predicts] for packed in layouts))
+
+    def _example(self, packing: Packing) -> Packed:
+        """Two rows that share a prefix."""
+        ids = np.arange(11) % self._vocab_size
+        ids[6:9] = ids[:3]
+        offsets, firsts = np.array([0, 6, 11]), np.array([0, 5, 9])
+        trained = np.array([1, 2, 3, 4, 5, 7, 8, 9, 10])
+        rows = Rows(ids, offsets, trained, np.array([5, 4]), firsts, np.array([5, 4]))
+        return pack(rows, np.arange(2), packing).to(self.device)
 
 
 @contextmanager
@@ -215,7 +233,7 @@ def _scores(logits: Tensor, predicts: Tensor, targets: Tensor, temperature: floa
     if entropy == "none":
         return TokenScores(chosen, None)
     known = logprobs if entropy == "gradient" else logprobs.detach()
-    return TokenScores(chosen, -(known.exp() * known).sum(-1).index_select(0, predicts))
+    return TokenScores(chosen, entropy_of(known).index_select(0, predicts))
 
 
 def _agree(found: Tensor, expected: Tensor) -> bool:
@@ -225,6 +243,8 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
 
 def _full_attention(config: Any) -> bool:
     """Whether a mask of our own making is all that limits what a token sees."""
+    if set(getattr(config, "attention_layers", ())) - {"global"}:  # GPT-Neo
+        return False
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None:
         return set(layer_types) == {"full_attention"}

@@ -17,15 +17,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from cadenza.algorithms import Aggregation
 from cadenza.data import DataProto
 from cadenza.training.batching import micro_batches, mini_batches
 from cadenza.training.forward import Forward, Precision
 from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
 from cadenza.training.packing import Packed, Packing, pack
 from cadenza.training.rows import Array, Rows
+from cadenza.training.settings import refuse_idle
 
 
 class LearnerConfig(OptimConfig):
@@ -34,12 +36,25 @@ class LearnerConfig(OptimConfig):
     epochs: int = Field(default=1, gt=0)
     """Times that a batch is gone through."""
     mini_batches: int = Field(default=1, gt=0)
-    """Updates per epoch, each on its share of the trajectories; their order is shuffled anew every epoch."""
+    """Updates per epoch, each on its share of the trajectories; their order is shuffled anew every epoch. A batch of
+    fewer trajectories is that many updates."""
     token_budget: int = Field(default=4096, gt=0)
     """Tokens computed at once. It bounds memory and changes no result."""
     packing: Packing | Literal["auto"] = "auto"
     """How rows share a pass (packing.py); 'auto' takes the fastest that the model can do."""
     precision: Precision = "fp32"
+    aggregation: Aggregation = "token_mean"
+    """How the losses of the tokens become one number."""
+    constant_length: int | None = Field(default=None, gt=0)
+    """Tokens by which 'sequence_sum' divides every sequence: the most that a response may have."""
+
+    @model_validator(mode="after")
+    def _known_length(self) -> LearnerConfig:
+        if self.aggregation != "sequence_sum":
+            refuse_idle(self, ("constant_length",), f"with aggregation {self.aggregation!r}")
+        elif self.constant_length is None:
+            raise ValueError("aggregation 'sequence_sum' needs constant_length: the most tokens a response may have")
+        return self
 
 
 class NonFiniteLoss(ArithmeticError):
@@ -87,10 +102,11 @@ class Learner:
         seed: int,
         *,
         head: nn.Module | None = None,
+        dropout: bool = False,
         failures: Path | None = None,
     ) -> None:
-        """`head` is trained besides the module. `failures` is the directory for batches with a loss that is not
-        finite."""
+        """`head` is trained besides the module. Without `dropout`, an update sees the function that evaluation sees.
+        `failures` is the directory for batches with a loss that is not finite."""
         self.module = module
         self.config = config
         self.seed = seed
@@ -98,6 +114,7 @@ class Learner:
         self.packing = self.forward.resolve(config.packing)
         self.version = 0
         """Batches trained on."""
+        self._dropout = dropout
         self._failures = failures
         heads = [] if head is None else list(head.named_parameters(prefix="head"))
         self.optimizer = Optimizer([*module.named_parameters(), *heads], config)
@@ -123,8 +140,10 @@ class Learner:
 
     def update(self, batch: DataProto, losses: Iterable[MicroLoss]) -> dict[str, float]:
         """One update from the losses, each made and taken apart before the next."""
-        if not self.module.training:
+        if self._dropout:
             self.module.train()
+        else:
+            switch_off_dropout(self.module)
         total = 0.0
         seen: list[Array] = []
         try:
@@ -158,6 +177,17 @@ class Learner:
     def _failure(self, what: str, batch: DataProto, rows: Array) -> NonFiniteLoss:
         step = self.optimizer.step
         return NonFiniteLoss(what, step, tuple(sorted(rows.tolist())), _save(batch, self._failures, step))
+
+
+def switch_off_dropout(module: nn.Module) -> None:
+    """Evaluation mode, but for layers with gradient checkpointing: those compute again only while they train. What
+    they would drop themselves is set to 0."""
+    module.eval()
+    for part in module.modules():
+        if getattr(part, "gradient_checkpointing", False):
+            part.training = True
+            for name in [n for n, value in vars(part).items() if "drop" in n and isinstance(value, float)]:
+                setattr(part, name, 0.0)
 
 
 def _save(batch: DataProto, directory: Path | None, step: int) -> str:

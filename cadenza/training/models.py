@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from cadenza.config import Config
+from cadenza.training.settings import refuse_idle
 
 
 class LoraConfig(Config):
@@ -28,6 +29,7 @@ class LoraConfig(Config):
     alpha: float = Field(default=32.0, gt=0)
     """They are scaled by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Of supervised steps, as a warm start. Policy gradients compare the policy with its own past, without dropout."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the matrices, as `q_proj`; or all but the head."""
 
@@ -53,6 +55,9 @@ class ModelConfig(Config):
     def _possible(self) -> ModelConfig:
         if self.path is None and self.lora is not None:
             raise ValueError("lora needs a path: an adapter to a model that is not stored could not be loaded again")
+        if self.path is not None:
+            sizes = ("layers", "hidden", "heads", "intermediate", "max_positions")
+            refuse_idle(self, sizes, f"with the path {self.path!r}, which has its own")
         if self.path is None and (self.hidden % self.heads or self.hidden // self.heads % 2):
             raise ValueError(f"hidden must be heads times an even number, got {self.hidden} for {self.heads} heads")
         return self
@@ -137,7 +142,9 @@ def _tiny(config: ModelConfig, vocab_size: int, eos_token_id: int | None) -> Any
         dtype=config.dtype,
     )
     model: Any = LlamaForCausalLM(settings)  # type: ignore[no-untyped-call]
-    return model.to(getattr(torch, config.dtype))
+    for parameter in model.parameters():  # buffers stay as they are: `from_pretrained` has rotary angles in float32
+        parameter.data = parameter.data.to(getattr(torch, config.dtype))
+    return model
 
 
 def _pretrained(config: ModelConfig) -> Any:

@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from cadenza.config import Config
+from cadenza.training.settings import refuse_idle
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -45,7 +46,12 @@ class OptimConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> OptimConfig:
-        if self.schedule != "constant" and self.total_steps is None:
+        for name in ("lr", "weight_decay"):
+            if name in self.optimizer_args:
+                raise ValueError(f"optimizer_args.{name}={self.optimizer_args[name]!r} does nothing: set {name} itself")
+        if self.schedule == "constant":
+            refuse_idle(self, ("total_steps", "min_lr_ratio"), "with schedule 'constant'")
+        elif self.total_steps is None:
             raise ValueError(f"schedule {self.schedule!r} needs total_steps, the updates until its end")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
             raise ValueError(f"total_steps must be above warmup_steps {self.warmup_steps}, got {self.total_steps}")

@@ -26,7 +26,7 @@ class ReferenceConfig(Config):
     """How the reference computes."""
 
     temperature: float = Field(default=1.0, gt=0)
-    """That of the actor, so that the two distributions can be compared."""
+    """That of the actor, so that the two distributions can be compared. A run sets it from that of the sampler."""
     token_budget: int = Field(default=4096, gt=0)
     packing: Packing | Literal["auto"] = "auto"
     precision: Precision = "fp32"

@@ -1,7 +1,8 @@
 """Learning to say what was said: token cross-entropy on (prompt, response) pairs, with the actor's machinery.
 
 For warm starts (the format of an answer, or demonstrations) before reinforcement learning, and for SFT. Prompt tokens
-do not train. The optimizer is its own, so what it remembers does not leak into the actor that goes on with the module.
+do not train, and dropout is on. The optimizer is its own, so what it remembers does not leak into the actor that goes
+on with the module.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from pydantic import Field
 from torch import nn
 
-from cadenza.algorithms import Aggregation, denominator, loss_sum, merge_metrics, token_weights
+from cadenza.algorithms import denominator, loss_sum, merge_metrics, token_weights
 from cadenza.data import DataProto, Ragged
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
 from cadenza.training.rows import Array, Rows
@@ -27,9 +28,7 @@ class SupervisedConfig(LearnerConfig):
     """How to learn from examples."""
 
     batch_size: int = Field(default=64, gt=0)
-    """Examples per update in `fit`."""
-    aggregation: Aggregation = "token_mean"
-    constant_length: int | None = Field(default=None, gt=0)
+    """Examples per batch in `fit`."""
 
 
 class Supervised:
@@ -38,7 +37,7 @@ class Supervised:
     def __init__(self, module: nn.Module, config: SupervisedConfig, seed: int, *, failures: Path | None = None) -> None:
         self.config = config
         self.seed = seed
-        self._learner = Learner(module, config, seed, failures=failures)
+        self._learner = Learner(module, config, seed, dropout=True, failures=failures)
 
     @property
     def module(self) -> nn.Module:
