@@ -161,11 +161,18 @@ def test_the_clock_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path: P
 
 def test_a_resumed_run_that_is_told_something_else_keeps_what_it_was_told_before(tmp_path: Path) -> None:
     path = a_run(tmp_path / "run", 2, config={"lr": 1}).path
-    RunDirectory(path, resume=2, config={"lr": 1}, trackers=[]).close()
+
+    def told(config: dict[str, int]) -> RunDirectory:
+        with RunDirectory(path, resume=2, config=config, trackers=[]) as run:
+            return run
+
+    told({"lr": 1}).keep_config()
+    told({"lr": 5})  # it turns out not to fit the checkpoint
     assert [file.name for file in path.glob("config*")] == ["config.yaml"]
-    RunDirectory(path, resume=2, config={"lr": 2}, trackers=[]).close()
-    assert yaml.safe_load((path / "config.yaml").read_text()) == {"lr": 2}
-    assert yaml.safe_load((path / "config-until-2.yaml").read_text()) == {"lr": 1}
+    told({"lr": 2}).keep_config()
+    told({"lr": 3}).keep_config()
+    found = {file.stem: yaml.safe_load(file.read_text())["lr"] for file in path.glob("config*")}
+    assert found == {"config-until-2": 1, "config-until-2-2": 2, "config": 3}
 
 
 def test_a_new_run_never_writes_into_a_directory_that_holds_something(tmp_path: Path) -> None:
@@ -550,7 +557,7 @@ def test_the_report_tells_the_first_and_the_last_success_and_how_to_play_the_che
     page = write_report(run.path).read_text(encoding="utf-8")
     assert "10% → 90%" in page
     assert ">192<" in page
-    assert f"cadenza play {run.checkpoints / 'step-000003'}" in page
+    assert f"<code>cadenza play {run.path}</code>" in page
     assert "seed: 7" in page
     assert "my/own" in page
     assert "Success" in page

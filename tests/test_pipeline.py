@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from pipeline_cases import (
 from test_codec import CHATML, byte_tokenizer
 
 from cadenza import DataProto
+from cadenza.errors import EnvError
 from cadenza.inference.replica import Generation, Request
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.observe.run import RunDirectory
@@ -48,6 +50,7 @@ from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.pipelines.config import PRESETS, build, dump, read
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.training import Actor
+from cadenza.training.checkpoint import step_of
 
 EXACT = ("train/loss", "train/grad_norm", "train/entropy", "train/score_mean", "train/tokens")
 """What two runs that are the same agree on."""
@@ -209,6 +212,16 @@ def test_play_prints_boards(first: Done) -> None:
     assert done.code == 0
     assert len(re.findall(r"^P\.\n\.G$", done.out, re.MULTILINE)) >= 2
     assert len(re.findall(r"^score", done.out, re.MULTILINE)) == 2
+    ends = re.findall(r"^(.*)\n(.*)\nscore", done.out, re.MULTILINE)
+    assert all("'" not in row for end in ends for row in end), "the last board comes after the last move"
+
+
+def test_the_command_in_the_report_plays_the_run(first: Done) -> None:
+    page = (first.run / "report.html").read_text()
+    (command,) = re.findall(r"<code>(cadenza play [^<]*)</code>", page)
+    done = cadenza(*command.split()[1:])
+    assert (done.code, done.err) == (0, "")
+    assert "<small>end</small>" in page
 
 
 def test_a_checkpoint_that_is_not_there(first: Done) -> None:
@@ -360,6 +373,20 @@ def test_a_run_that_reached_its_target_goes_on_to_another(tmp_path: Path) -> Non
     assert (done.code, done.figures["steps"]) == (0, 4), done.err
 
 
+def test_a_resume_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
+    run = trained(tmp_path, "samples=8").run
+    before = (run / "config.yaml").read_text()
+    for overrides in (["model.hidden=16"], ["estimator.name=gae", "critic={}"]):
+        done = cadenza("resume", run, "steps=4", *overrides, "--json")
+        assert (done.code, done.out) == (1, "")
+        assert len(done.err.splitlines()) == 1, done.err
+        assert "checkpoint" in done.err
+    assert (run / "config.yaml").read_text() == before
+    assert not list(run.glob("config-until*"))
+    done = cadenza("resume", run, "steps=3", "--json")
+    assert (done.code, done.figures["steps"]) == (0, 3), done.err
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -423,6 +450,18 @@ def test_a_second_ctrl_c_breaks_off(commands: Commands, tmp_path: Path) -> None:
     assert "Traceback" not in done.err
 
 
+def test_a_second_sigterm_is_the_same_wish(commands: Commands, tmp_path: Path) -> None:
+    config_file(tmp_path, envs=lake(), steps=10_000, warm_start=None)
+    command = commands.start(tmp_path, "train", "config.yaml", "--json")
+    until(lambda: any(steps(run) for run in listed(tmp_path)))
+    command.signal(signal.SIGTERM)
+    time.sleep(0.02)
+    command.signal(signal.SIGTERM)
+    done = command.wait()
+    assert done.code == 130, done.err
+    assert (tmp_path / done.run / "checkpoints" / "last" / "model.safetensors").exists()
+
+
 def test_a_batch_that_comes_with_the_stop_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read(config_file(tmp_path), ["steps=4"])
     inner = RolloutScheduler.get_batch
@@ -463,6 +502,7 @@ def test_without_validation_the_target_is_about_training(tmp_path: Path) -> None
     assert done.figures["success_first"] == success[1]
     assert done.figures["success_last"] == success[done.figures["steps"]] >= 0.6
     assert not column(done.run, "val/success")
+    assert not (done.run / "checkpoints" / "best").exists(), "training tells how good the weights before were"
 
 
 def test_a_run_ends_with_its_tasks(tmp_path: Path) -> None:
@@ -643,7 +683,10 @@ def test_validation_may_have_tasks_of_its_own(tmp_path: Path) -> None:
     run = trained(tmp_path, "steps=1", "samples=9", envs=envs, validation=plan).run
     tasks = {sample["task"] for sample in lines(run, "samples") if sample["mode"] == "val"}
     assert tasks == {*(f"rows/{number}" for number in range(5)), "seeds/1000000000"}
-    assert cadenza("eval", run, "--episodes", "4", "--json").figures["episodes"] == 7
+    assert cadenza("eval", run, "--episodes", "4", "--json").figures["episodes"] == 4
+    plan = {"episodes": 2, "domains": {"seeds": {**one, "tasks": 3}}}
+    done = trained(tmp_path, "steps=1", envs=envs, validation=plan)
+    assert set(column(done.run, "val/episodes").values()) == {3.0}, "what is said of a domain counts"
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -709,7 +752,7 @@ def test_an_env_that_always_raises(tmp_path: Path) -> None:
     )
     domains = {"lake": {"env": "broken_lake:Broken", "env_args": {"map": ["SG"]}}}
     path = config_file(tmp_path, envs={**TINY["envs"], "domains": domains}, warm_start=None)
-    done = cadenza("train", path, "steps=50", "rollout.error_budget=5", "checkpoint.every=1")
+    done = cadenza("train", path, "steps=50", "rollout.error_budget=5", "checkpoint.every=100")
     assert done.code == 1
     message = done.err.splitlines()[-1]
     assert "ZeroDivisionError" in message
@@ -717,7 +760,8 @@ def test_an_env_that_always_raises(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     assert len(steps(run)) >= 1
     assert cadenza("eval", run, "--checkpoint", "last", "--episodes", "1").code == 1, "the env is still broken"
-    assert (run / "checkpoints" / "last" / "model.safetensors").exists()
+    assert step_of(run / "checkpoints" / "last") == max(steps(run)), "what was learned is kept"
+    assert (run / "report.html").exists()
 
 
 def test_a_validation_without_episodes(tmp_path: Path) -> None:
@@ -731,6 +775,38 @@ def test_a_validation_without_episodes(tmp_path: Path) -> None:
     done = cadenza("train", config_file(tmp_path, envs=envs, warm_start=None, validation={"episodes": 2}))
     assert done.code == 1
     assert "every task of it was given up" in done.err.splitlines()[-1]
+    assert not (tmp_path / "runs" / "tiny").exists(), "a run that never began leaves nothing behind"
+
+
+def test_a_validation_has_the_patience_of_the_run(tmp_path: Path) -> None:
+    Path("flaky_lake.py").write_text(
+        "from cadenza.envs.frozenlake import FrozenLake\n"
+        "class Flaky(FrozenLake):\n"
+        "    resets = 0\n"
+        "    async def reset(self, seed):\n"
+        "        Flaky.resets += 1\n"
+        "        if Flaky.resets % 2:\n"
+        "            raise ValueError('no board')\n"
+        "        return await super().reset(seed)\n"
+    )
+    domains = {"lake": {"env": "flaky_lake:Flaky", "env_args": {"map": ["SG"]}}}
+    envs = {**TINY["envs"], "domains": domains}
+    options = {"envs": envs, "warm_start": None, "validation": {"episodes": 300}}
+    done = trained(tmp_path, "steps=1", "rollout.error_budget=100000", "rollout.max_attempts=50", **options)
+    assert set(column(done.run, "val/episodes").values()) == {300.0}
+
+
+def test_an_env_that_raises_in_the_warm_start_is_named(tmp_path: Path) -> None:
+    Path("torn_lake.py").write_text(
+        "from cadenza.envs.frozenlake import FrozenLake\n"
+        "class Torn(FrozenLake):\n"
+        "    async def step(self, action):\n"
+        "        raise ConnectionError('the line is dead')\n"
+    )
+    envs = {**TINY["envs"], "domains": {"lake": {"env": "torn_lake:Torn"}}}
+    with pytest.raises(EnvError, match=r"env 'lake' failed in the warm start, with seed .*the line is dead") as found:
+        cadenza("train", config_file(tmp_path, envs=envs))
+    assert isinstance(found.value.__cause__, ConnectionError), "the traceback shows the place"
 
 
 def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:

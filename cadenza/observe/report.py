@@ -140,7 +140,7 @@ def _headline(run_dir: Path, metrics: _Metrics) -> str:
     tiles.append((duration(metrics.cpu_seconds), f"CPU time ({metrics.cpu_seconds:,.0f} s)"))
     paths = {"run": f"<code>{_text(str(run_dir))}</code>"}
     if (checkpoint := _checkpoint(run_dir, summary)) is not None:
-        play = summary.get("play") or f"cadenza play {shlex.quote(checkpoint)}"
+        play = summary.get("play") or f"cadenza play {shlex.quote(str(run_dir))}"
         paths["checkpoint"] = f"<code>{_text(checkpoint)}</code>"
         paths["play it"] = f"<code>{_text(str(play))}</code>"
     boxes = "".join(f'<div class="tile"><b>{_text(value)}</b><span>{name}</span></div>' for value, name in tiles)
@@ -462,6 +462,8 @@ def _episode(record: Mapping[str, Any]) -> str:
         prompt = _clip(str(turn.get("prompt", "")), room)
         frames.append(_frame(number, prompt, before[1], turn, room))
         before = (number, prompt)
+    if isinstance(final := record.get("final"), str) and final.strip():
+        frames.append(_frame("end", _clip(final, room), before[1], {}, room))
     return f'<div class="rollout">{_title(record, len(turns))}<div class="film">{"".join(frames)}</div></div>'
 
 
@@ -489,16 +491,18 @@ def _score(score: object) -> str:
     return f"{score:.3g}" if isinstance(score, (int, float)) else "unknown"
 
 
-def _frame(number: int, prompt: str, before: str, turn: Mapping[str, Any], room: int) -> str:
+def _frame(name: int | str, prompt: str, before: str, turn: Mapping[str, Any], room: int) -> str:
     reward = turn.get("reward")
     paid = ""
     if isinstance(reward, (int, float)) and reward:
         paid = f'<span class="{"good" if reward > 0 else "bad"}">{reward:+.3g}</span>'
     seen = "".join(_block(block, old) for block, old in _blocks(prompt, before))
-    said = _text(_clip(str(turn.get("response", "")), room))
+    said = ""
+    if "response" in turn:
+        said = f'<div class="said"><pre>{_text(_clip(str(turn["response"]), room))}</pre></div>'
     return (
-        f'<div class="frame"><small>{number}{paid}</small><div class="turn">'
-        f'<div class="seen">{seen}</div><div class="said"><pre>{said}</pre></div></div></div>'
+        f'<div class="frame"><small>{name}{paid}</small><div class="turn">'
+        f'<div class="seen">{seen}</div>{said}</div></div>'
     )
 
 

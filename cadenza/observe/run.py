@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import struct
 import time
@@ -55,6 +56,8 @@ class Sample(TypedDict):
     versions: Sequence[int]
     """Lowest and highest version that wrote it."""
     turns: Sequence[SampleTurn]
+    final: NotRequired[str]
+    """What the env showed at the end."""
 
 
 class Tracker(Protocol):
@@ -78,8 +81,9 @@ class RunDirectory:
     ) -> None:
         """A new run never writes into a directory that holds something: it takes the next free name, see `path`.
 
-        `resume` is the step of the checkpoint that the run in this directory goes on from. `trackers` are
-        'tensorboard', 'wandb' or objects of your own; one that fails later is left out, and the run goes on.
+        `resume` is the step of the checkpoint that the run in this directory goes on from; its `config` is kept when
+        `keep_config` is called, which is when the checkpoint has turned out to fit it. `trackers` are 'tensorboard',
+        'wandb' or objects of your own; one that fails later is left out, and the run goes on.
         """
         if resume is True:
             raise TypeError("resume is the step of the checkpoint to go on from, got True")
@@ -100,8 +104,9 @@ class RunDirectory:
             self._metrics = (self.path / "metrics.jsonl").open("ab")
         self._samples = (self.path / "samples.jsonl").open("ab")
         self._began, self._cpu_began = time.monotonic(), _cpu()
-        if config is not None:
-            self._keep_config(config, resume)
+        self._config, self._resumed = config, resume
+        if resume is None:
+            self.keep_config()
         self._trackers = [make(self.path, config or {}, resume) for make in opened]
 
     @property
@@ -140,6 +145,23 @@ class RunDirectory:
         """Write what came of the run, in place of what was written before."""
         _replace(self.path / "summary.json", _dump(values, indent=2) + b"\n")
 
+    def keep_config(self) -> None:
+        """Write what the run was told. A resumed run may be told something else; what it was told before stays."""
+        if self._config is None:
+            return
+        path = self.path / "config.yaml"
+        text = yaml.safe_dump(json.loads(_dump(self._config)), sort_keys=False, allow_unicode=True).encode()
+        if path.exists() and (old := path.read_bytes()) != text:
+            name = f"config-until-{self._resumed}"
+            number = len(list(self.path.glob(f"{name}*.yaml")))
+            _replace(self.path / f"{name}{f'-{number + 1}' if number else ''}.yaml", old)
+        _replace(path, text)
+
+    def discard(self) -> None:
+        """The run never was: its directory goes, and its name is free again."""
+        self.close()
+        shutil.rmtree(self.path)
+
     def close(self) -> None:
         for tracker in self._trackers:
             try:
@@ -155,14 +177,6 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _keep_config(self, config: Mapping[str, Any], resume: int | None) -> None:
-        """A resumed run may be told something else; what it was told before stays beside it."""
-        path = self.path / "config.yaml"
-        text = yaml.safe_dump(json.loads(_dump(config)), sort_keys=False, allow_unicode=True).encode()
-        if path.exists() and path.read_bytes() != text:
-            path.rename(self.path / f"config-until-{resume}.yaml")
-        _replace(path, text)
 
 
 def fresh(path: Path | str) -> Path:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -100,12 +101,17 @@ class AgenticPipeline:
             self.rollouts = scheduler_for("train", self.config, self.inference)
             if resume is not None:
                 self.rollouts.restore(resume / "rollouts")
+                self.run.keep_config()
             try:
                 try:
                     await self._program()
                 except Done as reason:
                     self.progress.ended = str(reason)
-                if self.progress.step != self._saved or self.progress.ended == STOPPED:
+                except RolloutError:  # what was learned until then is kept
+                    if self.progress.step and self.progress.step != self._saved:
+                        self.save()
+                    raise
+                if self.progress.step != self._saved or self._score is not None or self.progress.ended == STOPPED:
                     self.save()
             finally:
                 await self.rollouts.shutdown()
@@ -137,12 +143,11 @@ class AgenticPipeline:
         actor, sampler = self.parts.actor, self.inference.sampler
         if actor.version == sampler.version:
             return
-        began = time.monotonic()
-        await self.rollouts.suspend()
-        self._mark_boundary()
-        await sampler.load_weights(actor.version, actor.weights())
-        await self.rollouts.resume()
-        self._metrics["time/publish"] = time.monotonic() - began
+        with self._timed("publish"):
+            await self.rollouts.suspend()
+            self._mark_boundary()
+            await sampler.load_weights(actor.version, actor.weights())
+            await self.rollouts.resume()
 
     async def validate(self, step: int, *, last: bool = False) -> None:
         """Measure the policy on tasks that are not trained, if it is time. Generation for training goes on."""
@@ -152,11 +157,12 @@ class AgenticPipeline:
         if self.progress.validated == step:  # before the run was resumed, or its tasks ran out
             self._stop_at_target()
             return
-        validator = scheduler_for("val", self.config, self.inference)
-        try:
-            batch = await self._unless_stopped(lambda: validator.get_batch(_request(step), -1))
-        finally:
-            await validator.shutdown()
+        with self._timed("validate", aside=True):
+            validator = scheduler_for("val", self.config, self.inference)
+            try:
+                batch = await self._unless_stopped(lambda: validator.get_batch(_request(step), -1))
+            finally:
+                await validator.shutdown()
         if batch is None:
             raise NoEpisodes
         episodes: Episodes = batch.meta_info["episodes"]
@@ -175,16 +181,22 @@ class AgenticPipeline:
 
     async def advantages(self, batch: DataProto) -> DataProto:
         """What the estimator makes of the scores."""
-        batch, metrics = await off_loop(self.parts.advantages, batch)
+        with self._timed("advantages"):
+            batch, metrics = await off_loop(self.parts.advantages, batch)
         self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
         return batch
 
     async def learn(self, batch: DataProto) -> None:
         """One train step, off the loop, and its account."""
-        began = time.monotonic()
-        metrics = await off_loop(self.parts.learn, batch)
+        episodes: Episodes = batch.meta_info["episodes"]
+        self._metrics |= batch.meta_info["metrics"] | episodes.staleness(self.parts.actor.version)
+        with self._timed("train"):
+            metrics = await off_loop(self.parts.learn, batch)
         self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
-        self._metrics["time/train"] = time.monotonic() - began
+        for stats in (await self.inference.sampler.stats()).values():
+            for cause, tokens in stats.discarded.items():
+                name = f"tokens_discarded/{cause}"
+                self._metrics[name] = self._metrics.get(name, 0) + tokens
         self._account(batch)
 
     def stop(self) -> None:
@@ -214,7 +226,8 @@ class AgenticPipeline:
         """Save, if it is time or the policy is the best so far."""
         due = step > 0 and step % self.config.checkpoint.every == 0 and step != self._saved
         if due or self._score is not None:
-            self.save()
+            with self._timed("checkpoint", aside=True):
+                self.save()
 
     def save(self) -> None:
         """A checkpoint between two steps."""
@@ -259,7 +272,7 @@ class AgenticPipeline:
         self._show(progress.step, "train", episodes)
         progress.samples += episodes.count
         seconds = time.monotonic() - self._step_began
-        self._metrics |= info["metrics"] | episodes.metrics("train")
+        self._metrics |= episodes.metrics("train")
         self._metrics |= {
             "samples": progress.samples,
             "time/step": seconds,
@@ -269,8 +282,18 @@ class AgenticPipeline:
         }
         self._log(progress.step, self._metrics)
         self._metrics = {}
-        if self.config.validation is None:
-            self._judge(episodes.success)
+        if self.config.validation is None:  # of the weights before: good enough to stop, not to choose a checkpoint
+            self._judge(episodes.success, choose=False)
+
+    @contextmanager
+    def _timed(self, name: str, *, aside: bool = False) -> Iterator[None]:
+        """A part of the step, or something aside that is no part of it."""
+        began = time.monotonic()
+        yield
+        seconds = time.monotonic() - began
+        self._metrics[f"time/{name}"] = seconds
+        if aside:
+            self._step_began += seconds
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(step, metrics)
@@ -280,7 +303,7 @@ class AgenticPipeline:
         for trajectory in episodes.shown:
             self.run.sample(sample_of(trajectory, self.parts.codec, step=step, mode=mode))
 
-    def _judge(self, success: float | None) -> None:
+    def _judge(self, success: float | None, *, choose: bool = True) -> None:
         """Remember how good the policy is, whether it is the best so far, and stop if that is enough."""
         progress = self.progress
         if success is None:
@@ -291,7 +314,8 @@ class AgenticPipeline:
         if progress.success_first is None:
             progress.success_first = success
         if progress.success_best is None or success > progress.success_best:
-            progress.success_best = self._score = success
+            progress.success_best = success
+            self._score = success if choose else None
         self._stop_at_target()
 
     def _stop_at_target(self) -> None:
@@ -374,11 +398,12 @@ def _validation(config: RunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
     share, rest = divmod(plan.episodes, len(domains))
     domains = {
         name: domain
-        if isinstance(domain.tasks, (list, tuple))
+        if isinstance(domain.tasks, (list, tuple)) or (plan.domains and domain.tasks is not None)
         else domain.model_copy(update={"tasks": max(1, share + (number < rest))})
         for number, (name, domain) in enumerate(domains.items())
     }
     envs = config.envs.model_copy(
         update={"domains": domains, "first_seed": plan.first_seed, "sampling": plan.sampling or config.envs.sampling}
     )
-    return RolloutConfig(batch_size=1, seed=config.seed + 1, stall_seconds=config.rollout.stall_seconds), envs
+    patience = config.rollout.model_dump(include={"stall_seconds", "error_budget", "max_attempts"})
+    return RolloutConfig(batch_size=1, seed=config.seed + 1, **patience), envs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import shutil
 import signal
 import sys
@@ -20,10 +21,13 @@ from cadenza.data import DataProto
 from cadenza.observe.display import Display, curve
 from cadenza.observe.report import write_report
 from cadenza.observe.run import RunDirectory, read_lines
-from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, Progress, check_rollouts, validation
+from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, Progress, check_rollouts, off_loop, validation
 from cadenza.pipelines.config import ConfigError, RunConfig, ValidationConfig, check_names, dump, read
 from cadenza.pipelines.episodes import Episodes, sample_of, success_of
 from cadenza.training.checkpoint import latest, step_of
+
+logger = logging.getLogger(__name__)
+REPORT_SECONDS = 120
 
 
 def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
@@ -35,7 +39,12 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool)
         print(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), end="")
         return 0
     run = RunDirectory(config.out / config.name, config=dump(config), trackers=config.trackers)
-    return _run(config, run, None, as_json)
+    try:
+        return _run(config, run, None, as_json)
+    except BaseException:
+        if not run.checkpoints.exists() and not (run.path / "failures").exists():
+            run.discard()
+        raise
 
 
 def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -85,6 +94,8 @@ def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
             console.print(turn["prompt"].rstrip("\n"), markup=False)
             console.print(f"[cyan]{number}.[/cyan] ", end="")
             console.print(repr(turn["response"]), markup=False)
+        if "final" in sample:
+            console.print(sample["final"].rstrip("\n"), markup=False)
         verdict = {True: "[green]success[/green]", False: "[red]no success[/red]", None: ""}[success_of(trajectory)]
         console.print(f"score {sample['score']:g} {verdict}")
     return 0
@@ -95,7 +106,12 @@ def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
 
 def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json: bool) -> int:
     with run, Display(config.name, config.steps, target=config.target, quiet=as_json) as display:
-        progress = asyncio.run(_trained(config, run, checkpoint, display))
+        try:
+            progress = asyncio.run(_trained(config, run, checkpoint, display))
+        except BaseException:
+            with suppress(OSError):  # the error before is the one to tell
+                write_report(run.path)
+            raise
         summary = {
             "success_first": progress.success_first,
             "success_last": progress.success_last,
@@ -121,15 +137,30 @@ async def _trained(config: RunConfig, run: RunDirectory, checkpoint: Path | None
     loop = asyncio.get_running_loop()
 
     def interrupted() -> None:
-        display.say("stopping after the step under way; once more to break off")
+        display.say("stopping after the step under way; Ctrl-C once more to break off")
         pipeline.stop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        loop.remove_signal_handler(signal.SIGINT)  # SIGTERM may come twice: some who send it send it to the group too
 
     with suppress(NotImplementedError, ValueError):  # not on every system, and not outside the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupted)
-    return await pipeline.train(resume=checkpoint)
+    report = loop.create_task(_renewed_report(run.path))
+    try:
+        return await pipeline.train(resume=checkpoint)
+    finally:
+        report.cancel()
+        with suppress(asyncio.CancelledError):
+            await report
+
+
+async def _renewed_report(run_dir: Path) -> None:
+    """Whoever looks at a long run finds a report that is at most some minutes old."""
+    while True:
+        await asyncio.sleep(REPORT_SECONDS)
+        try:
+            await off_loop(write_report, run_dir)
+        except OSError as error:  # a full disk, for one
+            logger.warning("the report of %s could not be written: %s", run_dir, error)
 
 
 def _farewell(run_dir: Path, summary: dict[str, Any], report: Path) -> None:
@@ -144,7 +175,8 @@ def _farewell(run_dir: Path, summary: dict[str, Any], report: Path) -> None:
         f"\n{summary['ended']}: success {first} -> {last} in {summary['steps']} steps, {summary['samples']} episodes, "
         f"{summary['cpu_seconds']:.0f} CPU seconds"
     )
-    console.print(f"checkpoint  {run_dir / 'checkpoints' / 'last'}", soft_wrap=True)
+    best = run_dir / "checkpoints" / "best"
+    console.print(f"checkpoint  {best if best.exists() else best.with_name('last')}", soft_wrap=True)
     console.print(f"report      {report}", soft_wrap=True)
     called = sys.argv[0]  # not everybody activates the environment
     program = called if Path(called).name == "cadenza" and not shutil.which("cadenza") else "cadenza"
@@ -161,9 +193,18 @@ def _percent(value: float | None) -> str:
 async def _played(run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int) -> tuple[DataProto, int]:
     """Episodes of a checkpoint, and its version."""
     _import_from_here()
-    checkpoint = _checkpoint(run_dir, which)
     config = _config_of(run_dir, [])
+    checkpoint = _checkpoint(run_dir, which)
     plan = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
+    domains = plan.domains or config.envs.domains
+    share = -(-episodes // len(domains))
+    rows = {
+        name: domain.model_copy(update={"tasks": domain.tasks[:share]})
+        if isinstance(domain.tasks, (list, tuple))
+        else domain.model_copy(update={"tasks": None})
+        for name, domain in domains.items()
+    }
+    plan = plan.model_copy(update={"domains": rows})
     if greedy:
         sampling = plan.sampling or config.envs.sampling
         plan = plan.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})

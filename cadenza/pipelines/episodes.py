@@ -25,6 +25,8 @@ class Episodes:
     response_tokens: float
     tokens: int
     """Response tokens of all episodes."""
+    oldest: tuple[int, ...]
+    """The oldest version in each of them that has a token."""
     shown: tuple[Trajectory, ...]
     """Those that are written out."""
 
@@ -40,8 +42,14 @@ class Episodes:
             turns=sum(len(t.turns) for t in trajectories) / count,
             response_tokens=tokens / count,
             tokens=tokens,
+            oldest=tuple(versions[0] for t in trajectories if (versions := t.versions) is not None),
             shown=tuple(trajectories[:shown]),
         )
+
+    def staleness(self, version: int) -> dict[str, float]:
+        """How old the episodes are when this version learns from them."""
+        ages = [version - oldest for oldest in self.oldest]
+        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)} if ages else {}
 
     def metrics(self, mode: Mode) -> dict[str, float]:
         found = {
@@ -63,7 +71,7 @@ def success_of(trajectory: Trajectory) -> bool | None:
 
 def sample_of(trajectory: Trajectory, codec: Codec, *, step: int, mode: Mode) -> Sample:
     """An episode as text."""
-    return {
+    sample: Sample = {
         "step": step,
         "mode": mode,
         "task": trajectory.task.id,
@@ -76,3 +84,6 @@ def sample_of(trajectory: Trajectory, codec: Codec, *, step: int, mode: Mode) ->
             for t in trajectory.turns
         ],
     }
+    if trajectory.final is not None:
+        sample["final"] = trajectory.final
+    return sample

@@ -14,7 +14,8 @@ import numpy as np
 
 from cadenza.envs import make
 from cadenza.envs.protocol import EnvType
-from cadenza.inference.codec import TextCodec
+from cadenza.errors import EnvError
+from cadenza.inference.codec import TemplateError, TextCodec
 from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
 from cadenza.training.supervised import Pair
 
@@ -32,12 +33,18 @@ async def _pairs(config: RunConfig, plan: WarmStart, codec: TextCodec) -> list[P
     domains = [EnvType(name, make(domain.env), dict(domain.env_args)) for name, domain in config.envs.domains.items()]
     for number in range(plan.episodes):
         type = domains[number % len(domains)]
-        env = await type.make()
+        seed = plan.first_seed + number
         try:
-            pairs += await _episode(config, plan, codec, type, env, plan.first_seed + number, rng)
-        finally:
-            if hasattr(env, "close"):
-                await type.call("close", env.close)()
+            env = await type.make()
+            try:
+                pairs += await _episode(config, plan, codec, type, env, seed, rng)
+            finally:
+                if hasattr(env, "close"):
+                    await type.call("close", env.close)()
+        except (ConfigError, TemplateError):
+            raise
+        except Exception as error:  # the user's own code
+            raise EnvError(f"env '{type.name}' failed in the warm start, with seed {seed}: {error!r}") from error
     return pairs
 
 

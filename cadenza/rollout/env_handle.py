@@ -59,6 +59,8 @@ class EnvHandle:
             truncated = True
         trajectory.terminated, trajectory.truncated = terminated, truncated
         self.done = terminated or truncated
+        if self.done and isinstance(observation, str):
+            trajectory.final = observation
         return observation
 
     async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:

@@ -63,6 +63,7 @@ class SavedTrajectory(msgspec.Struct, frozen=True):
     """What JSON can hold of it."""
     started: float
     ended: float
+    final: str | None = None
 
 
 class SavedAttempt(msgspec.Struct, frozen=True):
@@ -219,7 +220,7 @@ def _saved_trajectory(trajectory: Trajectory, lost: set[str]) -> SavedTrajectory
     info = None if trajectory.info is None else _as_json(trajectory.info, lost)
     return SavedTrajectory(
         trajectory.seed, len(trajectory.turns), bool(trajectory.terminated), bool(trajectory.truncated),
-        float(trajectory.score), info, trajectory.started, trajectory.ended,
+        float(trajectory.score), info, trajectory.started, trajectory.ended, trajectory.final,
     )  # fmt: skip
 
 
@@ -374,7 +375,7 @@ def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], later: float) -
         trajectory = Trajectory(
             attempt.id, task, group.id, attempt.member, attempt.number, attempt.slot, episode.seed,
             [next(turns) for _ in range(episode.turns)], episode.terminated, episode.truncated, episode.score,
-            episode.info, episode.started + later, episode.ended + later,
+            episode.info, episode.final, episode.started + later, episode.ended + later,
         )  # fmt: skip
         if attempt.fate is None:
             attempt.state = AttemptState.FINISHED

@@ -79,6 +79,8 @@ class Trajectory:
     """What the advantage estimator sees: the reward function's verdict, or else the sum of the step rewards."""
     info: dict[str, object] | None = None
     """What the last env step said besides."""
+    final: str | None = None
+    """What the env showed when the episode was over, if that is text. No turn has it: nobody answered."""
     started: float = 0.0
     ended: float = -1.0
     """When the rollout returned; negative while it runs."""
