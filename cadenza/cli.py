@@ -74,6 +74,52 @@ def fuzz(
 
 
 @app.command
+def simulate(
+    *,
+    workload: str = "W2",
+    policy: str = "all",
+    alpha: str = "1",
+    seeds: Count = 10,
+    steps: Count = 40,
+    warm_up: Count = 12,
+    gates: Flag = False,
+    search: Flag = False,
+    json: Flag = False,
+) -> int:
+    """Compare rollout schedules on a virtual cluster; the policy 'cadenza' is the production scheduler itself.
+
+    Parameters
+    ----------
+    workload
+        W1 to W6, W4:3 (another sigma), W2x64 (on so many GPUs), a trace file (.json), some of them with commas, or all.
+    policy
+        barrier, queue, group-queue, admission, cadenza, oracle, some of them with commas, or all.
+    alpha
+        Asynchronous ratios, with commas.
+    seeds
+        Traces; the figures are medians over them.
+    steps
+        Train steps of each run.
+    warm_up
+        Steps at the beginning that are not counted.
+    gates
+        Check instead whether the simulation reproduces published figures.
+    search
+        Search the best settings of each policy anew.
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.simulation import simulate as simulation
+
+    try:
+        return simulation.simulate(
+            workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search, as_json=json
+        )
+    except simulation.BadRequest as error:
+        return _complain(f"{error}\nTry: cadenza simulate --help", 2)
+
+
+@app.command
 def train(config: Path, *overrides: str, dry_run: Flag = False, json: Flag = False) -> int:
     """Train a policy as a config file says.
 
@@ -183,6 +229,22 @@ def asynchrony(*, seeds: Count = 5, json: Flag = False) -> int:
     from cadenza.benchmarks.asynchrony import asynchrony as measure
 
     return measure(json, seeds)
+
+
+@bench.command
+def trl(*, rounds: Count = 3, json: Flag = False) -> int:
+    """CPU time per sample against TRL's GRPOTrainer, which gets an environment of its own; takes 15 minutes.
+
+    Parameters
+    ----------
+    rounds
+        How often each side runs each task.
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.trl import trl as measure
+
+    return measure(json, rounds)
 
 
 @bench.command

@@ -1,0 +1,198 @@
+"""The task of `cadenza bench trl`, and the side of it that TRL runs.
+
+    .venv-trl/bin/python -P trl_side.py < plan.json      the last line that it prints is the result, as JSON
+
+TRL has an environment of its own, so nothing of Cadenza is imported here, and nothing heavy before a run begins. `-P`
+keeps this directory off the path, where `trl` would mean the module next to this one.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+LETTERS = "abcdefghijklmnop"
+KNOWN = 0.3
+"""How often a letter, or the length, is right in the examples of the warm start: where both sides begin."""
+LONG = 64
+
+
+@cache
+def drawn(seed: int) -> tuple[str, int]:
+    """A letter, and how often it is to be written in a short answer."""
+    rng = random.Random(seed)
+    return rng.choice(LETTERS), rng.randint(3, 7)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A single-turn task with a verifiable reward: to write a letter as often as the prompt says."""
+
+    name: str
+    max_tokens: int
+    steps: int
+
+    def prompt(self, seed: int) -> str:
+        letter, times = drawn(seed)
+        return f"Write {letter} {times} times: " if self.name == "short" else f"Write {letter}: "
+
+    def answer(self, prompt: str) -> str:
+        """What is asked for."""
+        words = prompt.split()
+        return words[1] * int(words[2]) if self.name == "short" else words[1][0] * LONG
+
+    def reward(self, prompt: str, answer: str) -> float:
+        """Share of the places that are as they should be."""
+        expected = self.answer(prompt)
+        same = sum(a == b for a, b in zip(expected, answer, strict=False))
+        return same / max(len(expected), len(answer))
+
+    def example(self, prompt: str, rng: random.Random) -> str:
+        """An answer of the right form; its length, and each of its letters, is sometimes right and else random."""
+        expected = self.answer(prompt)
+        length = rng.randint(3, 7) if self.name == "short" and rng.random() >= KNOWN else len(expected)
+        return "".join(expected[0] if rng.random() < KNOWN else rng.choice(LETTERS) for _ in range(length))
+
+
+TASKS = {task.name: task for task in (Task("short", 10, 100), Task("long", LONG, 50))}
+"""Short answers end with the end token (6 tokens on average), long ones at 64 tokens."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run, for either side."""
+
+    task: str
+    model: str
+    """Directory with weights and tokenizer."""
+    out: str
+    seed: int
+    steps: int
+    groups: int = 8
+    """Prompts of a batch."""
+    group_size: int = 8
+    lr: float = 5e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = 1.0
+    warm_up: int = 3
+    """First steps whose time does not count."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the trainer, beyond these."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.groups * self.group_size
+
+    @property
+    def first_seed(self) -> int:
+        """Of the prompts."""
+        return self.seed * 1_000_000
+
+
+@dataclass
+class Result:
+    """What a run says of itself: a value for every step."""
+
+    rewards: list[float] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    """Mean length of the completions, end tokens included."""
+    cpu: list[float] = field(default_factory=list)
+    """CPU seconds of the process and its children when the step was done."""
+    wall: list[float] = field(default_factory=list)
+    notes: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def mark(self) -> None:
+        """A step is done."""
+        self.cpu.append(cpu_seconds())
+        self.wall.append(time.monotonic())
+
+    def print(self) -> None:
+        self.versions |= {name: version(name) for name in ("torch", "transformers")}
+        print(json.dumps(asdict(self)), flush=True)
+
+
+def cpu_seconds() -> float:
+    """Of this process, all its threads, and its children that have ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def settings(plan: Plan, task: Task) -> dict[str, Any]:
+    """The arguments of GRPOConfig: the same algorithm, and what is fastest on a CPU."""
+    the_same = {
+        "num_generations": plan.group_size,
+        "per_device_train_batch_size": plan.batch_size,
+        "gradient_accumulation_steps": 1,
+        "num_iterations": 1,
+        "max_steps": plan.steps,
+        "max_completion_length": task.max_tokens,
+        "temperature": 1.0,
+        "learning_rate": plan.lr,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": plan.betas[0],
+        "adam_beta2": plan.betas[1],
+        "weight_decay": 0.0,
+        "max_grad_norm": plan.max_grad_norm,
+        "beta": 0.0,
+        "loss_type": "dapo",  # the mean over all tokens of the batch, TRL's default
+        "scale_rewards": "group",
+        "shuffle_dataset": False,
+        "seed": plan.seed,
+    }
+    fast = {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "optim": "adamw_torch_fused",
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return the_same | fast | plan.options
+
+
+def train(plan: Plan) -> Result:
+    """Run GRPOTrainer."""
+    torch, transformers, datasets, trl = map(import_module, ("torch", "transformers", "datasets", "trl"))
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    task, result = TASKS[plan.task], Result(versions={"trl": version("trl")})
+
+    def reward(prompts: Sequence[str], completions: Sequence[str], completion_ids: Any, **_: Any) -> list[float]:
+        rewards = [task.reward(p, c) for p, c in zip(prompts, completions, strict=True)]
+        result.rewards.append(sum(rewards) / len(rewards))
+        result.tokens.append(sum(map(len, completion_ids)) / len(completion_ids))
+        return rewards
+
+    def on_step_end(*_: Any, **__: Any) -> None:
+        result.mark()
+
+    clock = type("Clock", (transformers.TrainerCallback,), {"on_step_end": on_step_end})()
+    prompts = [task.prompt(plan.first_seed + i) for i in range(plan.steps * plan.groups)]
+    trl.GRPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(plan.model, dtype=torch.float32),
+        processing_class=transformers.AutoTokenizer.from_pretrained(plan.model, padding_side="left"),
+        reward_funcs=reward,
+        args=trl.GRPOConfig(output_dir=plan.out, **settings(plan, task)),
+        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        callbacks=[clock],
+    ).train()
+    return result
+
+
+if __name__ == "__main__":
+    train(Plan(**json.load(sys.stdin))).print()
