@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any
+
+from cadenza.cluster.crew import Launch, Tasks, answers
+from cadenza.cluster.dispatch import Call
+from cadenza.cluster.worker import Host
+from cadenza.data import DataProto
+
+CLOSE_SECONDS = 30.0
 
 
-class ResourceManager:
-    """The devices of a run, numbered through over all nodes. Without GPUs a device is just a number."""
+class EmbeddedCrew:
+    """The workers of one cluster, side by side in one process."""
 
-    def __init__(self, num_gpus_per_node: int, num_nodes: int = 1) -> None:
-        for name, value in (("num_gpus_per_node", num_gpus_per_node), ("num_nodes", num_nodes)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        self.num_gpus_per_node = num_gpus_per_node
-        self.num_nodes = num_nodes
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+        self._hosts = [Host(place) for place in launch.places]
+        self._tasks = Tasks()
 
-    @property
-    def devices(self) -> range:
-        return range(self.num_gpus_per_node * self.num_nodes)
+    async def open(self) -> None:
+        launch = self._launch
+        opened = [self._tasks.begin(host.open(launch.worker_class, launch.init)) for host in self._hosts]
+        await answers("start", launch.places, opened, seconds=launch.seconds, look=self.look)
 
-    def node_of(self, device: int) -> int:
-        """The node on which a device sits."""
-        if device not in self.devices:
-            raise ValueError(f"device {device} does not exist; there are {list(self.devices)}")
-        return device // self.num_gpus_per_node
+    async def begin(self, method: str, calls: Sequence[Call]) -> list[asyncio.Task[Any]]:
+        return [self._tasks.begin(self._call(method, call)) for call in calls]
 
+    async def look(self) -> None:
+        """Nothing carries the workers that could be gone."""
 
-class Worker:
-    """One member of a cluster, on its devices."""
+    async def close(self) -> None:
+        closed = [self._tasks.begin(host.close()) for host in self._hosts]
+        await answers("shutdown", self._launch.places, closed, seconds=CLOSE_SECONDS, look=self.look)
 
-    def __init__(self, name: str, devices: Sequence[int] = ()) -> None:
-        self.name = name
-        self.devices = tuple(devices)
-
-
-W = TypeVar("W", bound=Worker)
+    async def _call(self, method: str, call: Call) -> Any:
+        """What a worker does to the columns of its batch is not seen elsewhere, as little as in another process."""
+        args = [_own(value) for value in call.args]
+        return await self._hosts[call.rank].call(method, args, {k: _own(value) for k, value in call.kwargs.items()})
 
 
-class Cluster(Generic[W]):
-    """Workers of one role."""
-
-    def __init__(self, name: str, workers: Sequence[W]) -> None:
-        if not workers:
-            raise ValueError(f"cluster '{name}' needs at least one worker, got none")
-        self.name = name
-        self.workers = list(workers)
-
-    @property
-    def devices(self) -> list[int]:
-        return sorted({device for worker in self.workers for device in worker.devices})
+def _own(value: Any) -> Any:
+    return value.select() if isinstance(value, DataProto) else value

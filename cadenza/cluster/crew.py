@@ -1,0 +1,130 @@
+"""The running workers of one cluster: what a backend makes, and how their answers are awaited.
+
+Invariant: no wait is endless. A call ends with all answers, with the first failure of any rank, when its time is up, or
+when what carries the workers is gone (`Crew.look`). Ranks that compute together hang when one of them fails, so nobody
+waits for the rest of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from cadenza.cluster.dispatch import Call
+from cadenza.cluster.placement import Place, Placement
+from cadenza.cluster.worker import Worker, WorkerLost
+from cadenza.errors import DeadlinePassed
+
+LOOK_SECONDS = 5.0
+"""Between two looks at what carries the workers, while nothing comes from them."""
+GRACE_SECONDS = 1.0
+"""After the first failure: the rank that died is named rather than those that lost their connection to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a backend starts."""
+
+    placement: Placement
+    worker_class: type[Worker]
+    init: Mapping[str, Any]
+    seconds: float
+    """How long the start may take."""
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return self.placement.places
+
+
+class Crew(Protocol):
+    """Workers that run."""
+
+    async def open(self) -> None:
+        """Start them all, or raise."""
+
+    async def begin(self, method: str, calls: Sequence[Call]) -> Sequence[asyncio.Future[Any]]:
+        """Make the calls; a future for the answer to each."""
+
+    async def look(self) -> None:
+        """Raise if what carries the workers is gone."""
+
+    async def close(self) -> None:
+        """End them, started or not, with a deadline of its own."""
+
+
+Backend: TypeAlias = Callable[[Launch], Crew]
+
+
+class Tasks:
+    """Calls under way, kept until they end, also when nobody waits for them any more."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_heard)
+        return task
+
+
+async def answers(
+    what: str,
+    places: Sequence[Place],
+    futures: Sequence[asyncio.Future[Any]],
+    *,
+    seconds: float,
+    look: Callable[[], Awaitable[None]],
+) -> list[Any]:
+    """All answers in order, or the first failure, as the worker raised it and with a note of where that was."""
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + seconds
+    waiting = set(futures)
+    while waiting:
+        pause = min(LOOK_SECONDS, max(ends - loop.time(), 0.0))
+        done, waiting = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_EXCEPTION)
+        if any(_error(future) for future in done):
+            if waiting:
+                await asyncio.wait(waiting, timeout=GRACE_SECONDS)
+            raise _failure(what, places, futures)
+        if waiting and loop.time() >= ends:
+            late = [str(place) for place, future in zip(places, futures, strict=True) if future in waiting]
+            more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+            raise DeadlinePassed(f"{what}: no answer within {max(seconds, 0):g} s from {'; '.join(late[:3])}{more}")
+        if waiting and not done:
+            try:
+                await look()
+            except Exception as error:
+                error.add_note(f"while {what} was under way")
+                raise
+    return [future.result() for future in futures]
+
+
+def _failure(what: str, places: Sequence[Place], futures: Sequence[asyncio.Future[Any]]) -> BaseException:
+    """The failure that explains the others: a worker that is lost, else the one of the lowest rank."""
+    failures = [
+        (place, error)
+        for place, future in zip(places, futures, strict=True)
+        if future.done() and (error := _error(future)) is not None
+    ]
+    failures.sort(key=lambda failure: not isinstance(failure[1], WorkerLost))
+    place, error = failures[0]
+    error.add_note(f"in {what}, {place}")
+    for other, consequence in failures[1:4]:
+        error.add_note(f"{other} failed too: {type(consequence).__name__}: {consequence}")
+    if len(failures) > 4:
+        error.add_note(f"and {len(failures) - 4} more")
+    return error
+
+
+def _error(future: asyncio.Future[Any]) -> BaseException | None:
+    return WorkerLost("the call was cancelled") if future.cancelled() else future.exception()
+
+
+def _heard(future: asyncio.Future[Any]) -> None:
+    """A failure that nobody waits for any more is no noise in the log."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,193 @@
+"""How the data of a call travels to the workers and back.
+
+    mode         who is called                      with what                     what comes back
+    broadcast    every rank                         the same                      a list, by rank
+    split        every rank                         its replica's share of rows   the rows, or a list by replica
+    firsts       the first rank of each replica     the same                      a list, by replica
+    rank_zero    rank 0                             the same                      its answer
+    one_to_one   every rank                         its item of each list         a list, by rank
+
+Rows are cut into one part for each data-parallel rank; the tensor-parallel ranks of a replica get the same part, and
+only the first of them answers.
+
+Invariant of split: all parts have the same number of rows, so that ranks which compute together stay in step, and every
+part has rows of its own as long as there are any. Where the rows do not divide evenly, a part ends with one row too
+many. It is a copy, and the column `is_padding`, which every part has, marks it: a loss must not count it (training does
+not), and whatever a worker answers for it is dropped. So no row ever comes back, or is counted, twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cadenza.cluster.placement import Place
+from cadenza.data import IS_PADDING, DataProto
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+Gather = Callable[[list[Any]], Any]
+_MARK = "__cadenza_dispatch__"
+
+
+class Mode(StrEnum):
+    """See the module."""
+
+    BROADCAST = "broadcast"
+    SPLIT = "split"
+    FIRSTS = "firsts"
+    RANK_ZERO = "rank_zero"
+    ONE_TO_ONE = "one_to_one"
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What `dispatch` says about a method."""
+
+    mode: Mode
+    gather: Gather | None
+
+
+def dispatch(mode: str, *, gather: Gather | None = None) -> Callable[[Method], Method]:
+    """Mark a worker's method as one that the controller may call. `gather` makes one value of the list of answers."""
+    if mode not in list(Mode):
+        raise ValueError(f"dispatch mode must be one of {', '.join(Mode)}, got {mode!r}")
+    mark = Mark(Mode(mode), gather)
+    if gather is not None and mark.mode is Mode.RANK_ZERO:
+        raise ValueError("rank_zero has one answer: gather does nothing for it")
+
+    def marked(method: Method) -> Method:
+        setattr(method, _MARK, mark)
+        return method
+
+    return marked
+
+
+def mark_of(method: object) -> Mark | None:
+    """What `dispatch` said about a method, if anything."""
+    found = getattr(method, _MARK, None)
+    return found if isinstance(found, Mark) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one rank is asked. What several ranks get alike is the same object, so that it is shipped once."""
+
+    rank: int
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    answers: bool = True
+    """Whether its answer is wanted."""
+
+
+class Trip:
+    """One call of a marked method, there and back."""
+
+    def __init__(self, mark: Mark, places: Sequence[Place], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._mark = mark
+        self._places = places
+        self._rows: list[int] = []
+        """Real rows of each part, if rows were cut."""
+        match mark.mode:
+            case Mode.BROADCAST:
+                self.calls = [Call(place.rank, args, kwargs) for place in places]
+            case Mode.FIRSTS:
+                self.calls = [Call(place.rank, args, kwargs) for place in places if place.tensor_rank == 0]
+            case Mode.RANK_ZERO:
+                self.calls = [Call(0, args, kwargs)]
+            case Mode.ONE_TO_ONE:
+                self.calls = [
+                    Call(rank, tuple(values), dict(zip(kwargs, named, strict=True)))
+                    for rank, (values, named) in enumerate(
+                        zip(self._lists(args), self._lists(kwargs.values()), strict=True)
+                    )
+                ]
+            case Mode.SPLIT:
+                shares = self._shares([*args, *kwargs.values()])
+                self.calls = [
+                    Call(
+                        place.rank,
+                        tuple(shares[place.data_rank][: len(args)]),
+                        dict(zip(kwargs, shares[place.data_rank][len(args) :], strict=True)),
+                        answers=place.tensor_rank == 0,
+                    )
+                    for place in places
+                ]
+
+    def gather(self, answers: Mapping[int, Any]) -> Any:
+        """What the caller gets for the answers, by rank."""
+        values = [answers[call.rank] for call in self.calls if call.answers]
+        if self._mark.mode is Mode.RANK_ZERO:
+            return values[0]
+        if self._rows and all(isinstance(value, DataProto) for value in values):
+            values = [self._real(number, value) for number, value in enumerate(values)]
+            if self._mark.gather is None:
+                return DataProto.concat(values) if len(values) > 1 else values[0]
+        return values if self._mark.gather is None else self._mark.gather(values)
+
+    def _lists(self, values: Any) -> list[list[Any]]:
+        """By rank."""
+        ranks = len(self._places)
+        for value in values:
+            if not isinstance(value, list | tuple) or len(value) != ranks:
+                got = f"{len(value)} items" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+                raise TypeError(
+                    f"a one_to_one argument is a list with an item for each of the {ranks} ranks, got {got}"
+                )
+        return [[value[rank] for value in values] for rank in range(ranks)]
+
+    def _shares(self, values: list[Any]) -> list[list[Any]]:
+        """By data-parallel rank. A DataProto without columns is about all rows, and goes to everyone like any other
+        value."""
+        parts = self._places[0].data_ranks
+        tables = [value for value in values if isinstance(value, DataProto) and value.columns]
+        if not tables:
+            raise TypeError("a split method needs a DataProto with rows among its arguments")
+        rows = {len(table) for table in tables}
+        if len(rows) > 1:
+            raise ValueError(
+                f"the arguments of a split method have {sorted(rows)} rows: they must have the same number"
+            )
+        if rows == {0}:
+            raise ValueError("the batch has no rows to split")
+        (count,) = rows
+        self._rows = [count // parts + (part < count % parts) for part in range(parts)]
+        cut = {id(table): split_rows(table, self._rows) for table in tables}
+        return [[cut[id(value)][part] if id(value) in cut else value for value in values] for part in range(parts)]
+
+    def _real(self, number: int, answer: DataProto) -> DataProto:
+        """An answer without what stands for padding."""
+        real, size = self._rows[number], max(self._rows)
+        if len(answer) != size:
+            raise ValueError(
+                f"replica {number} answered a part of {size} rows with {len(answer)}: a split method answers row by "
+                "row; for anything else give dispatch a gather="
+            )
+        if IS_PADDING in answer.batch and not np.array_equal(answer.batch.numpy(IS_PADDING), np.arange(size) >= real):
+            raise ValueError(f"replica {number} changed the order of its rows, or their mark {IS_PADDING!r}")
+        kept = answer[:real]
+        if IS_PADDING in kept.batch:
+            del kept.batch[IS_PADDING]
+        return kept
+
+
+def split_rows(table: DataProto, counts: Sequence[int]) -> list[DataProto]:
+    """Parts with so many rows each, all as long as the longest: a shorter one ends with a copy that is marked."""
+    if IS_PADDING in table.columns:
+        raise ValueError(f"the batch has a column {IS_PADDING!r} already: unpad it before it is split")
+    size = max(counts)
+    ends = [0, *np.cumsum(counts).tolist()]
+    parts = []
+    for start, stop in pairwise(ends):
+        if stop - start == size:
+            part = table[start:stop]
+        else:
+            own = np.arange(start, stop)
+            part = table[np.append(own, np.full(size - len(own), start if len(own) else 0))]
+        part.batch[IS_PADDING] = np.arange(size) >= stop - start
+        parts.append(part)
+    return parts

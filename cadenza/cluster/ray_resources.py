@@ -1,0 +1,206 @@
+"""The devices of a Ray cluster, set aside as placement groups.
+
+One group for each node that a map uses, with one bundle for each device on it. A bundle belongs to all roles on its
+device: each gets an equal share, so that Ray keeps the books of colocated roles and never lends more than there is.
+```
+node ---- placement group (STRICT_PACK, bound to the node)
+device -- bundle {GPU: 1} -- shares of 1/k for k roles
+worker -- actor in the bundle of its first device
+```
+Invariant: one map at a time. Its devices are set aside when the first cluster starts, and given back by `shutdown`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar
+
+from cadenza.cluster.placement import DeviceMap, Node, PlacementError, format_devices
+from cadenza.cluster.resources import ResourceManager
+from cadenza.cluster.worker import HeadLost
+from cadenza.off_loop import as_async, within
+
+try:
+    ray: Any = import_module("ray")  # as Any: how much of it has types depends on its version
+    scheduling: Any = import_module("ray.util.scheduling_strategies")
+except ImportError as error:
+    raise ImportError("the backend 'ray' needs Ray: pip install 'cadenza[ray]'") from error
+
+LOOK_SECONDS = 3.0
+LOOKS = 3
+"""Looks in a row without an answer after which the head counts as gone."""
+SHUTDOWN_SECONDS = 30.0
+SLACK_SECONDS = 30.0
+"""Ray may overrun the deadlines that it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A device that is set aside."""
+
+    group: Any
+    """Its placement group."""
+    index: int
+    share: float
+    """What each of the roles on it gets."""
+    accelerator: str
+    """Which one of its node it is, where a worker needs to be told."""
+
+    def options(self, kind: str) -> dict[str, Any]:
+        """For an actor or task that runs there."""
+        strategy = scheduling.PlacementGroupSchedulingStrategy(self.group, self.index)
+        share = {"num_cpus": 0, "num_gpus": self.share} if kind == "GPU" else {"num_cpus": self.share}
+        return {"scheduling_strategy": strategy, **share}
+
+
+class RayResources(ResourceManager):
+    """The devices that the nodes of a Ray cluster declare."""
+
+    backend: ClassVar[str] = "ray"
+
+    def __init__(self, nodes: Sequence[Node], kind: str, address: str) -> None:
+        self.nodes = tuple(nodes)
+        self.kind = kind
+        """'GPU', or 'CPU' where no node has GPUs."""
+        self.address = address
+        """Of the head."""
+        self._map: DeviceMap | None = None
+        self._bundles: dict[int, Bundle] = {}
+        self._groups: list[Any] = []
+        self._turn = asyncio.Lock()
+
+    async def reserve(self, map: DeviceMap, seconds: float) -> Mapping[int, Bundle]:
+        """The devices of a map, set aside; the same again for whoever comes later."""
+        async with self._turn:
+            if self._map is not None and self._map is not map:
+                raise PlacementError(
+                    "the devices are set aside for another mapping; shutdown() of the resources gives them back\n\n"
+                    + self._map.describe()
+                )
+            if self._map is None:
+                self._map = map
+                try:
+                    work = as_async(self._set_aside)(map, seconds)
+                    self._bundles = await within(seconds + SLACK_SECONDS, work, "start seconds")
+                except BaseException:
+                    await self._give_back()
+                    raise
+            return self._bundles
+
+    async def look(self) -> None:
+        """Raise if the head of the cluster does not answer."""
+        host, _, port = self.address.rpartition(":")
+        for _ in range(LOOKS):
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    _, writer = await asyncio.open_connection(host, int(port))
+                    writer.close()
+            except OSError:  # a time-out is one
+                await asyncio.sleep(LOOK_SECONDS / LOOKS)
+            else:
+                return
+        raise HeadLost(f"the Ray head at {self.address} does not answer: is the machine, or its 'ray start', gone?")
+
+    async def shutdown(self) -> None:
+        """Give the devices back."""
+        async with self._turn:
+            await self._give_back()
+
+    async def _give_back(self) -> None:
+        groups, self._groups, self._bundles, self._map = self._groups, [], {}, None
+        if groups and ray.is_initialized():
+            try:
+                await self.look()
+            except HeadLost:
+                return  # and with it all that was set aside
+            await within(SHUTDOWN_SECONDS, as_async(_remove)(groups), "shutdown seconds")
+
+    def _set_aside(self, map: DeviceMap, seconds: float) -> dict[int, Bundle]:
+        used = sorted({device for config in map.roles.values() for device in config.numbers})
+        several = self.kind == "GPU" and any(config.devices_per_worker > 1 for config in map.roles.values())
+        by_node = {node: [device for device in used if device in node.devices] for node in map.nodes}
+        groups = {node: self._group(node, len(devices)) for node, devices in by_node.items() if devices}
+        for node, group in groups.items():
+            if not group.wait(seconds):
+                free = ray.available_resources().get(self.kind, 0.0)
+                raise PlacementError(
+                    f"Ray could not set aside devices {format_devices(by_node[node])} of {node.name} within "
+                    f"{seconds:g} s: something else holds them ({free:g} {self.kind} free in the cluster)\n\n"
+                    + map.describe()
+                )
+        bundles = {}
+        for node, group in groups.items():
+            for index, device in enumerate(by_node[node]):
+                share = 10_000 // len(map.roles_on(device)) / 10_000  # Ray counts in ten-thousandths
+                bundle = Bundle(group, index, share, "")
+                name = _accelerator(bundle, seconds) if several else ""
+                bundles[device] = Bundle(group, index, share, name)
+        return bundles
+
+    def _group(self, node: Node, devices: int) -> Any:
+        bundles = [{self.kind: 1.0}] * devices
+        there = [{"ray.io/node-id": node.id}] * devices
+        group = ray.util.placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=there)
+        self._groups.append(group)
+        return group
+
+
+def connect(address: str | None) -> RayResources:
+    """Join a Ray cluster, or start one on this machine; see `ResourceManager.on_ray`."""
+    if not ray.is_initialized():
+        address = address or os.environ.get("RAY_ADDRESS")
+        _refuse_dead(address)
+        try:
+            ray.init(address=address, log_to_driver=True)
+        except (ConnectionError, ray.exceptions.RayError) as error:
+            raise HeadLost(f"there is no Ray cluster at {address or 'this machine'}: {error}") from error
+    context = ray.get_runtime_context()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    kind = "GPU" if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else "CPU"
+    counts = {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in alive}
+    # The head first; then by address, so that a cluster that is started again numbers its devices alike.
+    alive.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeManagerAddress"], n["NodeID"]))
+    addresses = Counter(node["NodeManagerAddress"] for node in alive)
+    nodes: list[Node] = []
+    first = 0
+    for node in alive:
+        name, id, count = node["NodeManagerAddress"], node["NodeID"], counts[node["NodeID"]]
+        if not count:
+            continue
+        nodes.append(Node(name if addresses[name] == 1 else f"{name}/{id[:6]}", range(first, first + count), id))
+        first += count
+    if not nodes:
+        raise PlacementError("no node of the Ray cluster declares a GPU or a CPU: start them with --num-gpus=N")
+    return RayResources(nodes, kind, context.gcs_address)
+
+
+def _refuse_dead(address: str | None) -> None:
+    """Ray itself would try for a minute, and then end the process."""
+    host, separator, port = (address or "").rpartition(":")
+    if not separator or "://" in host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), LOOK_SECONDS).close()
+    except OSError as error:
+        raise HeadLost(f"the Ray head at {address} does not answer: {error}") from error
+
+
+def _accelerator(bundle: Bundle, seconds: float) -> str:
+    """Which accelerator a bundle is. Asked one after the other, so that one process of the node answers for all."""
+
+    def look() -> str:
+        return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+    task = ray.remote(max_retries=0)(look).options(**bundle.options("GPU"))
+    return str(ray.get(task.remote(), timeout=seconds))
+
+
+def _remove(groups: Sequence[Any]) -> None:
+    for group in groups:
+        ray.util.remove_placement_group(group)
