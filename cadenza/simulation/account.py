@@ -1,0 +1,147 @@
+"""What came of a simulated run, in the figures by which policies are compared.
+
+Invariant: every figure is taken from the counted steps alone, between the end of the last step of the warm-up and the
+end of the last step, and each of them from the trace and the versions of the tokens, not from what a policy says of
+itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from cadenza.simulation import bounds
+from cadenza.simulation.bounds import Demand
+from cadenza.simulation.workloads import Episode, TraceLike, Workload
+
+
+class Row(NamedTuple):
+    """One trajectory of a train batch. The rows of a group stand together."""
+
+    group: int
+    """Its number in the trace."""
+    episode: Episode
+    oldest: int
+    """The oldest version that wrote any token of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Meters:
+    """What a policy has used up, since the start."""
+
+    generated: int
+    """Tokens that the replicas wrote."""
+    wasted: Counter[str]
+    """Those of them that can never be trained, by cause."""
+    settled: int
+    """Groups that are trained or given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One step."""
+
+    waited: float
+    """Seconds for which the trainer waited for its batch."""
+    ended: float
+    """When its training ended."""
+    demand: Demand
+    rows: int
+    ages: Counter[int]
+    """Rows by staleness: the version that is trained minus the oldest that wrote any token."""
+    meters: Meters
+    """At the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run."""
+
+    seed: int
+    efficiency: float
+    step_seconds: float
+    limit_seconds: float
+    """No schedule that trains everything within the bound has shorter steps; the work is that of the counted steps."""
+    tokens_per_second: float
+    """Response tokens trained, of the whole cluster."""
+    staleness_mean: float
+    staleness_max: int
+    length_bias: float
+    """Mean response of what was trained / mean response of the trace. The trace is read at as many groups as the
+    counted steps settled: a policy that had settled n0 groups (trained or given up) at the end of the warm-up and n1
+    at the end is compared with the groups number n0 to n1 of the trace. What it takes out of order comes in at one end
+    of this window as it goes out at the other, so that a policy which drops nothing has 1 on average; and the noise of
+    the drawing, which both means share, cancels."""
+    waste: dict[str, float]
+    """Tokens that were generated and can never be trained, by cause, as shares of all generated."""
+    wait_seconds: float
+    """For which the trainer waited, per step."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Account:
+    """The steps of one run."""
+
+    def __init__(self, workload: Workload, trace: TraceLike, alpha: float, train_gpus: int) -> None:
+        self.workload = workload
+        self.trace = trace
+        self.alpha = alpha
+        self.train_gpus = train_gpus
+        self.lines: list[Line] = []
+        self._demand = Demand()
+        self._ages: Counter[int] = Counter()
+
+    def train(self, rows: Sequence[Row], version: int) -> float:
+        """A batch is trained on this version; returns the seconds it takes."""
+        size = self.workload.group_size
+        if len(rows) != self.workload.batch:
+            raise ValueError(f"a batch of {self.workload.name} has {self.workload.batch} rows, got {len(rows)}")
+        groups = [[row.episode for row in rows[at : at + size]] for at in range(0, len(rows), size)]
+        self._demand = Demand.of(groups)
+        self._ages = Counter(version - row.oldest for row in rows)
+        return bounds.training_seconds(self._demand, self.workload.train_seconds) / self.train_gpus
+
+    def trained(self, now: float, waited: float, meters: Meters) -> None:
+        """It is trained."""
+        self.lines.append(Line(waited, now, self._demand, self._ages.total(), self._ages, meters))
+
+    def figures(self, seed: int, warm_up: int) -> Figures:
+        """What the steps after the warm-up say."""
+        before, lines = self.lines[warm_up - 1], self.lines[warm_up:]
+        last = lines[-1]
+        demand, ages = Demand(), Counter[int]()
+        for line in lines:
+            demand += line.demand
+            ages.update(line.ages)
+        seconds = last.ended - before.ended
+        workload, steps, rows = self.workload, len(lines), ages.total()
+        per_token = workload.train_seconds
+        first, end = before.meters.settled, last.meters.settled
+        longest = self._longest_alone(end)
+        work = bounds.limit_seconds(demand, workload.cost, per_token, workload.gpus, 0.0, 0.0) / steps
+        generated = max(last.meters.generated - before.meters.generated, 1)
+        wasted = last.meters.wasted - before.meters.wasted
+        return Figures(
+            seed=seed,
+            efficiency=bounds.efficiency(demand, workload.cost, per_token, workload.gpus, seconds),
+            step_seconds=seconds / steps,
+            limit_seconds=max(work, longest / (self.alpha + 1)),
+            tokens_per_second=demand.written / seconds,
+            staleness_mean=sum(age * count for age, count in ages.items()) / rows,
+            staleness_max=max(ages),
+            length_bias=demand.written / rows / self.trace.mean_response(first, end),
+            waste={cause: tokens / generated for cause, tokens in sorted(wasted.items())},
+            wait_seconds=sum(line.waited for line in lines) / steps,
+        )
+
+    def _longest_alone(self, groups: int) -> float:
+        """T1 of the longest trajectory among the first groups of the trace."""
+        cost, members = self.workload.cost, range(self.workload.group_size)
+        episodes = (self.trace.episode(group, member) for group in range(groups) for member in members)
+        if self.workload.responses is not None:  # then the longest answer takes longest
+            return bounds.alone_seconds(max(episodes, key=lambda episode: episode.lengths), cost)
+        return max(bounds.alone_seconds(episode, cost) for episode in episodes)

@@ -1,0 +1,223 @@
+"""One policy on one workload: a trial per seed, the settings searched, the seeds side by side in processes.
+
+Invariant: a trial is a function of its fields. Whatever else runs, in whichever process, it has the same figures to the
+last digit, and a result is the median of the same trials in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from cadenza.simulation import clock
+from cadenza.simulation.account import Figures
+from cadenza.simulation.bounds import Demand, generation_seconds, training_seconds
+from cadenza.simulation.policy import Policy, Settings, drive
+from cadenza.simulation.production import Cadenza
+from cadenza.simulation.rivals import Admission, Barrier, GroupQueue, Oracle, Queue
+from cadenza.simulation.tuned import TUNED
+from cadenza.simulation.workloads import Workload, trace_of
+
+POLICIES: dict[str, type[Policy]] = {
+    "barrier": Barrier,
+    "queue": Queue,
+    "group-queue": GroupQueue,
+    "admission": Admission,
+    "cadenza": Cadenza,
+    "oracle": Oracle,
+}
+STEPS, WARM_UP = 40, 12
+SEARCH_SEED = 10_007
+"""The seed on which settings are searched; it is none of those that are reported."""
+SEARCH_STEPS, SEARCH_WARM_UP = 16, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One run."""
+
+    workload: Workload
+    policy: str
+    alpha: float
+    seed: int
+    settings: Settings
+    steps: int = STEPS
+    warm_up: int = WARM_UP
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy '{self.policy}' is not known; take one of {', '.join(POLICIES)}")
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(f"alpha must be >= 0, got {self.alpha}")
+        if not 1 <= self.warm_up < self.steps:
+            raise ValueError(f"the warm-up must be from 1 to steps - 1 = {self.steps - 1} steps, got {self.warm_up}")
+        self.settings.check(self.workload)
+
+    def run(self) -> Figures:
+        """Under virtual time."""
+        trace = trace_of(self.workload, self.seed)
+        policy = POLICIES[self.policy](self.workload, trace, self.alpha, self.settings)
+        return clock.run(lambda: drive(policy, self.steps)).figures(self.seed, self.warm_up)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A policy on a workload over some seeds."""
+
+    workload: str
+    policy: str
+    alpha: float
+    settings: Settings
+    seeds: tuple[Figures, ...]
+
+    @property
+    def typical(self) -> Figures:
+        """Each figure's median over the seeds; of the staleness the maximum, of the waste all causes."""
+        names = (
+            "efficiency", "step_seconds", "limit_seconds", "tokens_per_second", "staleness_mean", "length_bias",
+            "wait_seconds",
+        )  # fmt: skip
+        medians: dict[str, Any] = {name: median(getattr(figures, name) for figures in self.seeds) for name in names}
+        causes = sorted({cause for figures in self.seeds for cause in figures.waste})
+        waste = {cause: median(figures.waste.get(cause, 0.0) for figures in self.seeds) for cause in causes}
+        worst = max(figures.staleness_max for figures in self.seeds)
+        return Figures(seed=-1, staleness_max=worst, waste=waste, **medians)
+
+    @property
+    def worst(self) -> Figures:
+        """The seed with the lowest efficiency."""
+        return min(self.seeds, key=lambda figures: (figures.efficiency, figures.seed))
+
+    def to_json(self) -> dict[str, Any]:
+        typical = self.typical.to_json()
+        del typical["seed"]
+        return {
+            "workload": self.workload,
+            "policy": self.policy,
+            "alpha": self.alpha,
+            "seeds": len(self.seeds),
+            **typical,
+            "worst_seed": self.worst.to_json(),
+            "settings": asdict(self.settings),
+        }
+
+
+class Workers:
+    """Processes that run trials; as many as there are CPUs, and none for a single trial."""
+
+    def __init__(self, pool: ProcessPoolExecutor | None) -> None:
+        self._pool = pool
+
+    def run(self, trials: Iterable[Trial]) -> list[Figures]:
+        """All of them, in their order."""
+        waiting = list(trials)
+        if self._pool is None or len(waiting) == 1:
+            return [trial.run() for trial in waiting]
+        return list(self._pool.map(Trial.run, waiting))
+
+
+@contextmanager
+def workers(processes: int | None = None) -> Iterator[Workers]:
+    count = processes or os.cpu_count() or 1
+    if count == 1:
+        yield Workers(None)
+        return
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            yield Workers(pool)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def evaluate(
+    crew: Workers,
+    workload: Workload,
+    policy: str,
+    alpha: float,
+    seeds: Sequence[int],
+    *,
+    settings: Settings | None = None,
+    steps: int = STEPS,
+    warm_up: int = WARM_UP,
+    search_anew: bool = False,
+) -> Result:
+    """Run a policy over the seeds, at its best settings unless others are given."""
+    alpha = alpha if POLICIES[policy].asynchronous else 0.0
+    if settings is None and not search_anew:
+        settings = TUNED.get((workload.name, policy, alpha))
+    if settings is None:
+        settings = search(crew, workload, policy, alpha)
+    figures = crew.run(Trial(workload, policy, alpha, seed, settings, steps, warm_up) for seed in seeds)
+    return Result(workload.name, policy, alpha, settings, tuple(figures))
+
+
+# -- the best settings -------------------------------------------------------------------------------------------------
+
+
+def search(crew: Workers, workload: Workload, policy: str, alpha: float) -> Settings:
+    """The settings with the highest efficiency, by moving along one axis after the other until nothing gains."""
+    best = first_guess(workload, policy, alpha)
+    known: dict[Settings, float] = {}
+
+    def measure(candidates: list[Settings]) -> None:
+        new = [settings for settings in dict.fromkeys(candidates) if settings not in known]
+        trials = [
+            Trial(workload, policy, alpha, SEARCH_SEED, settings, SEARCH_STEPS, SEARCH_WARM_UP) for settings in new
+        ]
+        known.update(zip(new, (figures.efficiency for figures in crew.run(trials)), strict=True))
+
+    measure([best])
+    while True:
+        before = best
+        for candidates in _axes(workload, policy, alpha):
+            here = [best, *(settings for settings in candidates(best) if _fits(settings, workload, policy, alpha))]
+            measure(here)
+            best = max(here, key=lambda settings: known[settings])
+        if best == before:
+            return best
+
+
+def first_guess(workload: Workload, policy: str, alpha: float) -> Settings:
+    """GPUs by the share of the work, all trajectories at once."""
+    if not POLICIES[policy].asynchronous or not alpha:
+        return Settings()
+    trace = trace_of(workload, SEARCH_SEED)
+    members = range(workload.group_size)
+    demand = Demand.of([trace.episode(group, member) for member in members] for group in range(2 * workload.groups))
+    train = training_seconds(demand, workload.train_seconds)
+    share = train / (train + generation_seconds(demand, workload.cost))
+    return Settings(train_gpus=min(max(round(share * workload.gpus), 1), workload.gpus - 1))
+
+
+def _fits(settings: Settings, workload: Workload, policy: str, alpha: float) -> bool:
+    asynchronous = POLICIES[policy].asynchronous and alpha > 0
+    return 0 <= settings.train_gpus < workload.gpus and (settings.train_gpus > 0) == asynchronous
+
+
+def _axes(workload: Workload, policy: str, alpha: float) -> list[Any]:
+    """Functions from settings to what may be tried next to them."""
+    axes: list[Any] = []
+    if POLICIES[policy].asynchronous and alpha:
+        unit = max(1, workload.gpus // 32)
+        axes.append(lambda s: [replace(s, train_gpus=s.train_gpus + unit * d) for d in (-4, -2, -1, 1, 2, 4)])
+    if policy == "cadenza":
+        axes.append(lambda s: [replace(s, slack=slack) for slack in (0.0, 1.0, 4.0, 16.0)])
+    if policy in ("queue", "oracle", "admission", "cadenza"):
+        most = workload.batch * (1 + math.ceil(alpha)) / workload.gpus
+        axes.append(
+            lambda s: [
+                replace(s, concurrency=c) for c in (0, *(round(most * share) for share in (0.25, 0.35, 0.5, 0.7, 0.85)))
+            ]
+        )
+    if policy == "group-queue":
+        axes.append(lambda s: [replace(s, extra_groups=workload.groups * n // 16) for n in (0, 1, 2)])
+        axes.append(lambda s: [replace(s, extra_members=n) for n in (0, 1, 2)])
+    return axes

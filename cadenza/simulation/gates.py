@@ -1,0 +1,158 @@
+"""The calibration gates: a comparison of policies is to be believed only while the simulation reproduces what was
+published about them, in shape and within 20 %.
+
+    admission     throughput of `admission` over `barrier` at eta 1, 2, 4, 8 (AReaL), on W2
+    env-level     env-level over batch-level interaction at sigma 1 and 10 (RollArt), on W4
+    kv-bound      `queue` and `oracle` over group round-robin while the KV cache binds (Seer), on W3
+    sync-bound    a synchronous step against the bound of ROLL Flash's Prop. 2, on W2
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from cadenza.simulation import bounds, clock
+from cadenza.simulation.account import Row
+from cadenza.simulation.experiment import SEARCH_STEPS, SEARCH_WARM_UP, Trial, Workers
+from cadenza.simulation.policy import Policy, Settings, drive
+from cadenza.simulation.rivals import Barrier, Oracle, Queue, Sample
+from cadenza.simulation.workloads import WORKLOADS, Workload, trace_of, w4
+
+TOLERANCE = 0.2
+ETAS = (1.0, 2.0, 4.0, 8.0)
+SIGMAS = (1.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """One gate."""
+
+    name: str
+    what: str
+    published: tuple[float, ...]
+    value: tuple[float, ...]
+    """Median over the seeds."""
+    shape: bool
+    """It bends as the published figures do."""
+    at_most: bool = False
+    """The published figure is a limit, and not a value to hit."""
+
+    @property
+    def holds(self) -> bool:
+        if self.at_most:
+            return all(value <= limit for value, limit in zip(self.value, self.published, strict=True))
+        near = all(
+            abs(value / published - 1) <= TOLERANCE for value, published in zip(self.value, self.published, strict=True)
+        )
+        return self.shape and near
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "holds": self.holds}
+
+
+def check(crew: Workers, seeds: Sequence[int]) -> list[Gate]:
+    """All gates, each figure the median over the seeds."""
+    return [_admission(crew, seeds), _env_level(seeds), _kv_bound(seeds), _sync_bound(seeds)]
+
+
+def _admission(crew: Workers, seeds: Sequence[int]) -> Gate:
+    workload = WORKLOADS["W2"]
+
+    def speeds(policy: str, alpha: float, settings: Settings) -> list[float]:
+        trials = (Trial(workload, policy, alpha, seed, settings, SEARCH_STEPS, SEARCH_WARM_UP) for seed in seeds)
+        return [figures.tokens_per_second for figures in crew.run(trials)]
+
+    base = speeds("barrier", 0.0, Settings())
+    split = Settings(train_gpus=5, concurrency=40)
+    value = tuple(_ratio(speeds("admission", eta, split), base) for eta in ETAS)
+    rising = all(later >= 0.98 * earlier for earlier, later in pairwise(value))
+    saturates = value[1] - value[0] > abs(value[3] - value[1])
+    what = f"throughput of admission over barrier, eta {_listed(ETAS)} (AReaL; W2)"
+    return Gate("admission", what, (2.09, 2.77, 2.77, 2.89), value, rising and saturates)
+
+
+def _env_level(seeds: Sequence[int]) -> Gate:
+    value = []
+    for sigma in SIGMAS:
+        workload = w4(sigma)
+        together = [_rollout_seconds(Lockstep, workload, seed) for seed in seeds]
+        value.append(_ratio(together, [_rollout_seconds(Queue, workload, seed) for seed in seeds]))
+    what = f"env-level over batch-level env interaction, sigma {_listed(SIGMAS)} (RollArt; W4)"
+    return Gate("env-level", what, (1.23, 2.27), tuple(value), value[0] > 1 and value[1] > 1.5 * value[0])
+
+
+def _kv_bound(seeds: Sequence[int]) -> Gate:
+    workload = WORKLOADS["W3"]
+    pinned = [_rollout_seconds(Barrier, workload, seed) for seed in seeds]
+    value = (
+        _ratio(pinned, [_rollout_seconds(Queue, workload, seed, concurrency=48) for seed in seeds]),
+        _ratio(pinned, [_rollout_seconds(Oracle, workload, seed, concurrency=80) for seed in seeds]),
+    )
+    what = "queue and oracle over group round-robin, bound by the KV cache (Seer; W3)"
+    return Gate("kv-bound", what, (1.42, 1.63), value, 1 < value[0] < value[1])
+
+
+def _sync_bound(seeds: Sequence[int]) -> Gate:
+    workload = WORKLOADS["W2"]
+    shares = []
+    for seed in seeds:
+        trace = trace_of(workload, seed)
+        line = clock.run(lambda trace=trace: drive(Queue(workload, trace, 0.0, Settings()), 1)).lines[0]  # type: ignore[misc]
+        members = range(workload.group_size)
+        longest = max(
+            bounds.alone_seconds(trace.episode(group, member), workload.cost)
+            for group in range(workload.groups)
+            for member in members
+        )
+        bound = bounds.step_seconds_bound(
+            workload.batch,
+            workload.gpus,
+            bounds.generation_seconds(line.demand, workload.cost) / workload.batch,
+            bounds.training_seconds(line.demand, workload.train_seconds) / workload.batch,
+            longest,
+        )
+        shares.append(line.ended / bound)
+    what = "a synchronous step (queue) over the bound of ROLL Flash Prop. 2 (W2); at most"
+    return Gate("sync-bound", what, (1.05,), (median(shares),), True, at_most=True)
+
+
+def _ratio(above: list[float], below: list[float]) -> float:
+    return median(a / b for a, b in zip(above, below, strict=True))
+
+
+def _rollout_seconds(policy: Callable[..., Policy], workload: Workload, seed: int, **settings: int) -> float:
+    """Of one batch that all GPUs generate."""
+    made = policy(workload, trace_of(workload, seed), 0.0, Settings(**settings))
+    return clock.run(lambda: drive(made, 1)).lines[0].waited
+
+
+def _listed(values: Sequence[float]) -> str:
+    return " / ".join(f"{value:g}" for value in values)
+
+
+class Lockstep(Barrier):
+    """Batch-level interaction: all trajectories take a turn together, and wait for the slowest env each time."""
+
+    async def batch(self) -> list[Row]:
+        groups = self.workload.groups
+        numbers = range(self.version * groups, (self.version + 1) * groups)
+        samples = [sample for number in numbers for sample in self.members(number)]
+        for place, sample in enumerate(samples):
+            sample.replica = place % self.generators
+        await asyncio.sleep(max(sample.episode.reset for sample in samples))
+        for turn in range(max(len(sample.episode.lengths) for sample in samples)):
+            going = [sample for sample in samples if turn < len(sample.episode.lengths)]
+            await asyncio.gather(*(self._take(sample, number, turn) for number, sample in enumerate(going)))
+            await asyncio.sleep(max(sample.episode.steps[turn] for sample in going))
+        return self.rows(samples)
+
+    async def _take(self, sample: Sample, number: int, turn: int) -> None:
+        episode = sample.episode
+        context = sum(episode.observations[: turn + 1]) + sum(episode.lengths[:turn])
+        session = sample.group * self.workload.group_size + sample.member
+        await self._turn(sample, session, context, episode.lengths[turn])

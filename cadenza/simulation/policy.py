@@ -1,0 +1,125 @@
+"""What all policies share: the settings, the program that trains, and the players of episodes.
+
+    drive(): batch -> train (a sleep) -> publish, over and over, whatever the policy is
+
+A policy decides what `batch` waits for and what is generated meanwhile. Where it is synchronous, all GPUs generate and
+then all of them train; else `train_gpus` of them train while the others generate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from cadenza.simulation.account import Account, Meters, Row
+from cadenza.simulation.replica import SimReplica
+from cadenza.simulation.workloads import TraceLike, Workload
+
+PROMPT = np.zeros(1 << 15, np.int32)
+"""What any observation says: only its length matters."""
+ENGINE_LIMIT = 1 << 20
+"""More trajectories than a replica ever has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What may be chosen for a policy; the best choice is searched."""
+
+    train_gpus: int = 0
+    """GPUs that only train. 0: all GPUs generate, and all of them train in turn."""
+    concurrency: int = 0
+    """Trajectories under way per replica; 0 is no limit."""
+    extra_members: int = 0
+    extra_groups: int = 0
+    """Redundancy, of those policies that have it."""
+    slack: float = 4.0
+    """`affinity_slack` of the sampler, of the policy `cadenza`."""
+
+    def check(self, workload: Workload) -> None:
+        if not 0 <= self.train_gpus < workload.gpus:
+            raise ValueError(f"train_gpus must be from 0 to {workload.gpus - 1}, got {self.train_gpus}")
+        if min(self.concurrency, self.extra_members, self.extra_groups) < 0 or self.slack < 0:
+            raise ValueError(f"settings must not be negative, got {self}")
+
+
+class Policy(ABC):
+    """A schedule: who generates what, where and when."""
+
+    asynchronous = True
+    """Generation goes on while a batch is trained."""
+
+    def __init__(self, workload: Workload, trace: TraceLike, alpha: float, settings: Settings) -> None:
+        settings.check(workload)
+        self.workload = workload
+        self.trace = trace
+        self.alpha = alpha
+        self.settings = settings
+        self.version = 0
+        self.replicas: list[SimReplica] = []
+
+    @property
+    def generators(self) -> int:
+        """GPUs that generate."""
+        return self.workload.gpus - self.settings.train_gpus
+
+    @property
+    def trainers(self) -> int:
+        """GPUs that train."""
+        return self.settings.train_gpus or self.workload.gpus
+
+    @abstractmethod
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        """Build everything, on the running loop."""
+
+    @abstractmethod
+    async def batch(self) -> list[Row]:
+        """The rows to train on the current version."""
+
+    @abstractmethod
+    async def publish(self, version: int) -> None:
+        """The replicas get new weights."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End everything."""
+
+    @abstractmethod
+    def meters(self) -> Meters: ...
+
+
+async def drive(policy: Policy, steps: int) -> Account:
+    """The controller's program."""
+    if policy.asynchronous and policy.alpha and not policy.settings.train_gpus:
+        raise ValueError("an asynchronous policy needs GPUs that train: train_gpus must be >= 1, got 0")
+    account = Account(policy.workload, policy.trace, policy.alpha, policy.trainers)
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        await policy.start(tasks)
+        for step in range(steps):
+            asked = loop.time()
+            rows = await policy.batch()
+            waited = loop.time() - asked
+            await asyncio.sleep(account.train(rows, policy.version))
+            account.trained(loop.time(), waited, policy.meters())
+            if step < steps - 1:
+                await policy.publish(step + 1)
+                policy.version = step + 1
+        await policy.close()
+    return account
+
+
+def discarded(replicas: list[SimReplica]) -> Counter[str]:
+    """Tokens that went to nobody, by cause."""
+    total: Counter[str] = Counter()
+    for replica in replicas:
+        total.update(replica.discarded)
+    return total
+
+
+def written(replicas: list[SimReplica]) -> int:
+    """Tokens written, those of requests under way among them up to their last event."""
+    return sum(replica.generated for replica in replicas)

@@ -1,0 +1,173 @@
+"""The policy `cadenza`: the production scheduler, sampler and router themselves, over simulated replicas and envs.
+
+Nothing of them is modelled or replaced. What is simulated is what they are given: replicas, an env and a reward whose
+times come from the trace, a collator that keeps no tokens, and a program that trains by sleeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+
+from cadenza.data import DataProto
+from cadenza.errors import InfrastructureError
+from cadenza.inference.replica import PauseMode, Request, Sampling, Tokens
+from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
+from cadenza.rollout.env_handle import EnvHandle
+from cadenza.rollout.model import Model
+from cadenza.rollout.records import Fate, Task, Trajectory
+from cadenza.rollout.sampler import SamplerConfig
+from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.simulation.account import Meters, Row
+from cadenza.simulation.policy import PROMPT, Policy, discarded, written
+from cadenza.simulation.replica import SimReplica
+from cadenza.simulation.workloads import NEVER, Episode, TraceLike
+from cadenza.testing import LocalCluster
+
+MEMBER_BITS = 12
+PATIENCE = 1e7
+"""Seconds: no deadline of the scheduler is part of what is compared."""
+HEARTBEAT = 300.0
+"""Seconds between two looks at quiet replicas, none of which is ever lost here."""
+
+
+class Cadenza(Policy):
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        workload, settings = self.workload, self.settings
+        self._lengths: dict[int, int] = {}
+        self._rows: list[Row] = []
+        self.replicas = [
+            SimReplica(f"r{number}", workload.cost, self._length, devices=(number,), load_seconds=workload.sync_seconds)
+            for number in range(self.generators)
+        ]
+        cluster = LocalCluster(
+            self.replicas,
+            _NoText(),
+            SamplerConfig(affinity_slack=settings.slack, heartbeat_seconds=HEARTBEAT, load_seconds=PATIENCE),
+        )
+        most = (workload.groups * (1 + math.ceil(self.alpha)) + settings.extra_groups) * (
+            workload.group_size + settings.extra_members
+        )
+        self.scheduler = RolloutScheduler(
+            RolloutConfig(
+                batch_size=workload.batch,
+                group_size=workload.group_size,
+                alpha=self.alpha,
+                extra_members=settings.extra_members,
+                extra_groups=settings.extra_groups,
+                suspend_mode=PauseMode.KEEP,
+                stall_seconds=PATIENCE,
+                max_attempts=100,
+            ),
+            EnvManagerConfig(
+                domains={
+                    "trace": DomainConfig(
+                        env=TraceEnv,
+                        env_args={"trace": self.trace},
+                        reward=self._reward if workload.rewards is not None or workload.recorded else None,
+                    )
+                },
+                slots=min(settings.concurrency * self.generators, most) or most,
+                rollout=self._play,
+                sampling=Sampling(max_tokens=1 << 20),
+                lease_seconds=PATIENCE,
+                reward_seconds=PATIENCE,
+                close_seconds=PATIENCE,
+            ),
+            cluster.resources,
+            cluster,
+            collator=self._collate,
+        )
+
+    async def batch(self) -> list[Row]:
+        data = DataProto(meta_info={"global_step": self.version})
+        batch = await self.scheduler.get_batch(data, self.workload.batch)
+        assert batch is not None, "the tasks never run out"
+        return self._rows
+
+    async def publish(self, version: int) -> None:
+        await self.scheduler.suspend()
+        await self.scheduler.sampler.load_weights(version)
+        await self.scheduler.resume()
+
+    async def close(self) -> None:
+        await self.scheduler.shutdown()
+        await self.scheduler.sampler.close()
+
+    def meters(self) -> Meters:
+        queue, ledger = self.scheduler.queue, self.scheduler.ledger
+        wasted = Counter(ledger.lost_tokens) + discarded(self.replicas)
+        given_up = sum(count for fate, count in ledger.groups_closed.items() if fate is not Fate.TRAINED)
+        return Meters(written(self.replicas), wasted, queue.consumed + given_up)
+
+    # -- what the scheduler is given -----------------------------------------------------------------------------------
+
+    async def _play(self, task: Task, env: EnvHandle, model: Model) -> None:
+        """The default rollout, which besides tells the replicas how long each answer is."""
+        trajectory = model.trajectory
+        lengths = self.trace.episode(task.seed, trajectory.member).lengths
+        first_try = trajectory.attempt == 0
+        observation = await env.reset((task.seed << MEMBER_BITS | trajectory.member) << 1 | first_try)
+        try:
+            for length in lengths:
+                self._lengths[trajectory.id] = length
+                await model.generate(observation)
+                observation = await env.step("")
+        finally:
+            self._lengths.pop(trajectory.id, None)
+
+    def _length(self, request: Request) -> int:
+        return self._lengths[request.session]
+
+    async def _reward(self, trajectory: Trajectory) -> float:
+        await asyncio.sleep(self.trace.episode(trajectory.task.seed, trajectory.member).reward)
+        return 0.0
+
+    def _collate(self, trajectories: list[Trajectory]) -> DataProto:
+        rows: list[Row] = []
+        for trajectory in trajectories:
+            versions = trajectory.versions
+            assert versions is not None
+            group = trajectory.task.seed
+            rows.append(Row(group, self.trace.episode(group, trajectory.member), versions[0]))
+        self._rows = rows
+        return DataProto()
+
+
+class TraceEnv:
+    """An env whose episode is that of the trace. What it is reset with says which one, and whether it may fail."""
+
+    def __init__(self, trace: TraceLike) -> None:
+        self._trace = trace
+        self._episode = Episode((), ())
+        self._turn = 0
+        self._fails_at = NEVER
+
+    async def reset(self, seed: int) -> Tokens:
+        group, member = divmod(seed >> 1, 1 << MEMBER_BITS)
+        self._episode = episode = self._trace.episode(group, member)
+        self._fails_at = episode.fails_at if seed & 1 else NEVER
+        if episode.reset:
+            await asyncio.sleep(episode.reset)
+        return PROMPT[: episode.observations[0]]
+
+    async def step(self, action: str) -> tuple[Tokens, float, bool, bool, dict[str, object]]:
+        episode, turn = self._episode, self._turn
+        self._turn += 1
+        if seconds := episode.steps[turn]:
+            await asyncio.sleep(seconds)
+        if turn == self._fails_at:
+            raise InfrastructureError("env failed")
+        done = self._turn == len(episode.lengths)
+        return PROMPT[: 0 if done else episode.observations[self._turn]], 0.0, done, False, {}
+
+
+class _NoText:
+    """A codec for observations that are tokens already."""
+
+    def encode(self, observation: object, *, first: bool, last: int | None = None) -> Tokens:
+        raise TypeError(f"the observations of a trace are tokens, got {observation!r}")
+
+    def decode(self, tokens: Tokens) -> str:
+        return ""

@@ -1,0 +1,376 @@
+"""The schedules of other systems, compact: each a controller over the replicas, envs and traces that Cadenza gets too.
+
+    barrier      a group is pinned to a replica, round robin; the batch waits for all (verl, synchronous)
+    queue        a queue of samples; whichever replica has room takes the next (ROLL, synchronous)
+    oracle       the queue in the order of the true lengths, longest first
+    admission    groups are admitted while floor((submitted - 1) / B) <= version + eta; an update interrupts what runs,
+                 which goes on after its context is prefilled again; the oldest whole groups are trained (AReaL)
+    group-queue  a queue per group of envs, in order, one group per queue and round; an update throws away the turns
+                 under way; redundant groups are dropped above the bound; envs stick to replicas (ROLL, asynchronous)
+
+All of them retry an env that fails, and none of them is charged for its own bookkeeping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from heapq import heappop, heappush
+
+from cadenza.inference.replica import Finish, PauseMode, Request, Sampling
+from cadenza.simulation.account import Meters, Row
+from cadenza.simulation.policy import ENGINE_LIMIT, PROMPT, Policy, discarded, written
+from cadenza.simulation.replica import SimReplica
+from cadenza.simulation.workloads import NEVER, Episode
+
+SAMPLING = Sampling(max_tokens=1 << 20)
+
+
+class Sample:
+    """A trajectory under way."""
+
+    __slots__ = ("done", "episode", "group", "member", "oldest", "replica", "task", "tokens")
+
+    def __init__(self, group: int, member: int, episode: Episode) -> None:
+        self.group = group
+        self.member = member
+        self.episode = episode
+        self.replica = 0
+        self.oldest = -1
+        self.tokens = 0
+        """Written so far, in this attempt."""
+        self.done = False
+        self.task: asyncio.Task[None] | None = None
+
+
+class Rival(Policy):
+    """Plays samples on replicas, and counts."""
+
+    keep_kv = True
+    pause = PauseMode.KEEP
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        self.replicas = [
+            SimReplica(
+                f"r{number}", self.workload.cost, _length, load_seconds=self.workload.sync_seconds, keep_kv=self.keep_kv
+            )
+            for number in range(self.generators)
+        ]
+        self.running = [0] * self.generators
+        """Samples by replica."""
+        self.trained = self.given_up = 0
+        self._tasks = tasks
+        self._samples: set[Sample] = set()
+        self._ids = 0
+        self._waste: Counter[str] = Counter()
+        self._finished: asyncio.Future[None] | None = None
+
+    async def publish(self, version: int) -> None:
+        await asyncio.gather(*(replica.pause(0, self.pause) for replica in self.replicas))
+        await asyncio.gather(*(replica.load_weights(version, None) for replica in self.replicas))
+        await asyncio.gather(*(replica.resume() for replica in self.replicas))
+
+    async def close(self) -> None:
+        for sample in list(self._samples):
+            self.stop(sample, "the end")
+
+    def meters(self) -> Meters:
+        wasted = self._waste + discarded(self.replicas)
+        return Meters(written(self.replicas), wasted, self.trained + self.given_up)
+
+    # -- for the policies ----------------------------------------------------------------------------------------------
+
+    def members(self, group: int) -> list[Sample]:
+        count = self.workload.group_size + self.settings.extra_members
+        return [Sample(group, member, self.trace.episode(group, member)) for member in range(count)]
+
+    def play(self, sample: Sample, replica: int) -> None:
+        """Start it there."""
+        sample.replica = replica
+        self.running[replica] += 1
+        self._samples.add(sample)
+        sample.task = self._tasks.create_task(self._play(sample))
+
+    def stop(self, sample: Sample, cause: str) -> None:
+        """Nobody wants it any more. Its place is free at once."""
+        self._vacate(sample)
+        if sample.task is not None and not sample.task.done():
+            sample.task.cancel(cause)
+        self._waste[cause] += sample.tokens
+
+    def least(self) -> int | None:
+        """The replica with the fewest samples, if it has room."""
+        replica = min(range(len(self.running)), key=self.running.__getitem__)
+        return replica if self.running[replica] < (self.settings.concurrency or ENGINE_LIMIT) else None
+
+    def left(self, sample: Sample) -> None:
+        """It needs its replica no more."""
+
+    def finished(self, sample: Sample) -> None:
+        """It has its reward."""
+
+    def wake(self) -> None:
+        """What `changed` waits for may have happened."""
+        if self._finished is not None and not self._finished.done():
+            self._finished.set_result(None)
+
+    async def changed(self) -> None:
+        self._finished = asyncio.get_running_loop().create_future()
+        await self._finished
+
+    def rows(self, samples: list[Sample]) -> list[Row]:
+        self.trained += len(samples) // self.workload.group_size
+        return [Row(sample.group, sample.episode, sample.oldest) for sample in samples]
+
+    def _vacate(self, sample: Sample) -> None:
+        """Once, whoever comes first."""
+        if sample in self._samples:
+            self._samples.discard(sample)
+            self.running[sample.replica] -= 1
+
+    # -- an episode ----------------------------------------------------------------------------------------------------
+
+    async def _play(self, sample: Sample) -> None:
+        try:
+            failing = sample.episode.fails_at
+            while not await self._attempt(sample, failing):
+                self._waste["env failed"] += sample.tokens
+                sample.tokens, sample.oldest, failing = 0, -1, NEVER
+        finally:
+            self._vacate(sample)
+        self.left(sample)
+        if sample.episode.reward:
+            await asyncio.sleep(sample.episode.reward)
+        sample.done = True
+        self.finished(sample)
+
+    async def _attempt(self, sample: Sample, failing: int) -> bool:
+        """Whether the env lasted to the end."""
+        episode = sample.episode
+        self._ids += 1
+        session, context = self._ids, 0
+        if episode.reset:
+            await asyncio.sleep(episode.reset)
+        for turn, (observation, length) in enumerate(zip(episode.observations, episode.lengths, strict=True)):
+            context += observation
+            await self._turn(sample, session, context, length)
+            context += length
+            if seconds := episode.steps[turn]:
+                await asyncio.sleep(seconds)
+            if turn == failing:
+                return False
+        return True
+
+    async def _turn(self, sample: Sample, session: int, context: int, length: int) -> None:
+        replica, done = self.replicas[sample.replica], 0
+        prompt = (PROMPT[: sample.episode.observations[0]],)
+        while done < length:
+            self._ids += 1
+            request = Request(
+                self._ids, prompt, context + done, length - done, SAMPLING, session, done, session, sample.group, 0
+            )
+            try:
+                answer = await replica.generate(request)
+            except asyncio.CancelledError as error:
+                replica.abort(request.id, str(error))
+                raise
+            count = len(answer.tokens)
+            if answer.finish is Finish.ABORT:
+                self._waste["aborted"] += count
+                continue
+            done += count
+            sample.tokens += count
+            oldest = min(span.version for span in answer.spans)
+            sample.oldest = oldest if sample.oldest < 0 else min(sample.oldest, oldest)
+
+
+def _length(request: Request) -> int:
+    """A request says itself how long its answer is."""
+    return request.offset + request.max_tokens
+
+
+class Barrier(Rival):
+    asynchronous = False
+
+    async def batch(self) -> list[Row]:
+        groups = self.workload.groups
+        samples: list[Sample] = []
+        for number in range(groups):
+            members = self.members(self.version * groups + number)
+            samples += members
+            for sample in members:
+                self.play(sample, number % self.generators)
+        while not all(sample.done for sample in samples):
+            await self.changed()
+        return self.rows(samples)
+
+    def finished(self, sample: Sample) -> None:
+        if not self._samples:
+            self.wake()
+
+
+class Queue(Rival):
+    asynchronous = False
+
+    async def batch(self) -> list[Row]:
+        groups = self.workload.groups
+        numbers = range(self.version * groups, (self.version + 1) * groups)
+        samples = [sample for number in numbers for sample in self.members(number)]
+        self._pending = deque(self.order(samples))
+        self._missing = len(samples)
+        self._fill()
+        while self._missing:
+            await self.changed()
+        return self.rows(samples)
+
+    def order(self, samples: list[Sample]) -> list[Sample]:
+        return samples
+
+    def _fill(self) -> None:
+        while self._pending and (replica := self.least()) is not None:
+            self.play(self._pending.popleft(), replica)
+
+    def left(self, sample: Sample) -> None:
+        self._fill()
+
+    def finished(self, sample: Sample) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self.wake()
+
+
+class Oracle(Queue):
+    def order(self, samples: list[Sample]) -> list[Sample]:
+        return sorted(samples, key=lambda sample: -sample.episode.response)
+
+
+class Admission(Rival):
+    keep_kv = False
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        await super().start(tasks)
+        self._submitted = 0
+        self._pending: deque[Sample] = deque()
+        self._groups: dict[int, list[Sample]] = {}
+        self._ready: list[int] = []
+        self._admit(0)
+
+    async def batch(self) -> list[Row]:
+        groups = self.workload.groups
+        while len(self._ready) < groups:
+            await self.changed()
+        numbers = [heappop(self._ready) for _ in range(groups)]
+        return self.rows([sample for number in numbers for sample in self._groups.pop(number)])
+
+    async def publish(self, version: int) -> None:
+        await super().publish(version)
+        self._admit(version)
+
+    def _admit(self, version: int) -> None:
+        while self._submitted // self.workload.groups <= version + self.alpha:
+            self._groups[self._submitted] = self.members(self._submitted)
+            self._pending.extend(self._groups[self._submitted])
+            self._submitted += 1
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._pending and (replica := self.least()) is not None:
+            self.play(self._pending.popleft(), replica)
+
+    def left(self, sample: Sample) -> None:
+        self._fill()
+
+    def finished(self, sample: Sample) -> None:
+        if all(member.done for member in self._groups[sample.group]):
+            heappush(self._ready, sample.group)
+            self.wake()
+
+
+class _Queue:
+    """The groups of one set of envs, in the order in which they were made."""
+
+    __slots__ = ("groups", "made")
+
+    def __init__(self) -> None:
+        self.groups: deque[list[Sample]] = deque()
+        self.made: deque[int] = deque()
+        """The version at which each of them was made."""
+
+
+class GroupQueue(Rival):
+    pause = PauseMode.ABORT
+
+    async def start(self, tasks: asyncio.TaskGroup) -> None:
+        await super().start(tasks)
+        count = self.workload.groups + self.settings.extra_groups
+        self._queues = [_Queue() for _ in range(count)]
+        self._where: dict[int, int] = {}
+        self._made = 0
+        self._envs = self.workload.group_size + self.settings.extra_members
+        self._bound = math.ceil(self.alpha)
+        for _ in range(self._bound + 1):
+            self._next_round(0)
+
+    async def batch(self) -> list[Row]:
+        while len(whole := [queue for queue in self._queues if self._whole(queue)]) < self.workload.groups:
+            await self.changed()
+        whole = sorted(whole, key=lambda queue: queue.made[0])[: self.workload.groups]
+        samples: list[Sample] = []
+        for queue in whole:
+            queue.made.popleft()
+            group = queue.groups.popleft()
+            samples += [sample for sample in group if sample.done][: self.workload.group_size]
+        return self.rows(samples)
+
+    async def publish(self, version: int) -> None:
+        await super().publish(version)
+        for queue in self._queues:
+            while queue.made and queue.made[0] < version - self._bound:
+                queue.made.popleft()
+                self.given_up += 1
+                for sample in queue.groups.popleft():
+                    self.stop(sample, "stale")
+        self._next_round(version)
+
+    def left(self, sample: Sample) -> None:
+        self._go_on(self._where[sample.group], sample.member)
+
+    def finished(self, sample: Sample) -> None:
+        queue = self._queues[self._where[sample.group]]
+        group = next(group for group in queue.groups if group[0].group == sample.group)
+        if sum(member.done for member in group) == self.workload.group_size:
+            for member in group:
+                if not member.done:
+                    self.stop(member, "surplus")
+                    self._go_on(self._where[member.group], member.member)
+            self.wake()
+
+    def _whole(self, queue: _Queue) -> bool:
+        """Only the first group of a queue can be taken."""
+        return bool(queue.groups) and sum(s.done for s in queue.groups[0]) >= self.workload.group_size
+
+    def _next_round(self, version: int) -> None:
+        for number, queue in enumerate(self._queues):
+            if len(queue.groups) > self._bound:
+                continue
+            queue.groups.append(self.members(self._made))
+            queue.made.append(version)
+            self._where[self._made] = number
+            self._made += 1
+        for number in range(len(self._queues)):
+            for env in range(self._envs):
+                self._go_on(number, env)
+
+    def _go_on(self, number: int, env: int) -> None:
+        """An env plays its member of the oldest group that has not begun, unless it is busy."""
+        for group in self._queues[number].groups:
+            sample = group[env]
+            if sample.task is None and not self._decided(group):
+                self.play(sample, (number * self._envs + env) % self.generators)
+                return
+            if sample in self._samples:
+                return
+
+    def _decided(self, group: list[Sample]) -> bool:
+        return sum(sample.done for sample in group) >= self.workload.group_size

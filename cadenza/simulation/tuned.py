@@ -1,0 +1,29 @@
+"""Good settings of the policies on the workloads that ship; what is not here is searched.
+
+Found by `cadenza simulate --search` and by hand on few seeds: enough for a comparison, not the last percent.
+"""
+
+from __future__ import annotations
+
+from cadenza.simulation.policy import Settings
+
+TUNED: dict[tuple[str, str, float], Settings] = {
+    **{(f"W{n}", "barrier", 0.0): Settings() for n in range(1, 7)},
+    ("W1", "queue", 0.0): Settings(),
+    ("W1", "cadenza", 0.0): Settings(slack=0.0),
+    ("W1", "cadenza", 1.0): Settings(train_gpus=20),
+    ("W1", "cadenza", 2.0): Settings(train_gpus=16),
+    ("W1", "cadenza", 4.0): Settings(train_gpus=20),
+    ("W2", "queue", 0.0): Settings(),
+    ("W2", "oracle", 0.0): Settings(),
+    ("W2", "cadenza", 0.0): Settings(slack=0.0),
+    **{("W2", "admission", eta): Settings(train_gpus=5, concurrency=40) for eta in (1.0, 2.0, 4.0, 8.0)},
+    ("W2", "cadenza", 1.0): Settings(train_gpus=5, slack=0.0),
+    ("W2", "cadenza", 2.0): Settings(train_gpus=5, slack=0.0),
+    ("W2", "cadenza", 4.0): Settings(train_gpus=5, concurrency=80, slack=0.0),
+    ("W2x1024", "cadenza", 1.0): Settings(train_gpus=160, slack=0.0),
+    ("W3", "queue", 0.0): Settings(concurrency=48),
+    ("W3", "oracle", 0.0): Settings(concurrency=80),
+    ("W3", "cadenza", 0.0): Settings(concurrency=48, slack=0.0),
+}
+"""By workload, policy and alpha."""
