@@ -20,7 +20,7 @@ from rich.table import Table
 
 from cadenza.envs.frozenlake import FrozenLake
 from cadenza.envs.protocol import Outcome
-from cadenza.observe.run import RunDirectory
+from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.pipelines.config import build
 
@@ -64,6 +64,7 @@ class Result(NamedTuple):
 
     samples: int
     seconds: float
+    """From the first validation, which comes after the warm start, to the last."""
     success: float
 
 
@@ -76,7 +77,8 @@ def run(seed: int, alpha: float, slow: bool) -> Result:
         config = build(CONFIG, overrides)
         with RunDirectory(Path(directory) / "run", trackers=()) as files:
             progress = asyncio.run(AgenticPipeline(config, files).train())
-            return Result(progress.samples, files.seconds, progress.success_last or 0.0)
+            seconds = [line["time"] for line in read_lines(files.path / "metrics.jsonl") if "val/success" in line]
+            return Result(progress.samples, seconds[-1] - seconds[0], progress.success_last or 0.0)
 
 
 def asynchrony(json: bool, seeds: int = 5) -> int:
