@@ -157,7 +157,7 @@ class AgenticPipeline:
         if self.progress.validated == step:  # before the run was resumed, or its tasks ran out
             self._stop_at_target()
             return
-        with self._timed("validate", aside=True):
+        with self._timed("validate"):
             validator = scheduler_for("val", self.config, self.inference)
             try:
                 batch = await self._unless_stopped(lambda: validator.get_batch(_request(step), -1))
@@ -226,7 +226,7 @@ class AgenticPipeline:
         """Save, if it is time or the policy is the best so far."""
         due = step > 0 and step % self.config.checkpoint.every == 0 and step != self._saved
         if due or self._score is not None:
-            with self._timed("checkpoint", aside=True):
+            with self._timed("checkpoint"):
                 self.save()
 
     def save(self) -> None:
@@ -286,14 +286,11 @@ class AgenticPipeline:
             self._judge(episodes.success, choose=False)
 
     @contextmanager
-    def _timed(self, name: str, *, aside: bool = False) -> Iterator[None]:
-        """A part of the step, or something aside that is no part of it."""
+    def _timed(self, name: str) -> Iterator[None]:
+        """A part of the step."""
         began = time.monotonic()
         yield
-        seconds = time.monotonic() - began
-        self._metrics[f"time/{name}"] = seconds
-        if aside:
-            self._step_began += seconds
+        self._metrics[f"time/{name}"] = time.monotonic() - began
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(step, metrics)
