@@ -834,6 +834,22 @@ def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     assert (done.code, done.figures["steps"]) == (0, 4), done.err
 
 
+def test_a_run_that_breaks_before_its_first_checkpoint_keeps_what_it_wrote(tmp_path: Path) -> None:
+    Path("odd_loss.py").write_text(
+        "from cadenza.algorithms import LOSSES\n"
+        "calls = 0\n"
+        "def loss(logprobs, old, advantages, mask):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    found = LOSSES['policy_gradient'](logprobs, old, advantages, mask)\n"
+        "    return found if calls < 3 else found.values\n"
+    )
+    with pytest.raises(TypeError, match=r"actor.loss must return a TokenLoss\(values, metrics, tokens\), got Tensor"):
+        cadenza("train", config_file(tmp_path), "steps=9", "actor.loss=odd_loss:loss", "checkpoint.every=100")
+    assert list(steps(tmp_path / "runs" / "tiny")) == [1, 2]
+    assert (tmp_path / "runs" / "tiny" / "report.html").exists()
+
+
 def test_a_full_disk_leaves_the_old_checkpoint(commands: Commands, tmp_path: Path) -> None:
     config_file(tmp_path, steps=5, samples=0, checkpoint={"every": 2})
     whole = commands.start(tmp_path, "train", "config.yaml", "name=whole", "--json").wait()

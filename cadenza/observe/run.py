@@ -88,6 +88,8 @@ class RunDirectory:
         if resume is True:
             raise TypeError("resume is the step of the checkpoint to go on from, got True")
         opened = [_tracker(tracker) for tracker in trackers]
+        self.step = resume or 0
+        """The last one that was logged."""
         self._seconds = self._cpu_seconds = 0.0
         if resume is None or resume is False:
             resume = None
@@ -130,6 +132,7 @@ class RunDirectory:
         numbers = {name: float(value) for name, value in metrics.items()}
         head = {"step": step, "time": round(self.seconds, 3), "cpu": round(self.cpu_seconds, 3)}
         _append(self._metrics, head | numbers)
+        self.step = step
         for tracker in list(self._trackers):
             try:
                 tracker.log(step, numbers)

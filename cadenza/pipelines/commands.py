@@ -42,8 +42,8 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool)
     try:
         return _run(config, run, None, as_json)
     except BaseException:
-        if not run.checkpoints.exists() and not (run.path / "failures").exists():
-            run.discard()
+        if not run.step and not run.checkpoints.exists() and not (run.path / "failures").exists():
+            run.discard()  # nothing was learned yet
         raise
 
 

@@ -255,6 +255,9 @@ class Actor:
         config = self.config
         mask, old = part.mask, part.old
         policy = self._loss(logprobs, old, part.advantages, mask)
+        if not isinstance(policy, TokenLoss):
+            kind = type(policy).__name__
+            raise TypeError(f"actor.loss must return a TokenLoss(values, metrics, tokens), got {kind}")
         values = policy.values
         metrics = dict(policy.metrics)
         trainer = logprobs.detach() if config.old_logprobs == "infer" else old
