@@ -15,6 +15,7 @@ import numpy as np
 from cadenza.cluster import ResourceManager
 from cadenza.inference.replica import (
     Finish,
+    Flight,
     Generation,
     PauseMode,
     Replica,
@@ -92,6 +93,14 @@ class FakeReplica:
         running = self._running.pop(request_id, None)
         if running is not None:
             self._deliver(running, running.progress(), Finish.ABORT, cause)
+
+    def flights(self) -> list[Flight]:
+        running = [(one.request, one.progress(), 1) for one in self._running.values()]
+        found = [*running, *((request, 0, 0) for request, _ in self._waiting)]
+        return [
+            Flight(request.id, request.context + done, request.offset + done, computed * (request.context + done))
+            for request, done, computed in found
+        ]
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         self._fence = max(self._fence, epoch)

@@ -194,6 +194,18 @@ def test_partial_tokens_that_are_thrown_away_are_found(monkeypatch: Patch) -> No
     assert "continues from token 0" in hunt(6)
 
 
+def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> None:
+    going_on = Model._continue
+
+    async def wasteful(self: Model, chunks: Any, context: int, limit: int, answer: Generation) -> Generation:
+        while answer.finish is Finish.ABORT and self._moved_to is not None:
+            answer = await self._part(chunks, context, limit, 0)
+        return await going_on(self, chunks, context, limit, answer)
+
+    monkeypatch.setattr(Model, "_continue", wasteful)
+    assert "continues from token 0" in hunt(6)
+
+
 def test_a_shrink_that_touches_other_replicas_is_found(monkeypatch: Patch) -> None:
     put_to_sleep = Sampler._put_to_sleep
 

@@ -47,7 +47,7 @@ async def ask(sampler: Sampler, *, group: int = 0, context: int = 10, limit: int
     try:
         return await seat.replica.generate(request)
     finally:
-        sampler.release(seat, context)
+        sampler.release(seat, context, id)
 
 
 def start(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
@@ -396,6 +396,7 @@ def test_the_turns_of_a_session_stay_on_its_replica() -> None:
     async def main() -> None:
         replicas = pool(4, lambda request: 1.0 + request.session % 3)
         async with playing(replicas, env=chain(6), batch_size=16, slots=16) as scheduler:
+            scheduler.sampler.router.answer = 10.0
             await got(scheduler, 16)
         assert all(len(names) == 1 for names in replicas_of(replicas, "session").values())
         assert all(len(replica.requests) == 4 * 6 for replica in replicas)
@@ -411,6 +412,7 @@ def test_the_members_of_a_group_share_a_home() -> None:
     async def main() -> None:
         replicas = pool(4)
         async with playing(replicas, env=Long, group_size=4, batch_size=16, slots=16) as scheduler:
+            scheduler.sampler.router.answer = 10.0
             await got(scheduler, 16)
         assert all(len(names) == 1 for names in replicas_of(replicas, "group").values())
         assert [len(replica.requests) for replica in replicas] == [4] * 4
@@ -428,11 +430,12 @@ def test_a_group_with_a_short_prompt_spreads_when_its_home_is_loaded() -> None:
     simulate(main)
 
 
-def seats(*loads: int, capacity: int = 100_000) -> tuple[Router, list[Seat]]:
-    """A router over seats that carry so many tokens."""
+def seats(*loads: int, capacity: int = 100_000, answer: float = 50.0) -> tuple[Router, list[Seat]]:
+    """A router over seats that carry so many tokens, when answers have so many."""
     loop = asyncio.get_running_loop()
     found = [Seat(i, fake(name=f"r{i}", kv_capacity=capacity), loop.create_future()) for i in range(len(loads))]
     router = Router()
+    router.answer = answer
     router.rebuild(found)
     for seat, load in zip(found, loads, strict=True):
         if load:
@@ -455,6 +458,30 @@ def test_a_request_leaves_its_prefix_when_the_load_there_costs_more_than_computi
         router, (home, idle) = seats(50_000, 0)
         assert router.pick(home, 0, context=1_100, cached=1_000) is idle
         assert router.escapes == 1
+
+    simulate(main)
+
+
+def test_a_request_leaves_its_prefix_the_sooner_the_longer_answers_are() -> None:
+    async def main() -> None:
+        router, (home, idle) = seats(3_000, 0)
+        for _ in range(2_000):
+            router.learn(10_000)
+        assert router.answer == pytest.approx(10_000, rel=0.01)
+        assert router.pick(home, 0, context=1_100, cached=1_000) is idle
+
+    simulate(main)
+
+
+def test_a_request_stays_with_its_prefix_the_longer_the_more_requests_its_prefill_would_hold_up() -> None:
+    async def main() -> None:
+        router, (home, other) = seats(30_000, 0)
+        for _ in range(20):
+            router.add(other, 0)
+        assert router.pick(home, 0, context=1_100, cached=1_000) is home
+        router, (home, other) = seats(30_000, 0)
+        router.add(other, 20 * SEQUENCE_WEIGHT)
+        assert router.pick(home, 0, context=1_100, cached=1_000) is other
 
     simulate(main)
 

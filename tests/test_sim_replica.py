@@ -754,6 +754,25 @@ def test_death_fails_every_call_in_flight_and_every_later_one(end: str, cause: s
     simulate(main)
 
 
+def test_it_tells_how_far_its_requests_have_come() -> None:
+    async def main() -> None:
+        replica = make(100, CostModel(a=0.01, b=0.0, c=0.0, p=0.0, kv_capacity=1000, max_running=1), arrival_delay=0.2)
+        asked = [replica.generate(ask(1, 20, offset=5))]
+        await asyncio.sleep(0.1)
+        assert replica.flights() == []  # on its way
+        asked.append(replica.generate(ask(2, 30)))
+        await asyncio.sleep(0.505)
+        assert replica.flights() == [(1, 60, 45, 60), (2, 30, 0, 0)]
+        replica.hang()
+        await asyncio.sleep(5.0)
+        assert replica.flights()[0] == (1, 60, 45, 60)
+        replica.crash()
+        assert replica.flights() == []
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    simulate(main)
+
+
 def test_a_hung_replica_stands_still_and_only_stats_answers() -> None:
     async def main() -> None:
         replica = make(100)

@@ -407,6 +407,24 @@ def test_an_aborted_turn_goes_on_from_its_tokens_on_any_replica(sampling: Sampli
         asyncio.run(main(first, second))
 
 
+def test_it_tells_how_far_its_requests_have_come() -> None:
+    async def main(replica: TorchReplica) -> None:
+        brake = Brake(replica, 80)
+        running = replica.generate(ask(1, count=100, offset=5))
+        waiting = replica.generate(ask(2, count=10))
+        await brake.reached()
+        first, second = replica.flights()
+        assert (first.id, first.context - first.written) == (1, 10 - 5)
+        assert first.written == pytest.approx(80 + 5, abs=engine_module.GRAIN)
+        assert 0 < first.computed <= first.context
+        assert second == (2, 10, 0, 0)
+        brake.release()
+        await asyncio.gather(running, waiting)
+        assert replica.flights() == []
+
+    served(main, max_running=1)
+
+
 def test_an_abort_of_one_does_not_disturb_the_others() -> None:
     async def main(replica: TorchReplica) -> None:
         brake = Brake(replica, 90)

@@ -11,6 +11,7 @@ leaks nothing, because `abort`, `pause` and `kill` need no help from it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -124,6 +125,18 @@ class ReplicaStats:
     """Tokens written that went to nobody, by cause."""
 
 
+class Flight(NamedTuple):
+    """A request in flight, as far as it has come."""
+
+    id: int
+    context: int
+    """Tokens of context now, those written included."""
+    written: int
+    """Tokens of its turn so far, those from before an interruption included."""
+    computed: int
+    """Tokens of context in the KV cache; 0 while it waits."""
+
+
 class ReplicaError(Exception):
     """The replica could not serve this request; another may."""
 
@@ -164,6 +177,11 @@ class Replica(Protocol):
     def abort(self, request_id: int, cause: str) -> None:
         """End a request: its future resolves with the partial tokens (`Finish.ABORT`). When nobody waits for the
         future any more, the tokens count as discarded for `cause`. Unknown ids are ignored."""
+        ...
+
+    def flights(self) -> Sequence[Flight]:
+        """Every request in flight, as far as it is known here and now. An engine that cannot tell gives none, and
+        keeps the requests it has."""
         ...
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:

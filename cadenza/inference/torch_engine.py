@@ -32,6 +32,7 @@ from cadenza.inference.decoder import absorb, decoder_for
 from cadenza.inference.engine import Engine, NotNumbers
 from cadenza.inference.kv_cache import joined
 from cadenza.inference.replica import (
+    Flight,
     Generation,
     PauseMode,
     ReplicaError,
@@ -150,6 +151,14 @@ class TorchReplica:
         if flight is not None:
             flight.cause = cause
             self._inbox.put(lambda: self._abort(flight.sequence))
+
+    def flights(self) -> list[Flight]:
+        found = []
+        for id, flight in self._flight.items():
+            sequence, written = flight.sequence, len(flight.sequence.tokens)
+            context = sequence.request.context + written
+            found.append(Flight(id, context, sequence.request.offset + written, min(sequence.computed, context)))
+        return found
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         self.fence = max(self.fence, epoch)

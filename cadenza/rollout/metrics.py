@@ -28,6 +28,8 @@ def rollout_metrics(queue: GroupQueueManager, worker: EnvWorker, sampler: Sample
         "sampler/version": sampler.version,
         "sampler/replicas_lost": len(sampler.lost),
         "sampler/escapes": sampler.router.escapes,
+        "sampler/moves": sampler.balancer.moved,
+        "sampler/moved_tokens": sampler.balancer.moved_tokens,
     }
     for fate in Fate:
         metrics[f"fate/{fate.value}"] = ledger.fates[fate]

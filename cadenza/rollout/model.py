@@ -1,7 +1,7 @@
 """What a rollout talks to.
 
 Every call is recorded token-exactly as a turn: what the engine produced is what is trained. An interruption (a
-suspension, a replica that leaves or dies) is not seen by the rollout: the turn goes on from the tokens it has.
+suspension, a move, a replica that leaves or dies) is not seen by the rollout: the turn goes on from the tokens it has.
 
     chat() -> render to tokens -> generate(): grant -> replica -> Generation
                                       ^                    | abort: keep the tokens, ask again
@@ -102,7 +102,7 @@ class Surroundings:
 class Model:
     """The model, as one attempt sees it."""
 
-    __slots__ = ("_around", "_attempt", "_busy", "_cached", "_chunks", "_context", "_seat", "trajectory")
+    __slots__ = ("_around", "_attempt", "_busy", "_cached", "_chunks", "_context", "_moved_to", "_seat", "trajectory")
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, around: Surroundings) -> None:
         self.trajectory = trajectory
@@ -112,6 +112,7 @@ class Model:
         self._context = 0
         self._seat: Seat | None = None
         self._cached = 0
+        self._moved_to: Seat | None = None
         self._busy = False
 
     @property
@@ -158,6 +159,7 @@ class Model:
         self._check_turn()
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._context = context + len(answer.tokens)
+        self._around.sampler.router.learn(len(answer.tokens))
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
         attempt.turns += 1
@@ -189,7 +191,8 @@ class Model:
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            seat = await sampler.grant(self._seat, group, context, self._cached)
+            seat = await sampler.grant(self._seat, group, context, self._cached, self._moved_to)
+            self._moved_to = None
             request = Request(
                 sampler.next_id(), chunks, context, limit, around.sampling, seed, done,
                 attempt.id + namespace if namespace else attempt.id, group, sampler.epoch,
@@ -226,7 +229,7 @@ class Model:
                 sampler.report(seat, ReplicaError(f"'generate' raised {type(error).__name__}: {error}"))
                 continue
             finally:
-                sampler.release(seat, context)
+                moved_to = sampler.release(seat, context, request.id)
             self._tell("answer", part.finish.value, len(part.tokens))
             if len(part.logprobs) != len(part.tokens) or sum(span.length for span in part.spans) != len(part.tokens):
                 sampler.report(seat, ReplicaError("'generate' gave tokens, logprobs and spans of different lengths"))
@@ -234,6 +237,7 @@ class Model:
             seat.failures = 0
             seat.served += 1
             self._seat = seat
+            self._moved_to = moved_to if part.finish is Finish.ABORT else None
             self._cached = context + len(part.tokens)
             self._around.ledger.add_tokens(attempt, len(part.tokens))
             return part

@@ -1,9 +1,11 @@
 """Which replica serves a request.
 
-Three wishes, weighed in one unit, tokens of context in flight: a session wants the replica that holds its prefix,
-the first turn of a group member the one that holds the group's prompt, and everybody the replica under the least
-pressure. A request leaves the replica it sticks to as soon as that one carries more than `slack` times the prefix
-that leaving would cost, or has no room.
+A session wants the replica that holds its prefix, the first turn of a group member the one that holds the group's
+prompt, and everybody the replica under the least pressure. What these wishes are worth is weighed in time, summed over
+all who wait for it. To leave costs the prefill of the prefix, which holds up everybody on the other replica. To stay
+costs, with every token of the answer, a decode step that is longer by the context which the replica has in excess. A
+replica without room is left anyway. Pressure is the context that is to be expected: what was granted, and for each
+request half of the answer it is going to write, so that a long context that comes back weighs as much as it will.
 
 The least loaded replica is on top of a heap whose entries may be old; an entry whose pressure is not its seat's
 any more is dropped when it surfaces. So a decision costs O(log replicas) and nothing per session.
@@ -19,6 +21,10 @@ from cadenza.inference.replica import Replica
 
 SEQUENCE_WEIGHT = 128
 """What a running sequence costs besides its context, in tokens of context (b/c of the cost model)."""
+PREFILL_WEIGHT = 400.0
+"""What the prefill of a token costs, in decode steps over a token of context (p/c of the cost model: 300 to 1500)."""
+MEMORY = 256
+"""Answers over which their mean length is taken."""
 MAX_HOMES = 1 << 16
 """Groups whose home is remembered; beyond it the oldest are forgotten."""
 
@@ -47,9 +53,9 @@ class Seat:
         self.loading = False
         """Weights are being loaded, under a deadline of their own."""
         self.load = 0
-        """Tokens of context in flight, each sequence with its fixed weight."""
+        """Tokens of context in flight when they were granted."""
         self.pressure = 0.0
-        """load / capacity."""
+        """The same with what each request weighs besides and is going to write, as a share of the capacity."""
         self.inflight = 0
         """Requests granted and not released."""
         self.gone = gone
@@ -67,8 +73,10 @@ class Seat:
 class Router:
     """Chooses among the active seats."""
 
-    def __init__(self, slack: float = 4.0) -> None:
-        self.slack = slack
+    def __init__(self, prefill_weight: float = PREFILL_WEIGHT) -> None:
+        self.prefill_weight = prefill_weight
+        self.answer = 1024.0
+        """Mean length of the last answers, in tokens."""
         self.escapes = 0
         """Requests that left the replica with their prefix because it was loaded."""
         self._heap: list[tuple[float, int, Seat]] = []
@@ -99,20 +107,24 @@ class Router:
         self._homes[group] = best
         return best
 
+    def learn(self, tokens: int) -> None:
+        """An answer had so many tokens."""
+        self.answer += (tokens - self.answer) / MEMORY
+
     def add(self, seat: Seat, context: int) -> None:
         """A request goes there."""
         seat.asked += 1
         seat.inflight += 1
-        self._weigh(seat, context + SEQUENCE_WEIGHT)
+        self._weigh(seat, context)
 
     def remove(self, seat: Seat, context: int) -> None:
         """A request left."""
         seat.inflight -= 1
-        self._weigh(seat, -context - SEQUENCE_WEIGHT)
+        self._weigh(seat, -context)
 
     def _weigh(self, seat: Seat, tokens: int) -> None:
         seat.load += tokens
-        seat.pressure = seat.load / seat.capacity
+        seat.pressure = (seat.load + seat.inflight * (SEQUENCE_WEIGHT + self.answer / 2)) / seat.capacity
         if seat.state is SeatState.ACTIVE:
             if len(self._heap) > 8 * self._seats + 64:
                 self.rebuild(list({seat.index: seat for _, _, seat in self._heap}.values()))
@@ -124,7 +136,8 @@ class Router:
             return False
         if seat.load + context > seat.capacity and best.load + context <= best.capacity:
             return False
-        return seat.load - best.pressure * seat.capacity <= self.slack * (cached + SEQUENCE_WEIGHT)
+        excess = (seat.pressure - best.pressure) * seat.capacity
+        return self.answer * excess <= self.prefill_weight * cached * (1 + best.inflight)
 
     def _least(self) -> Seat | None:
         heap = self._heap

@@ -9,6 +9,7 @@ routing table for good, its requests routed again with the tokens they had.
     suspend, resume, load_weights, shrink, expand: one at a time, event-driven; none of them delays a grant to a
     replica it does not touch
     health check: woken by time; gives up replicas with work but without progress
+    balance: woken by time; moves running requests from loaded replicas to others (balance.py)
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from cadenza.config import Config
 from cadenza.errors import InfrastructureError, raise_if_stopped
 from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaLost, ReplicaStats
 from cadenza.observe.events import Event, EventSink
+from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.router import Router, Seat, SeatState
+from cadenza.rollout.router import PREFILL_WEIGHT, Router, Seat, SeatState
 
 
 class SamplerConfig(Config):
@@ -40,8 +42,10 @@ class SamplerConfig(Config):
     """Between two looks at the replicas that answered nothing."""
     max_strikes: int = Field(default=3, gt=0)
     """Looks without progress, or requests failed in a row, after which a replica is given up."""
-    affinity_slack: float = Field(default=4.0, ge=0)
-    """How many tokens of load a request accepts for each token of prefix that it would have to compute again."""
+    balance_seconds: float = Field(default=5.0, ge=0)
+    """Between two looks at which running requests should change replicas (balance.py); 0 leaves them where they are."""
+    prefill_weight: float = Field(default=PREFILL_WEIGHT, ge=0)
+    """What the prefill of a token costs, in decode steps over a token of context: how dear it is to leave a prefix."""
 
 
 T = TypeVar("T")
@@ -65,7 +69,8 @@ class Sampler:
         self.version = 0
         """Newest version that every active replica has."""
         self.epoch = 0
-        self.router = Router(self.config.affinity_slack)
+        self.router = Router(self.config.prefill_weight)
+        self.balancer = Balancer(self.config.prefill_weight)
         self.lost: dict[str, str] = {}
         """Replicas given up, with the cause."""
         self.on_version: list[Callable[[int], None]] = []
@@ -88,7 +93,7 @@ class Sampler:
         self._ids = itertools.count()
         self._namespaces = itertools.count(0, 1 << 40)
         self._operations: set[asyncio.Task[Any]] = set()
-        self._health: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self._closed = False
 
     # -- clients -------------------------------------------------------------------------------------------------
@@ -100,25 +105,33 @@ class Sampler:
         """A range of ids for one scheduler, so that the sessions and groups of two of them do not mix."""
         return next(self._namespaces)
 
-    async def grant(self, sticky: Seat | None, group: int, context: int, cached: int) -> Seat:
-        """A replica for a request of `context` tokens, as soon as the gate is open. Whoever gets it calls
-        `release` with the same context."""
+    async def grant(
+        self, sticky: Seat | None, group: int, context: int, cached: int, moved_to: Seat | None = None
+    ) -> Seat:
+        """A replica for a request of `context` tokens, as soon as the gate is open. It is `moved_to`, which the last
+        `release` gave, if that can be had at once. Whoever gets it calls `release` with the same context."""
         while True:
             if self._closed:
                 raise InfrastructureError("the sampler is closed")
             if not self._gate.is_set():
                 await self._gate.wait()
+                moved_to = None
                 continue
-            seat = self.router.pick(sticky, group, context, cached)
+            if moved_to is not None and moved_to.state is SeatState.ACTIVE:
+                self.balancer.count(context)
+                seat: Seat | None = moved_to
+            else:
+                seat = self.router.pick(sticky, group, context, cached)
             if seat is None:  # the last replica was given up; the gate opens when there is one again
                 self._gate.clear()
                 continue
             self.router.add(seat, context)
             return seat
 
-    def release(self, seat: Seat, context: int) -> None:
-        """The request is over, whatever came of it."""
+    def release(self, seat: Seat, context: int, request: int) -> Seat | None:
+        """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on."""
         self.router.remove(seat, context)
+        return self.balancer.take(request)
 
     def report(self, seat: Seat, error: ReplicaError) -> None:
         """A client tells that a request failed."""
@@ -153,9 +166,13 @@ class Sampler:
     def let_go(self, holder: object = None) -> asyncio.Task[None] | None:
         """`resume` for whoever does not want to wait: the task that opens the gate, None when it is open."""
         self._seat_all()
-        if self._health is None:
-            self._health = asyncio.get_running_loop().create_task(self._watch(), name="sampler health")
-            self._health.add_done_callback(self._watch_ended)
+        if not self._watches:
+            loop = asyncio.get_running_loop()
+            self._watches.append(loop.create_task(self._watch(), name="sampler health"))
+            if self.config.balance_seconds and len(self._seats) > 1:
+                self._watches.append(loop.create_task(self._balance(), name="sampler balance"))
+            for task in self._watches:
+                task.add_done_callback(self._watch_ended)
         self._holders.discard(holder)
         return None if self._gate.is_set() else self._begin(self._resume())
 
@@ -186,12 +203,13 @@ class Sampler:
         return await self._to_its_end(self._expand(devices, skip_load))
 
     async def close(self) -> None:
-        """End the health check and wake whoever waits at the gate."""
+        """End the health check and the balance, and wake whoever waits at the gate."""
         self._closed = True
         self._gate.set()
-        if self._health is not None:
-            self._health.cancel()
-            await asyncio.wait([self._health], timeout=self.config.control_seconds)
+        for task in self._watches:
+            task.cancel()
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=self.config.control_seconds)
 
     async def stats(self) -> dict[str, ReplicaStats]:
         """What every replica that answers says about itself, the dead ones too where they still can."""
@@ -454,9 +472,16 @@ class Sampler:
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("the sampler's health check died, the sampler closes", exc_info=error)
+            logger.error("'%s' died, the sampler closes", task.get_name(), exc_info=error)
             self._closed = True
             self._gate.set()
+
+    async def _balance(self) -> None:
+        """Move running requests, unless the gate is closed or a control operation is under way."""
+        while True:
+            await asyncio.sleep(self.config.balance_seconds)
+            if self._gate.is_set() and not self._control.locked():
+                self.balancer.tick(self._active())
 
     async def _look(self, seat: Seat) -> None:
         try:

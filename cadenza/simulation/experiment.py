@@ -208,8 +208,6 @@ def _axes(workload: Workload, policy: str, alpha: float) -> list[Any]:
     if POLICIES[policy].asynchronous and alpha:
         unit = max(1, workload.gpus // 32)
         axes.append(lambda s: [replace(s, train_gpus=s.train_gpus + unit * d) for d in (-4, -2, -1, 1, 2, 4)])
-    if policy == "cadenza":
-        axes.append(lambda s: [replace(s, slack=slack) for slack in (0.0, 1.0, 4.0, 16.0)])
     if policy in ("queue", "oracle", "admission", "cadenza"):
         most = workload.batch * (1 + math.ceil(alpha)) / workload.gpus
         axes.append(

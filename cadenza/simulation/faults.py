@@ -203,6 +203,8 @@ class FaultyReplica(SimReplica):
         super().__init__(*args, **options)
         self.dead = False
         self.asleep = False
+        self.moving: set[int] = set()
+        """Requests that the sampler called back in order to move them."""
         self._plan = plan
         self._on_ask = on_ask
         self._told_late = False
@@ -217,6 +219,8 @@ class FaultyReplica(SimReplica):
 
     def abort(self, request_id: int, cause: str) -> None:
         losing = self._lost_aborts
+        if cause == "moved":
+            self.moving.add(request_id)
         super().abort(request_id, cause)
         self._tell_aborts(losing)
 

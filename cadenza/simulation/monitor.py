@@ -20,7 +20,8 @@ one scheduler is checked by its `View`, what concerns the sampler and the whole 
    and no slot is taken in the end.
 6. Suspension: from the return of `suspend` until whoever asked for it opens the gate again, no replica writes a token
    and none accepts a request. Every request continues its turn from exactly the tokens that were returned for it
-   before. A request is interrupted only while a suspension, or a shrink of its own replica, is under way.
+   before. A request is interrupted only while a suspension, or a shrink of its own replica, is under way, or to be
+   moved to another replica.
 7. Rewards: each reward in a batch is the one that the world gave for this trajectory, and no trajectory in it met a
    fault that broke it. Its tokens are those that env and replica produced.
 8. The same scenario gives the same stream: see `fuzz`, which runs schedules twice.
@@ -172,7 +173,8 @@ class Monitor:
                     self.violate(6, f"r{index} accepted request {request.id} while suspended")
             elif kind == "abort":
                 by_suspend = self._suspending > 0 and self._mode is PauseMode.ABORT
-                if not (by_suspend or self._leaving[index] > 0 or self._answers[request.id].cancelled()):
+                asked = self._leaving[index] > 0 or request.id in self.replicas[index].moving
+                if not (by_suspend or asked or self._answers[request.id].cancelled()):
                     self.violate(6, f"r{index} interrupted request {request.id} at {time:.4f} s unasked")
 
         return hear

@@ -36,13 +36,13 @@ class Settings:
     extra_members: int = 0
     extra_groups: int = 0
     """Redundancy, of those policies that have it."""
-    slack: float = 4.0
-    """`affinity_slack` of the sampler, of the policy `cadenza`."""
+    balance_seconds: float = 5.0
+    """Of the sampler, of the policy `cadenza`."""
 
     def check(self, workload: Workload) -> None:
         if not 0 <= self.train_gpus < workload.gpus:
             raise ValueError(f"train_gpus must be from 0 to {workload.gpus - 1}, got {self.train_gpus}")
-        if min(self.concurrency, self.extra_members, self.extra_groups) < 0 or self.slack < 0:
+        if min(self.concurrency, self.extra_members, self.extra_groups, self.balance_seconds) < 0:
             raise ValueError(f"settings must not be negative, got {self}")
 
 

@@ -44,7 +44,12 @@ class Cadenza(Policy):
         cluster = LocalCluster(
             self.replicas,
             _NoText(),
-            SamplerConfig(affinity_slack=settings.slack, heartbeat_seconds=HEARTBEAT, load_seconds=PATIENCE),
+            SamplerConfig(
+                balance_seconds=settings.balance_seconds,
+                prefill_weight=workload.cost.p / workload.cost.c if workload.cost.c else 0.0,
+                heartbeat_seconds=HEARTBEAT,
+                load_seconds=PATIENCE,
+            ),
         )
         most = (workload.groups * (1 + math.ceil(self.alpha)) + settings.extra_groups) * (
             workload.group_size + settings.extra_members

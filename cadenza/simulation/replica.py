@@ -25,6 +25,7 @@ from heapq import heappop, heappush
 
 from cadenza.inference.replica import (
     Finish,
+    Flight,
     Generation,
     PauseMode,
     ReplicaError,
@@ -167,6 +168,18 @@ class SimReplica:
             self._loop.call_later(self._late, self._abort, request_id, cause)
         else:
             self._abort(request_id, cause)
+
+    def flights(self) -> list[Flight]:
+        self._advance(self._now())
+        steps, found = self._steps, []
+        for sequence in self._running.values():
+            request, written = sequence.request, sequence.held + steps - sequence.since
+            context = request.context + written
+            found.append(Flight(request.id, context, request.offset + written, context))
+        for sequence in self._waiting.values():
+            request, written = sequence.request, sequence.held
+            found.append(Flight(request.id, request.context + written, request.offset + written, 0))
+        return found
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         await self._reach()

@@ -129,6 +129,8 @@ class Scenario:
     replicas: int
     protected: int
     """The replica that no ordinary schedule loses."""
+    balance_seconds: float
+    """Between two looks at who should change replicas; 0 is never."""
     step_seconds: float
     """Of one decode step."""
     load_cost: float
@@ -247,6 +249,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         shuffle=rng.getrandbits(32) if rng.random() < 0.5 else None,
         replicas=replicas,
         protected=protected,
+        balance_seconds=(0.0, 0.25, 1.0)[mixed(seed, 2) % 3],
         step_seconds=2.0**-5 if on_grid else rng.uniform(0.01, 0.1),
         load_cost=0.0 if on_grid else 1.0,
         kv_capacity=rng.choice((320, 640, 4096)),

@@ -23,6 +23,7 @@ from cadenza.data import DataProto
 from cadenza.inference.replica import PauseMode, Sampling
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled
+from cadenza.rollout.router import PREFILL_WEIGHT
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.clock import Deadlock, VirtualTimeout
@@ -392,6 +393,8 @@ class _Driver:
                 load_seconds=DEADLINES.load,
                 heartbeat_seconds=DEADLINES.heartbeat,
                 max_strikes=DEADLINES.strikes,
+                balance_seconds=scenario.balance_seconds,
+                prefill_weight=1.0 if scenario.balance_seconds else PREFILL_WEIGHT,
             ),
         )
         self.cluster.sampler.events = monitor.hear_sampler

@@ -185,8 +185,8 @@ def _settings(result: Result) -> str:
         told.append(f"{settings.concurrency} at once")
     if settings.extra_groups or settings.extra_members:
         told.append(f"+{settings.extra_groups} groups +{settings.extra_members} members")
-    if result.policy == "cadenza":
-        told.append(f"slack {settings.slack:g}")
+    if result.policy == "cadenza" and not settings.balance_seconds:
+        told.append("no balance")
     return ", ".join(told)
 
 

@@ -1,0 +1,119 @@
+"""Running requests change replicas, so that no replica falls behind the others.
+
+A decode step takes the longer the more context is in flight, so whoever shares a replica with long sequences becomes a
+straggler. Every `balance_seconds` the heaviest replicas give a request each to the lightest: the one whose context
+comes nearest to half of what lies between them, so that both have the same afterwards.
+
+Invariant: a move is an interruption like any other. The balancer asks the source to abort the request and notes where
+its turn should go on; the tokens travel with the client of the turn, as they do over a suspension. A note that is not
+followed costs nothing: the request ended first, the abort was lost, the gate closed, the target left.
+
+    tick -> flights of at most MAX_LOOKS replicas -> plan -> note the target, abort at the source
+    client: its request comes back -> take() -> the target, if it was moved -> grant there
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cadenza.inference.replica import Flight
+from cadenza.rollout.failures import logger
+from cadenza.rollout.router import SEQUENCE_WEIGHT, Seat
+
+MAX_LOOKS = 128
+"""Replicas that one tick looks at; if there are more, they take turns."""
+SHARE = 8
+"""One replica in so many gives a request away in one tick."""
+ROOM = 0.7
+"""The share of its KV cache that a replica may fill by taking a request: what it has will grow."""
+STEP_SHARE = 0.25
+"""What a decode step costs besides its context, as a share of the context that fills the KV cache (a / cM)."""
+MIN_GAIN = 0.02
+"""The share of a decode step by which a move must relieve the source."""
+
+
+class Move(NamedTuple):
+    """A request that goes from one replica to another."""
+
+    request: int
+    source: Seat
+    target: Seat
+
+
+class Balancer:
+    """Decides about moves and knows which ones are under way."""
+
+    def __init__(self, prefill_weight: float) -> None:
+        self.prefill_weight = prefill_weight
+        self.moved = 0
+        """Requests that went on where they were sent."""
+        self.moved_tokens = 0
+        """Tokens of context that they had to prefill there."""
+        self._targets: dict[int, Seat] = {}
+        self._turn = 0
+
+    def tick(self, seats: Sequence[Seat]) -> None:
+        """Even out the load of these seats, or of the next MAX_LOOKS of them. A note is good until the next tick."""
+        self._targets.clear()
+        if len(seats) > MAX_LOOKS:
+            first = self._turn % len(seats)
+            self._turn = first + MAX_LOOKS
+            seats = [*seats[first : first + MAX_LOOKS], *seats[: max(0, first + MAX_LOOKS - len(seats))]]
+        for move in plan([(seat, _flights(seat)) for seat in seats], self.prefill_weight):
+            self._targets[move.request] = move.target
+            move.source.replica.abort(move.request, "moved")
+
+    def take(self, request: int) -> Seat | None:
+        """Where a request that came back should go on, if it was to be moved."""
+        return self._targets.pop(request, None) if self._targets else None
+
+    def count(self, context: int) -> None:
+        """A request of so many tokens went on where it was sent."""
+        self.moved += 1
+        self.moved_tokens += context
+
+
+def _flights(seat: Seat) -> Sequence[Flight]:
+    try:
+        return seat.replica.flights()
+    except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not balanced then
+        logger.debug("replica %s does not tell its requests: %r", seat.replica.name, error)
+        return ()
+
+
+def plan(found: Sequence[tuple[Seat, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
+    """Moves from the heaviest seats to the lightest, one each. Seats with work that they do not tell are left alone."""
+    told = [(seat, flights, _load(flights)) for seat, flights in found if flights or not seat.inflight]
+    told.sort(key=lambda entry: (entry[2] / entry[0].capacity, entry[0].index))
+    moves = []
+    for number in range(min(max(1, len(told) // SHARE), len(told) // 2)):
+        light, _, light_load = told[number]
+        heavy, flights, heavy_load = told[-1 - number]
+        room = int(ROOM * light.capacity) - light_load
+        even = (heavy_load * light.capacity - light_load * heavy.capacity) / (heavy.capacity + light.capacity)
+        least = MIN_GAIN * (heavy_load + STEP_SHARE * heavy.capacity)
+        best = _nearest(flights, even, least, min(room, 2 * even - least), prefill_weight)
+        if best is not None:
+            moves.append(Move(best, heavy, light))
+    return moves
+
+
+def _load(flights: Sequence[Flight]) -> int:
+    return sum([flight.context for flight in flights]) + SEQUENCE_WEIGHT * len(flights)
+
+
+def _nearest(flights: Sequence[Flight], wanted: float, least: float, most: float, prefill_weight: float) -> int | None:
+    """The request that weighs about as much as wanted, of those whose prefill is won back: a sequence is expected to
+    write about as much again as it has written, and every step of it relieves the source by its context."""
+    best, distance = None, math.inf
+    for flight in flights:
+        weight = flight.context + SEQUENCE_WEIGHT
+        if (
+            least <= weight <= most
+            and abs(weight - wanted) < distance
+            and flight.written * flight.context >= prefill_weight * flight.computed
+        ):
+            best, distance = flight.id, abs(weight - wanted)
+    return best
