@@ -84,6 +84,7 @@ def simulate(
     warm_up: Count = 12,
     gates: Flag = False,
     search: Flag = False,
+    out: Path | None = None,
     json: Flag = False,
 ) -> int:
     """Compare rollout schedules on a virtual cluster; the policy 'cadenza' is the production scheduler itself.
@@ -91,7 +92,8 @@ def simulate(
     Parameters
     ----------
     workload
-        W1 to W6, W4:3 (another sigma), W2x64 (on so many GPUs), a trace file (.json), some of them with commas, or all.
+        W1 to W6, W4:3 (another sigma), W2x64 (on so many GPUs), a trace file (.json), the directory of a run, some of
+        them with commas, or all.
     policy
         barrier, queue, group-queue, admission, cadenza, oracle, some of them with commas, or all.
     alpha
@@ -106,17 +108,56 @@ def simulate(
         Check instead whether the simulation reproduces published figures.
     search
         Search the best settings of each policy anew.
+    out
+        Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
     json
         Print one JSON object and nothing else.
     """
     from cadenza.simulation import simulate as simulation
+    from cadenza.simulation.asked import BadRequest
 
     try:
         return simulation.simulate(
-            workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search, as_json=json
-        )
-    except simulation.BadRequest as error:
+            workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search, out=out,
+            as_json=json,
+        )  # fmt: skip
+    except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza simulate --help", 2)
+
+
+@app.command
+def plan(
+    *,
+    gpus: Count | None = None,
+    workload: str = "W2",
+    alpha: str = "0,0.5,1,2,4",
+    model_cost: str | None = None,
+    json: Flag = False,
+) -> int:
+    """Choose how many GPUs train and how far generation runs ahead, by simulating the production scheduler.
+
+    Parameters
+    ----------
+    gpus
+        All of them, those that train among them; those of the workload unless given. The batch stays that of the
+        workload: `--workload W2x64` has the batch of 64 GPUs.
+    workload
+        W1 to W6, W4:3 (another sigma), W2x64 (on so many GPUs), a trace file (.json), or the directory of a run.
+    alpha
+        Asynchronous ratios to choose from, with commas.
+    model_cost
+        h100-qwen3-8b, h100-qwen2.5-7b, a100-qwen2.5-7b, or a=..,b=..,c=..,p=..,kv=..,running=..,train=.. in seconds and
+        tokens (docs/simulation.md), or a name and then what differs; that of the workload unless given.
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.simulation import planning
+    from cadenza.simulation.asked import BadRequest
+
+    try:
+        return planning.plan(gpus, workload, alpha, model_cost, as_json=json)
+    except BadRequest as error:
+        return _complain(f"{error}\nTry: cadenza plan --help", 2)
 
 
 @app.command
@@ -229,6 +270,20 @@ def asynchrony(*, seeds: Count = 5, json: Flag = False) -> int:
     from cadenza.benchmarks.asynchrony import asynchrony as measure
 
     return measure(json, seeds)
+
+
+@bench.command
+def simulator(*, json: Flag = False) -> int:
+    """The simulation against real runs of a tiny policy: calibrated on one run, it predicts another; takes minutes.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.simulator import simulator as measure
+
+    return measure(json)
 
 
 @bench.command

@@ -49,6 +49,7 @@ from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.pipelines.config import PRESETS, build, dump, read
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.simulation.traces import read_run
 from cadenza.training import Actor
 from cadenza.training.checkpoint import step_of
 
@@ -144,6 +145,17 @@ def test_samples_are_episodes_as_text(first: Done) -> None:
         assert sample["turns"][0]["prompt"] == "P.\n.G\n"
         assert sample["success"] is (sample["score"] == 1.0)
         assert 1 <= len(sample["turns"]) <= 4
+
+
+def test_a_finished_run_is_a_workload_for_the_simulation(first: Done) -> None:
+    workload = read_run(first.run)
+    trained = first.figures["samples"]
+    assert sum(len(group) for group in workload.recorded) == trained
+    assert (workload.gpus, workload.batch) == (1, trained // first.figures["steps"])
+    assert workload.train_seconds > 0
+    episodes = [episode for group in workload.recorded for episode in group]
+    assert {length for episode in episodes for length in episode.lengths} == {1}
+    assert all(episode.fresh == (len(episode.lengths) > 1) for episode in episodes)
 
 
 def test_report_summary_and_tensorboard_are_there(first: Done) -> None:

@@ -8,14 +8,22 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 
 from cadenza.cli import main
+from cadenza.inference.meter import StepMeter
+from cadenza.observe.run import RunDirectory
 from cadenza.simulation import clock, gates
 from cadenza.simulation.account import Account, Figures, Meters, Row
+from cadenza.simulation.bounds import Demand
+from cadenza.simulation.cost import CostModel
 from cadenza.simulation.experiment import POLICIES, Result, Trial, evaluate, first_guess, search, workers
+from cadenza.simulation.film import Film
 from cadenza.simulation.policy import Settings, drive
 from cadenza.simulation.rivals import Barrier, GroupQueue
+from cadenza.simulation.traces import Member, RunStep, TraceFileError, TraceGroup, read_run
 from cadenza.simulation.tuned import TUNED
 from cadenza.simulation.workloads import Episode, LogNormal, Responses, Workload, find, trace_of, w4
 
@@ -316,3 +324,160 @@ def test_a_wrong_command_says_why(arguments: list[str], message: str, capsys: py
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--workload", "nowhere.json"]) == 1
     assert "nowhere.json" in capsys.readouterr().err
+
+
+# -- pictures ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["queue", "cadenza"])
+def test_a_run_that_is_filmed_is_the_same_run(policy: str) -> None:
+    plain = trial(policy)
+    filmed = POLICIES[policy](SMALL, trace_of(SMALL, 0), plain.alpha, plain.settings)
+    filmed.film = film = Film()
+    figures = clock.run(lambda: drive(filmed, plain.steps)).figures(0, plain.warm_up)
+    assert figures == plain.run()
+    assert len(film.steps) == plain.steps
+
+
+def test_a_strip_shows_what_ran_and_when_the_trainer_worked() -> None:
+    policy = POLICIES["cadenza"](SMALL, trace_of(SMALL, 0), 1.0, Settings(train_gpus=1))
+    policy.film = film = Film()
+    account = clock.run(lambda: drive(policy, 6))
+    strip = film.strip(1, 1e9, 50)
+    written = sum(line.demand.written for line in account.lines[2:])
+    decoded = strip.running.sum() * (strip.end - strip.start) / 50
+    assert strip.running.shape == (3, 50)
+    assert [version for _, version in strip.published] == [2, 3, 4, 5]
+    assert 0 < strip.busy < 1
+    steps = strip.end - strip.start
+    shown = sum(end - start for start, end in (*strip.trained, *strip.waited))
+    assert shown == pytest.approx(steps - 4 * SMALL.sync_seconds, abs=0.1)  # else weights are handed out
+    assert decoded == pytest.approx(written * SMALL.cost.a, rel=0.4)
+
+
+def test_more_replicas_than_rows_share_them() -> None:
+    film = Film()
+    for replica in range(200):
+        film.camera(replica)
+    film.spans[0].append((0.0, 10.0))
+    film.steps = [(0.0, 0.0, 0.0), (0.0, 5.0, 10.0)]
+    strip = film.strip(0, 100.0, 4)
+    assert strip.running.shape == (64, 4)
+    assert strip.running.sum() == pytest.approx(4 / 4)  # four replicas share the first row
+
+
+def test_out_draws_the_policies_and_a_timeline(
+    mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    options = ["--policy", "barrier,cadenza", "--seeds", "1", "--steps", "5", "--warm-up", "2"]
+    assert main(["simulate", "--workload", mine, *options, "--out", str(tmp_path / "plots")]) == 0
+    assert str(tmp_path / "plots" / "index.html") in capsys.readouterr().out
+    for name in ("mine-policies.png", "mine-timeline.png"):
+        assert (tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "plots" / "index.html").read_text()
+    assert "http" not in page
+    data = json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])
+    assert [scene["name"] for scene in data["workloads"][0]["scenes"]] == ["barrier", "cadenza, alpha 1"]
+
+
+# -- a finished run ----------------------------------------------------------------------------------------------------
+
+
+def run_step(step: int, groups: int = 2, **changes: object) -> RunStep:
+    members = [Member([10 * step, 4], [3], [0.5, 0.25], 1.0), Member([7])]
+    made = RunStep(
+        step, 2, 3.0, 1.0, 0.5, [TraceGroup(6, members) for _ in range(groups)], {"a": 1e-3, "kv_capacity": 9}
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def run_directory(path: Path, *steps: RunStep, tail: bytes = b"") -> Path:
+    with RunDirectory(path, trackers=()) as run:
+        for step in steps:
+            run.trace(step.encode())
+    with (path / "trace.jsonl").open("ab") as file:
+        file.write(tail)
+    return path
+
+
+COSTS = {"a": 1e-3, "b": 2e-6, "c": 3e-9, "p": 4e-5, "kv_capacity": 1000, "max_running": 8}
+
+
+def test_a_finished_run_is_a_workload_with_its_own_costs(tmp_path: Path) -> None:
+    steps = [run_step(1, cost=COSTS), run_step(2, 1, cost=COSTS | {"a": 2e-3})]
+    workload = read_run(run_directory(tmp_path / "mine", *steps, tail=b'{"step": 3, "gp'))
+    assert (workload.name, workload.gpus, workload.groups, workload.group_size) == ("mine", 2, 2, 2)
+    assert workload.cost == CostModel(2e-3, 2e-6, 3e-9, 4e-5, 1000, 8)
+    assert workload.recorded[2] == (Episode((20, 4), (6, 3), (0.5, 0.25), 1.0), Episode((7,), (6,)))
+    assert workload.sync_seconds == 0.5
+    tokens = [2 * (6 + 10 + 3 + 4 + 6 + 7), 6 + 20 + 3 + 4 + 6 + 7]
+    assert workload.train_seconds == pytest.approx((1.5 / tokens[0] + 1.5 / tokens[1]) / 2)
+
+
+def test_the_last_groups_of_a_long_run_are_replayed(tmp_path: Path) -> None:
+    workload = read_run(run_directory(tmp_path / "long", *(run_step(step, 1000, cost=None) for step in (1, 2, 3, 4))))
+    assert {group[0].lengths[0] for group in workload.recorded} == {20, 30, 40}
+
+
+def test_a_resumed_run_forgets_the_steps_that_happen_again(tmp_path: Path) -> None:
+    path = run_directory(tmp_path / "run", run_step(1, cost=COSTS), run_step(2, cost=COSTS))
+    RunDirectory(path, resume=1, trackers=()).close()
+    assert len(read_run(path).recorded) == 2
+
+
+def test_a_run_that_recorded_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceFileError, match="no step of it was recorded"):
+        read_run(run_directory(tmp_path / "run"))
+    with pytest.raises(TraceFileError, match=r"it has no trace\.jsonl"):
+        read_run(tmp_path)
+
+
+def test_simulate_takes_the_directory_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_directory(tmp_path / "mine", *(run_step(step, cost=COSTS) for step in range(1, 5)))
+    options = ["--policy", "barrier", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--json"]
+    assert main(["simulate", "--workload", str(path), *options]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"] == "mine"
+
+
+@pytest.mark.parametrize("policy", ["barrier", "cadenza"])
+def test_fresh_contexts_do_not_grow(policy: str) -> None:
+    def seconds(fresh: bool) -> float:
+        episode = Episode((50,) * 8, (100,) * 8, (0.0,) * 8, fresh=fresh)
+        cost = replace(SMALL.cost, c=1e-4, p=0.0)
+        load = replace(SMALL, gpus=1, groups=1, group_size=1, responses=None, recorded=((episode,),), cost=cost)
+        assert Demand.of([[episode]]).context == sum(
+            50 * (100 + (0 if fresh else 150 * turn)) + 50 * 49 // 2 for turn in range(8)
+        )
+        return trial(policy, 0.0, load).run().wait_seconds
+
+    context = 50 * 150 * sum(range(8))
+    assert seconds(False) - seconds(True) == pytest.approx(1e-4 * context, rel=0.01)
+
+
+# -- what an engine measures of itself ---------------------------------------------------------------------------------
+
+
+def test_a_meter_finds_the_costs_of_steps() -> None:
+    random = np.random.default_rng(0)
+    meter = StepMeter()
+    truth = CostModel(a=1e-3, b=2e-5, c=3e-8, p=5e-5, kv_capacity=10)
+    for _ in range(200):
+        running, fill = int(random.integers(0, 40)), int(random.integers(0, 3)) * 30
+        context = running * int(random.integers(50, 500))
+        meter.add(running, context, fill, (truth.decode(1, running, context) if running else 0.0) + truth.p * fill)
+    costs = meter.costs()
+    assert costs is not None
+    assert costs == pytest.approx((truth.a, truth.b, truth.c, truth.p), rel=1e-4)
+
+
+def test_costs_are_never_negative_and_not_told_too_early() -> None:
+    meter = StepMeter()
+    for number in range(100):
+        assert meter.costs() is None or number > 40
+        meter.add(1 + number % 7, 100 * (number % 7), 0, 1e-3 - 1e-5 * (number % 7))
+    costs = meter.costs()
+    assert costs is not None
+    assert min(costs) >= 0
+    assert costs.a == pytest.approx(9.7e-4, rel=0.02)

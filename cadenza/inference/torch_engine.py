@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Lock, Thread
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from cadenza.inference import engine
 from cadenza.inference.decoder import absorb, decoder_for
 from cadenza.inference.engine import Engine, NotNumbers
 from cadenza.inference.kv_cache import joined
+from cadenza.inference.meter import StepCosts, StepMeter
 from cadenza.inference.replica import (
     Flight,
     Generation,
@@ -113,6 +115,7 @@ class TorchReplica:
             keep_kv=keep_kv,
             version=version,
         )
+        self._meter = StepMeter()
         self._longest = min(kv_tokens, decoder.max_positions)
         self._given = self._last = model
         self._own: nn.Module | None = None
@@ -221,6 +224,15 @@ class TorchReplica:
         self._engine.check()
         held = sum(len(flight.sequence.tokens) for flight in self._flight.values())
         assert self.generated == self.returned + sum(self.discarded.values()) + held, (self.returned, held)
+
+    def costs(self) -> StepCosts | None:
+        """What its steps took so far; None before there were enough."""
+        return self._meter.costs()
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that decode together at most."""
+        return self._engine.max_running
 
     @property
     def generated(self) -> int:
@@ -351,8 +363,14 @@ class TorchReplica:
             working = True
 
     def _step(self) -> bool:
-        if self._paused or not self._engine.prepare(_FOREVER if self._drain_until is None else self._drain_until):
-            return bool(self._engine.seated) and not self._paused
+        if self._paused:
+            return False
+        began, before = perf_counter(), self._engine.prefilled
+        if not self._engine.prepare(_FOREVER if self._drain_until is None else self._drain_until):
+            if prefilled := self._engine.prefilled - before:
+                self._meter.add(0, 0, prefilled, perf_counter() - began)
+            return bool(self._engine.seated)
+        context = self._engine.kv
         try:
             drawn = self._engine.compute()
         except NotNumbers as error:
@@ -362,6 +380,7 @@ class TorchReplica:
             done = [] if self._lost is not None else self._engine.advance(drawn)
         if done:
             self._tell(self._answer, done)
+        self._meter.add(len(drawn.tokens), context, self._engine.prefilled - before, perf_counter() - began)
         return True
 
     def _abort(self, sequence: engine.Sequence) -> None:

@@ -3,6 +3,7 @@
     config.yaml      what the run was told
     metrics.jsonl    {"step", "time", "cpu", "area/name" ...}; a number that is not finite is null
     samples.jsonl    rollouts as text, see `Sample`
+    trace.jsonl      lengths and times of every trajectory, for `cadenza simulate`; see simulation/traces.py
     summary.json     what came of it
     tensorboard/     the metrics again, see `TensorBoard`
     checkpoints/     written by the trainer
@@ -102,9 +103,11 @@ class RunDirectory:
             self._lock = _lock(self.path)
             last = _cut(self.path / "metrics.jsonl", resume)
             _cut(self.path / "samples.jsonl", resume)
+            _cut(self.path / "trace.jsonl", resume)
             self._seconds, self._cpu_seconds = last.get("time", 0.0), last.get("cpu", 0.0)
             self._metrics = (self.path / "metrics.jsonl").open("ab")
         self._samples = (self.path / "samples.jsonl").open("ab")
+        self._trace = (self.path / "trace.jsonl").open("ab")
         self._began, self._cpu_began = time.monotonic(), _cpu()
         self._config, self._resumed = config, resume
         if resume is None:
@@ -144,6 +147,11 @@ class RunDirectory:
         """Write an episode."""
         _append(self._samples, record)
 
+    def trace(self, line: bytes) -> None:
+        """Write the shape of a step: a JSON object with the key `step`."""
+        self._trace.write(line + b"\n")
+        self._trace.flush()
+
     def summary(self, values: Mapping[str, Any]) -> None:
         """Write what came of the run, in place of what was written before."""
         _replace(self.path / "summary.json", _dump(values, indent=2) + b"\n")
@@ -172,7 +180,7 @@ class RunDirectory:
             except Exception:  # as in `log`
                 logger.exception("%s failed when it was closed", type(tracker).__name__)
         self._trackers = []
-        for file in (self._metrics, self._samples, self._lock):
+        for file in (self._metrics, self._samples, self._trace, self._lock):
             file.close()
 
     def __enter__(self) -> RunDirectory:

@@ -22,7 +22,7 @@ def render(timeline: Timeline, title: str) -> str:
     template = resources.files("cadenza.observe").joinpath("timeline.html").read_text(encoding="utf-8")
     head, middle, tail = template.replace("__TITLE__", html.escape(title)).partition("__DATA__")
     assert middle, "timeline.html has lost its place for the data"
-    return head + _script_json(_data(timeline)) + tail
+    return head + script_json(_data(timeline)) + tail
 
 
 def _data(timeline: Timeline) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _life(life: Life, replicas: dict[str, int]) -> list[Any]:
     return [life.key, life.task, life.version, life.slot, *times, life.fate, life.cause, life.reward, calls]
 
 
-def _script_json(data: Any) -> str:
+def script_json(data: Any) -> str:
     """JSON that no text in it can break out of: neither the script element nor a line of it."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

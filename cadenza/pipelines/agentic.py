@@ -33,6 +33,7 @@ from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.simulation.traces import RunStep, TraceGroup, trace_groups
 from cadenza.training import Checkpoints
 from cadenza.training.checkpoint import CheckpointError, load_weights, step_of
 
@@ -281,9 +282,25 @@ class AgenticPipeline:
             "perf/samples_per_second": episodes.count / seconds,
         }
         self._log(progress.step, self._metrics)
+        self.run.trace(self._shape(info["trace"]))
         self._metrics = {}
         if self.config.validation is None:  # of the weights before: good enough to stop, not to choose a checkpoint
             self._judge(episodes.success, choose=False)
+
+    def _shape(self, groups: list[TraceGroup]) -> bytes:
+        """What this step asked of the machine and took of it, for who wants to simulate the run."""
+        engine, metrics = self.inference.engine, self._metrics
+        costs = engine.costs()
+        limits = {"kv_capacity": engine.kv_capacity, "max_running": engine.max_running}
+        return RunStep(
+            step=self.progress.step,
+            gpus=1 if self.config.rollout.alpha == 0 else 2,
+            seconds=metrics["time/step"],
+            wait_seconds=metrics["time/wait"],
+            publish_seconds=metrics.get("time/publish", 0.0),
+            groups=groups,
+            cost=None if costs is None else {**costs._asdict(), **limits},
+        ).encode()
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -363,12 +380,15 @@ async def validation(config: RunConfig, checkpoint: Path) -> tuple[DataProto, in
 
 
 def scheduler_for(mode: Mode, config: RunConfig, inference: Inference) -> RolloutScheduler:
-    """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`."""
+    """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`, and those of the training
+    how long everything in them took in `meta_info["trace"]`."""
     rollout, envs = (_training if mode == "train" else _validation)(config)
 
     def collator(trajectories: list[Trajectory]) -> DataProto:
         batch = collate(trajectories)
         batch.meta_info["episodes"] = Episodes.of(trajectories, config.samples)
+        if mode == "train":
+            batch.meta_info["trace"] = trace_groups(trajectories)
         return batch
 
     return RolloutScheduler(rollout, envs, ResourceManager(1), inference, mode, collator)

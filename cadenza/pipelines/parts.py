@@ -29,6 +29,7 @@ class Inference:
 
     sampler: Sampler
     codec: TextCodec
+    engine: TorchReplica
 
 
 class Parts:
@@ -133,7 +134,7 @@ class Parts:
         )
         sampler = Sampler([replica], self.config.sampler)
         try:
-            yield Inference(sampler, self.codec)
+            yield Inference(sampler, self.codec, replica)
         finally:
             await sampler.close()
             replica.close()

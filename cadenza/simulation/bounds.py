@@ -52,7 +52,7 @@ class Demand:
             for number, episode in enumerate(group):
                 before = new = own = 0
                 for length, observation in zip(episode.lengths, episode.observations, strict=True):
-                    before += observation
+                    before = observation if episode.fresh else before + observation
                     new += observation
                     context += length * before + length * (length - 1) // 2
                     before += length
@@ -66,10 +66,13 @@ class Demand:
 
 def generation_seconds(demand: Demand, cost: CostModel) -> float:
     """W_rollout: GPU seconds that generating it takes at the largest batch which the KV cache and the engine allow."""
-    a, b, c = cost.a, cost.b, cost.c
-    by_memory = b * demand.written + (c + a / cost.kv_capacity) * demand.context
-    by_sequences = (b + a / cost.max_running) * demand.written + c * demand.context
-    return max(by_memory, by_sequences) + cost.p * demand.unique
+    steps = max(demand.context / cost.kv_capacity, demand.written / cost.max_running)
+    return cost.a * steps + cost.b * demand.written + cost.c * demand.context + cost.p * demand.unique
+
+
+def is_bound_by_memory(demand: Demand, cost: CostModel) -> bool:
+    """Whether the KV cache, and not the engine, says how many sequences decode together."""
+    return demand.context / cost.kv_capacity > demand.written / cost.max_running
 
 
 def training_seconds(demand: Demand, seconds_per_token: float) -> float:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from cadenza.simulation import clock
 from cadenza.simulation.account import Figures
@@ -25,6 +25,8 @@ from cadenza.simulation.rivals import Admission, Barrier, GroupQueue, Oracle, Qu
 from cadenza.simulation.tuned import TUNED
 from cadenza.simulation.workloads import Workload, trace_of
 
+T = TypeVar("T")
+R = TypeVar("R")
 POLICIES: dict[str, type[Policy]] = {
     "barrier": Barrier,
     "queue": Queue,
@@ -117,10 +119,14 @@ class Workers:
 
     def run(self, trials: Iterable[Trial]) -> list[Figures]:
         """All of them, in their order."""
-        waiting = list(trials)
+        return self.map(Trial.run, trials)
+
+    def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+        """What the function makes of each of them, in their order."""
+        waiting = list(items)
         if self._pool is None or len(waiting) == 1:
-            return [trial.run() for trial in waiting]
-        return list(self._pool.map(Trial.run, waiting))
+            return [function(item) for item in waiting]
+        return list(self._pool.map(function, waiting))
 
 
 @contextmanager

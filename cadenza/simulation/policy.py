@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cadenza.simulation.account import Account, Meters, Row
+from cadenza.simulation.film import Film
 from cadenza.simulation.replica import SimReplica
 from cadenza.simulation.workloads import TraceLike, Workload
 
@@ -60,6 +61,8 @@ class Policy(ABC):
         self.settings = settings
         self.version = 0
         self.replicas: list[SimReplica] = []
+        self.film: Film | None = None
+        """Who watches the run, if anybody does."""
 
     @property
     def generators(self) -> int:
@@ -102,9 +105,11 @@ async def drive(policy: Policy, steps: int) -> Account:
         for step in range(steps):
             asked = loop.time()
             rows = await policy.batch()
-            waited = loop.time() - asked
+            began = loop.time()
             await asyncio.sleep(account.train(rows, policy.version))
-            account.trained(loop.time(), waited, policy.meters())
+            account.trained(loop.time(), began - asked, policy.meters())
+            if policy.film is not None:
+                policy.film.step(asked, began, loop.time())
             if step < steps - 1:
                 await policy.publish(step + 1)
                 policy.version = step + 1

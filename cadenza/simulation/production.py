@@ -38,7 +38,14 @@ class Cadenza(Policy):
         self._lengths: dict[int, int] = {}
         self._rows: list[Row] = []
         self.replicas = [
-            SimReplica(f"r{number}", workload.cost, self._length, devices=(number,), load_seconds=workload.sync_seconds)
+            SimReplica(
+                f"r{number}",
+                workload.cost,
+                self._length,
+                devices=(number,),
+                load_seconds=workload.sync_seconds,
+                on_event=self.film.camera(number) if self.film is not None else None,
+            )
             for number in range(self.generators)
         ]
         cluster = LocalCluster(
@@ -111,13 +118,13 @@ class Cadenza(Policy):
     async def _play(self, task: Task, env: EnvHandle, model: Model) -> None:
         """The default rollout, which besides tells the replicas how long each answer is."""
         trajectory = model.trajectory
-        lengths = self.trace.episode(task.seed, trajectory.member).lengths
+        episode = self.trace.episode(task.seed, trajectory.member)
         first_try = trajectory.attempt == 0
         observation = await env.reset((task.seed << MEMBER_BITS | trajectory.member) << 1 | first_try)
         try:
-            for length in lengths:
+            for length in episode.lengths:
                 self._lengths[trajectory.id] = length
-                await model.generate(observation)
+                await model.generate(observation, fresh=episode.fresh)
                 observation = await env.step("")
         finally:
             self._lengths.pop(trajectory.id, None)

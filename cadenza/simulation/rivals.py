@@ -53,7 +53,12 @@ class Rival(Policy):
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         self.replicas = [
             SimReplica(
-                f"r{number}", self.workload.cost, _length, load_seconds=self.workload.sync_seconds, keep_kv=self.keep_kv
+                f"r{number}",
+                self.workload.cost,
+                _length,
+                load_seconds=self.workload.sync_seconds,
+                keep_kv=self.keep_kv,
+                on_event=self.film.camera(number) if self.film is not None else None,
             )
             for number in range(self.generators)
         ]
@@ -153,7 +158,7 @@ class Rival(Policy):
         if episode.reset:
             await asyncio.sleep(episode.reset)
         for turn, (observation, length) in enumerate(zip(episode.observations, episode.lengths, strict=True)):
-            context += observation
+            context = observation if episode.fresh else context + observation
             await self._turn(sample, session, context, length)
             context += length
             if seconds := episode.steps[turn]:

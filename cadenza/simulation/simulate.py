@@ -12,19 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cadenza.simulation import asked, plots
 from cadenza.simulation import gates as calibration
+from cadenza.simulation.asked import BadRequest
 from cadenza.simulation.experiment import POLICIES, Result, Workers, evaluate, workers
 from cadenza.simulation.gates import Gate
-from cadenza.simulation.traces import read_trace
-from cadenza.simulation.workloads import WORKLOADS, Workload, find
+from cadenza.simulation.workloads import WORKLOADS, Workload
 
 GATE_SEEDS = 3
 WIDTH = 160
 """Columns, where there is no terminal to say."""
-
-
-class BadRequest(ValueError):
-    """The command asks for something that there is not."""
 
 
 def simulate(
@@ -37,30 +34,33 @@ def simulate(
     warm_up: int,
     gates: bool,
     search: bool,
+    out: Path | None,
     as_json: bool,
 ) -> int:
     """Run what was asked; returns the exit code."""
     if warm_up >= steps:
         raise BadRequest(f"--warm-up must be below --steps {steps}, got {warm_up}")
-    asked = [(w, p, a) for w in _workloads(workload) for a in _alphas(alpha) for p in _policies(policy)]
-    synchronous = {p for _, p, _ in asked if not POLICIES[p].asynchronous}
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file has all the room
-        console.width = WIDTH
+    loads = asked.workloads(workload)
+    wanted = [(w, p, a) for w in loads for a in asked.alphas(alpha) for p in asked.policies(policy)]
+    synchronous = {p for _, p, _ in wanted if not POLICIES[p].asynchronous}
+    console = wide_console()
     with workers() as crew:
         checked = calibration.check(crew, range(min(seeds, GATE_SEEDS))) if gates else []
         results: list[Result] = []
         done: dict[tuple[str, str], Result] = {}
-        for w, p, a in [] if gates else asked:
+        for w, p, a in [] if gates else wanted:
             if (w.name, p) not in done:
                 result = _run(crew, w, p, a, seeds, steps, warm_up, search)
                 results.append(result)
                 if p in synchronous:  # they have no alpha: once is enough
                     done[w.name, p] = result
+        scenes = [] if out is None or gates else _film(crew, loads, results, warm_up)
     if as_json:
         print(jsonlib.dumps(_to_json(results, checked), indent=2))
     else:
         _show(console, results, checked)
+    if out is not None and results:
+        _draw(console, out, scenes, quiet=as_json)
     return 0 if all(gate.holds for gate in checked) else 1
 
 
@@ -70,49 +70,31 @@ def _run(
     return evaluate(crew, workload, policy, alpha, range(seeds), steps=steps, warm_up=warm_up, search_anew=search)
 
 
-# -- what was asked ----------------------------------------------------------------------------------------------------
+def _film(crew: Workers, loads: list[Workload], results: list[Result], warm_up: int) -> list[plots.Scene]:
+    by_load = [(load, [result for result in results if result.workload == load.name]) for load in loads]
+    return [scene for load, own in by_load for scene in plots.film(crew, load, own, warm_up)]
 
 
-def _workloads(names: str) -> list[Workload]:
-    if names == "all":
-        return list(WORKLOADS.values())
-    found = []
-    for name in _split(names, "workload"):
-        path = Path(name)
-        try:
-            found.append(read_trace(path) if path.suffix == ".json" else find(name))
-        except ValueError as error:
-            raise BadRequest(str(error)) from None
-    return found
-
-
-def _policies(names: str) -> list[str]:
-    chosen = list(POLICIES) if names == "all" else _split(names, "policy")
-    if unknown := [name for name in chosen if name not in POLICIES]:
-        raise BadRequest(f"policy '{unknown[0]}' is not known; take some of {', '.join(POLICIES)}, or all")
-    return chosen
-
-
-def _alphas(values: str) -> list[float]:
-    alphas = []
-    for value in _split(values, "alpha"):
-        try:
-            alphas.append(float(value))
-        except ValueError:
-            raise BadRequest(f"alpha must be numbers with commas between them, got '{value}'") from None
-        if not 0 <= alphas[-1] <= 64:
-            raise BadRequest(f"alpha must be from 0 to 64, got {value}")
-    return alphas
-
-
-def _split(names: str, what: str) -> list[str]:
-    parts = [part.strip() for part in names.split(",")]
-    if not all(parts):
-        raise BadRequest(f"{what} must be names with commas between them, got '{names}'")
-    return list(dict.fromkeys(parts))
+def _draw(console: Console, out: Path, scenes: list[plots.Scene], *, quiet: bool) -> None:
+    """Pictures of everything."""
+    files, missing = plots.write(out, scenes)
+    if quiet:
+        return
+    for file in files:
+        console.print(str(file), soft_wrap=True, markup=False)
+    if missing:
+        console.print(missing, soft_wrap=True, markup=False)
 
 
 # -- what came of it ---------------------------------------------------------------------------------------------------
+
+
+def wide_console() -> Console:
+    """Of the terminal; a file has all the room."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
 
 
 def _to_json(results: list[Result], checked: list[Gate]) -> dict[str, Any]:
@@ -144,7 +126,7 @@ def _show(console: Console, results: list[Result], checked: list[Gate]) -> None:
 def _table(name: str, results: list[Result]) -> Table:
     like = WORKLOADS[name].like if name in WORKLOADS else ""
     seeds = len(results[0].seeds)
-    title = f"{name} {like}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+    title = f"{f'{name} {like}'.rstrip()}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
     table = Table(title=escape(title), title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy")
     for column in ("alpha", "efficiency", "worst", "step s", "limit s", "tokens/s", "staleness", "bias", "waste"):

@@ -8,16 +8,19 @@
 and later ones; `steps`, `reset` and `reward` are seconds, 0 where they are left out. A group of the batch has as many
 members as the smallest group of the trace. The groups are replayed over and over, in an order that depends on the seed.
 
-A run records its trace when its scheduler collates through a `TraceRecorder` (`RolloutScheduler(collator=recorder)`).
-Lengths and env times are then those of the trajectories it trained. The directory of a run that did not record holds
-text and totals, which is too little to replay.
+Every run of `cadenza train` records what it trains in `trace.jsonl` (see `RunStep`), and its directory is a workload
+too; a scheduler of one's own records through a `TraceRecorder` (`RolloutScheduler(collator=recorder)`). Lengths and env
+times are those of the trajectories that were trained. Where a rollout begins a fresh context every turn (`fresh`),
+contexts do not grow, but the simulated prefix cache takes a fresh context for the continuation of the one before: most
+of its prefill is free.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -27,6 +30,8 @@ from cadenza.rollout.records import Trajectory
 from cadenza.simulation.cost import A100_QWEN25_7B, H100_QWEN3_8B, H100_QWEN25_7B, CostModel
 from cadenza.simulation.workloads import SYNC_SECONDS, TRAIN_SECONDS_PER_TOKEN, Episode, Workload
 
+LAST_GROUPS = 2048
+"""Of a run, that are replayed."""
 COSTS = {
     "h100-qwen2.5-7b": H100_QWEN25_7B,
     "h100-qwen3-8b": H100_QWEN3_8B,
@@ -44,6 +49,8 @@ class Member(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     steps: list[float] = []
     reset: float = 0.0
     reward: float = 0.0
+    fresh: bool = False
+    """Every turn begins a context of its own."""
 
 
 class TraceGroup(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,7 +119,10 @@ def _episode(where: str, prompt: int, member: Member) -> Episode:
     steps = member.steps or [0.0] * turns
     if len(steps) != turns or min(*steps, member.reset, member.reward) < 0:
         raise ValueError(f"{where}: {turns} turns need {turns} steps, and no time may be negative, got {member}")
-    return Episode(tuple(member.lengths), (prompt, *member.observations), tuple(steps), member.reset, member.reward)
+    return Episode(
+        tuple(member.lengths), (prompt, *member.observations), tuple(steps), member.reset, member.reward,
+        fresh=member.fresh,
+    )  # fmt: skip
 
 
 class TraceRecorder:
@@ -124,11 +134,7 @@ class TraceRecorder:
 
     def __call__(self, trajectories: list[Trajectory]) -> DataProto:
         batch = self._collate(trajectories)
-        groups: dict[int, list[Trajectory]] = defaultdict(list)
-        for trajectory in trajectories:
-            groups[trajectory.group].append(trajectory)
-        for members in groups.values():
-            self.trace.append(TraceGroup(len(members[0].turns[0].prompt), [_member(member) for member in members]))
+        self.trace += trace_groups(trajectories)
         return batch
 
     def save(self, path: Path, *, gpus: int, groups: int, cost: str | dict[str, float] = "h100-qwen3-8b") -> None:
@@ -136,12 +142,110 @@ class TraceRecorder:
         path.write_bytes(msgspec.json.encode(TraceFile(gpus, groups, self.trace, cost)))
 
 
+def trace_groups(trajectories: Iterable[Trajectory]) -> list[TraceGroup]:
+    """How long everything in them took, by group."""
+    groups: dict[int, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        groups[trajectory.group].append(trajectory)
+    return [
+        TraceGroup(len(members[0].turns[0].prompt), [_member(member) for member in members])
+        for members in groups.values()
+    ]
+
+
 def _member(trajectory: Trajectory) -> Member:
-    turns = trajectory.turns
-    ends = [turn.asked for turn in turns[1:]] + [trajectory.ended]
-    return Member(
-        lengths=[max(1, len(turn.response)) for turn in turns],
-        observations=[len(turn.prompt) for turn in turns[1:]],
-        steps=[end - turn.answered for turn, end in zip(turns, ends, strict=True)],
-        reset=turns[0].asked - trajectory.started,
-    )
+    """One pass over the turns: a run does this for everything it trains."""
+    lengths, observations, waits = [], [], []
+    before = trajectory.started
+    for turn in trajectory.turns:
+        lengths.append(len(turn.response) or 1)
+        observations.append(len(turn.prompt))
+        waits.append(_cut(turn.asked - before))
+        before = turn.answered
+    waits.append(_cut(trajectory.ended - before))
+    reset, *steps = waits
+    fresh = len(lengths) > 1 and trajectory.turns[1].fresh
+    return Member(lengths, observations[1:], steps if any(steps) else [], reset, fresh=fresh)
+
+
+def _cut(seconds: float) -> float:
+    """To a tenth of a millisecond."""
+    return int(seconds * 1e4) / 1e4
+
+
+# -- a finished run ----------------------------------------------------------------------------------------------------
+
+
+class RunStep(msgspec.Struct, omit_defaults=True):
+    """A line of the `trace.jsonl` of a run: what a step asked of the machine, and what it took."""
+
+    step: int
+    gpus: int
+    """Devices that work at the same time: 1 when synchronous, else one that generates and one that trains."""
+    seconds: float
+    """Of the whole step."""
+    wait_seconds: float
+    """Until there was a batch."""
+    publish_seconds: float
+    groups: list[TraceGroup]
+    cost: dict[str, float] | None = None
+    """Of the engine, as far as it has measured itself."""
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @property
+    def tokens(self) -> int:
+        """Of the rows that were trained."""
+        shown = sum(group.prompt * len(group.members) for group in self.groups)
+        members = [member for group in self.groups for member in group.members]
+        return shown + sum(sum(member.lengths) + sum(member.observations) for member in members)
+
+
+def read_run(path: Path) -> Workload:
+    """The workload of a finished run, as it was in its last steps: its trajectories, its batches, its costs.
+
+    Training is charged with everything that is neither waiting for a batch nor handing out weights.
+    """
+    file = path / "trace.jsonl"
+    try:
+        steps = _last_steps(file)
+        if not steps:
+            raise ValueError("no step of it was recorded")
+        last = steps[-1]
+        recorded = tuple(
+            _group(number, group) for number, group in enumerate(group for step in steps for group in step.groups)
+        )
+        return Workload(
+            name=path.resolve().name,
+            like=f"the run {path}, {len(recorded)} groups",
+            cost=_cost(last.cost or "h100-qwen3-8b"),
+            gpus=last.gpus,
+            groups=max(len(step.groups) for step in steps),  # the last batch may be short
+            group_size=min(len(group) for group in recorded),
+            train_seconds=median(
+                (step.seconds - step.wait_seconds - step.publish_seconds) / step.tokens for step in steps
+            ),
+            sync_seconds=median(step.publish_seconds for step in steps),
+            recorded=recorded,
+        )
+    except FileNotFoundError:
+        raise TraceFileError(f"{path} is no run that recorded its trace: it has no trace.jsonl") from None
+    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+        raise TraceFileError(f"{file}: {error}") from error
+
+
+def _last_steps(file: Path) -> list[RunStep]:
+    """As many as have `LAST_GROUPS` groups together. The last line may be half-written."""
+    lines: deque[bytes] = deque()
+    groups: deque[int] = deque()
+    with file.open("rb") as rows:
+        for row in rows:
+            if not row.endswith(b"\n"):
+                break
+            lines.append(row)
+            groups.append(row.count(b'"prompt"'))
+            while sum(groups) - groups[0] >= LAST_GROUPS:
+                lines.popleft()
+                groups.popleft()
+    return [msgspec.json.decode(line, type=RunStep) for line in lines]

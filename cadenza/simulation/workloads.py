@@ -118,6 +118,8 @@ class Episode:
     """Seconds until the reward is known, after the last step."""
     fails_at: int = NEVER
     """The turn after which the env of the first attempt is gone."""
+    fresh: bool = False
+    """Every turn begins a context of its own."""
 
     @property
     def response(self) -> int:
@@ -453,4 +455,6 @@ def find(name: str) -> Workload:
             known = w4(float(sigma))
         return replace(known.scaled(int(gpus)), name=name) if gpus else known
     except ValueError as error:
-        raise ValueError(f"{error}; take one of {', '.join(WORKLOADS)}, 'W4:3', 'W2x64', or a trace file") from None
+        raise ValueError(
+            f"{error}; take one of {', '.join(WORKLOADS)}, 'W4:3', 'W2x64', a trace file or a run"
+        ) from None

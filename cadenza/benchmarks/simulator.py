@@ -1,0 +1,221 @@
+"""The simulation against reality: one real run is measured, and another one is predicted from it.
+
+A tiny policy is trained by the pipeline itself, engine and trainer in this process. The first run of a case is the
+calibration: its directory says what a decode step, a token of prefill and a trained token cost, how long the answers
+are and how long the envs took (`simulation/traces.py`). From that alone the simulation predicts the step time of a run
+with another batch, other slots and other envs, which is then made and measured. The learning rate is next to nothing,
+so that both runs write answers of the same lengths: what is checked is the simulation, and not whether learning can be
+foreseen.
+
+Calibrations and measured runs take turns (C M C M C M C). A measured run is predicted from the calibrations before and
+after it, by the mean of the two predictions, and the median of the errors counts: a machine that does other work too is
+not the same machine for two runs. How long the event loop waited for a CPU is told besides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_format
+import random
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from cadenza.envs.protocol import Outcome
+from cadenza.observe.run import RunDirectory
+from cadenza.pipelines.agentic import AgenticPipeline
+from cadenza.pipelines.config import build
+from cadenza.simulation.experiment import Trial
+from cadenza.simulation.policy import Settings
+from cadenza.simulation.traces import RunStep, read_run
+from cadenza.simulation.workloads import Episode, Workload
+
+TOLERANCE = 0.15
+GROUP_SIZE = 8
+STEPS, WARM_UP = 12, 4
+ROUNDS = 3
+"""Measured runs of a case."""
+SEEDS = 3
+"""Of the simulation: orders in which the recorded groups come."""
+
+
+class Talk:
+    """A conversation of some turns whose every step takes time, as a game server or a tool would."""
+
+    def __init__(self, turns: int, latency: float) -> None:
+        self._turns = turns
+        self._latency = latency
+
+    async def reset(self, seed: int) -> str:
+        return f"say something about {seed % 1000}: "
+
+    async def step(self, action: str) -> Outcome:
+        if self._latency:
+            await asyncio.sleep(random.expovariate(1 / self._latency))
+        self._turns -= 1
+        reward = sum(map(ord, action)) % 97 / 97  # all differ, so that no row is left out of the training
+        return "go on: ", reward, self._turns == 0, False, {}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What two runs of a case may differ in."""
+
+    batch: int
+    slots: int
+    latency: float = 0.0
+    """Mean seconds of a step of the env; each is drawn from an exponential distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A kind of run."""
+
+    name: str
+    alpha: float
+    turns: int
+    max_tokens: int
+    calibration: Setup
+    predicted: Setup
+
+
+CASES = (
+    Case("sync, one long answer", 0.0, 1, 192, Setup(32, 32), Setup(96, 64)),
+    Case("sync, slow envs", 0.0, 3, 48, Setup(32, 32, 0.05), Setup(64, 48, 0.1)),
+    Case("alpha 1, slow envs", 1.0, 3, 48, Setup(32, 32, 0.05), Setup(64, 48, 0.1)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was predicted for a run, and what came."""
+
+    measured_step_seconds: float
+    predicted_step_seconds: float
+    cpu_wait: float
+    """Share of the time for which the event loop was ready and had no CPU: how busy the machine was otherwise."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted_step_seconds / self.measured_step_seconds - 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "error": self.error}
+
+
+def run(case: Case, setup: Setup, seed: int, out: Path) -> float:
+    """Make a real run in this directory; its mean step in seconds, without the first ones."""
+    config = build(
+        {
+            "name": "run",
+            "seed": seed,
+            "steps": STEPS,
+            "preset": "grpo",
+            "model": {"layers": 2, "hidden": 64, "heads": 4},
+            "envs": {
+                "slots": setup.slots,
+                "sampling": {"max_tokens": case.max_tokens},
+                "domains": {
+                    "talk": {"env": Talk, "env_args": {"turns": case.turns, "latency": setup.latency}}
+                },
+            },
+            "rollout": {
+                "batch_size": setup.batch, "group_size": GROUP_SIZE, "alpha": case.alpha, "suspend_mode": "keep",
+            },
+            "actor": {"lr": 1e-7},
+            "engine": {"max_running": setup.slots, "keep_kv": True},
+            "validation": None,
+            "checkpoint": {"every": STEPS + 1},
+            "samples": 0,
+            "trackers": [],
+        }
+    )  # fmt: skip
+    with RunDirectory(out, trackers=()) as files:
+        asyncio.run(AgenticPipeline(config, files).train())
+    lines = (out / "trace.jsonl").read_bytes().splitlines()
+    return fmean(msgspec.json.decode(line, type=RunStep).seconds for line in lines[WARM_UP:])
+
+
+def predict(calibrated: Workload, case: Case, setup: Setup) -> float:
+    """The step in seconds of a run with another setup."""
+    ratio = setup.latency / case.calibration.latency if case.calibration.latency else 1.0
+    workload = replace(
+        calibrated,
+        groups=setup.batch // GROUP_SIZE,
+        cost=replace(calibrated.cost, max_running=setup.slots),
+        recorded=tuple(tuple(_slower(episode, ratio) for episode in group) for group in calibrated.recorded),
+    )
+    settings = Settings(train_gpus=calibrated.gpus - 1, concurrency=setup.slots)
+    trials = [Trial(workload, "cadenza", case.alpha, seed, settings, STEPS, WARM_UP) for seed in range(SEEDS)]
+    return median(trial.run().step_seconds for trial in trials)
+
+
+def _slower(episode: Episode, ratio: float) -> Episode:
+    return replace(episode, steps=tuple(seconds * ratio for seconds in episode.steps))
+
+
+def compare(case: Case, out: Path) -> list[Comparison]:
+    """Every measured run, and what the calibrations before and after it predict, ordered by error."""
+    runs: list[tuple[float, float]] = []
+    predictions: list[float] = []
+    for round in range(ROUNDS + 1):
+        directory = out / f"calibration-{round}"
+        run(case, case.calibration, 2 * round, directory)
+        predictions.append(predict(read_run(directory), case, case.predicted))
+        if round < ROUNDS:
+            began, waited = time.monotonic(), _cpu_wait()
+            seconds = run(case, case.predicted, 2 * round + 1, out / f"measured-{round}")
+            runs.append((seconds, (_cpu_wait() - waited) / (time.monotonic() - began)))
+    found = [
+        Comparison(seconds, fmean(around), wait)
+        for (seconds, wait), around in zip(runs, pairwise(predictions), strict=True)
+    ]
+    return sorted(found, key=lambda comparison: comparison.error)
+
+
+def _cpu_wait() -> float:
+    """Seconds for which the thread of the event loop has waited for a CPU; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def simulator(json: bool) -> int:
+    """Print what was found; 0 if every prediction is within the tolerance, in the median of its rounds."""
+    console = Console(highlight=False)
+    cases: dict[str, Any] = {}
+    typical: list[Comparison] = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as directory:
+            rounds = compare(case, Path(directory))
+        one = rounds[len(rounds) // 2]
+        typical.append(one)
+        cases[case.name] = {**one.to_json(), "errors": [comparison.error for comparison in rounds]}
+        if not json:
+            errors = ", ".join(f"{comparison.error:+.1%}" for comparison in rounds)
+            console.print(
+                f"[bold]{case.name}[/], calibrated on {_told(case.calibration)}, predicted for "
+                f"{_told(case.predicted)}\n  step {one.predicted_step_seconds:.2f} s predicted, "
+                f"{one.measured_step_seconds:.2f} s measured: error {one.error:+.1%} (all rounds {errors}); the event "
+                f"loop waited for a CPU {one.cpu_wait:.0%} of the time",
+                soft_wrap=True,
+            )
+    worst = max(typical, key=lambda comparison: abs(comparison.error))
+    if json:
+        print(json_format.dumps({**worst.to_json(), "cases": cases}))
+    else:
+        console.print(f"largest error {worst.error:+.1%}, tolerance {TOLERANCE:.0%}")
+    return 0 if abs(worst.error) <= TOLERANCE else 1
+
+
+def _told(setup: Setup) -> str:
+    envs = f", envs {1000 * setup.latency:.0f} ms" if setup.latency else ""
+    return f"batch {setup.batch}, {setup.slots} slots{envs}"

@@ -1,0 +1,92 @@
+"""What a command line asks of the simulation: workloads, policies, asynchronous ratios, costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cadenza.simulation.experiment import POLICIES
+from cadenza.simulation.traces import COSTS, read_run, read_trace
+from cadenza.simulation.workloads import WORKLOADS, Workload, find
+
+COST_KEYS = {"a": "a", "b": "b", "c": "c", "p": "p", "kv": "kv_capacity", "running": "max_running"}
+"""How a cost is given on the command line, and the field of the cost model that it is."""
+WHOLE = ("kv_capacity", "max_running")
+"""Those that are counts."""
+
+
+class BadRequest(ValueError):
+    """The command asks for something that there is not."""
+
+
+def workloads(names: str) -> list[Workload]:
+    """Those that are named, with commas between them, or all that ship."""
+    return list(WORKLOADS.values()) if names == "all" else [workload(name) for name in split(names, "workload")]
+
+
+def workload(name: str) -> Workload:
+    """A trace file, a workload that ships, or the directory of a run."""
+    path = Path(name)
+    try:
+        if path.suffix == ".json":
+            return read_trace(path)
+        return read_run(path) if path.is_dir() and name not in WORKLOADS else find(name)
+    except ValueError as error:
+        raise BadRequest(str(error)) from None
+
+
+def policies(names: str) -> list[str]:
+    chosen = list(POLICIES) if names == "all" else split(names, "policy")
+    if unknown := [name for name in chosen if name not in POLICIES]:
+        raise BadRequest(f"policy '{unknown[0]}' is not known; take some of {', '.join(POLICIES)}, or all")
+    return chosen
+
+
+def alphas(values: str) -> list[float]:
+    found = []
+    for value in split(values, "alpha"):
+        try:
+            found.append(float(value))
+        except ValueError:
+            raise BadRequest(f"alpha must be numbers with commas between them, got '{value}'") from None
+        if not 0 <= found[-1] <= 64:
+            raise BadRequest(f"alpha must be from 0 to 64, got {value}")
+    return found
+
+
+def with_cost(workload: Workload, text: str) -> Workload:
+    """The workload on another GPU or model: a name, 'a=..,b=..,c=..,p=..,kv=..,running=..,train=..' in seconds and
+    tokens, or a name and then what differs. What is not given stays as it is."""
+    cost, train = workload.cost, workload.train_seconds
+    values: dict[str, float] = {}
+    for number, part in enumerate(split(text, "model cost")):
+        key, separator, value = part.partition("=")
+        if not separator and not number and part in COSTS:
+            cost = COSTS[part]
+        elif separator and key in (*COST_KEYS, "train"):
+            try:
+                values[key] = float(value)
+            except ValueError:
+                raise BadRequest(f"model cost: {key} must be a number, got '{value}'") from None
+        else:
+            keys = ", ".join((*COST_KEYS, "train"))
+            raise BadRequest(
+                f"model cost '{part}' is not known; begin with {', '.join(COSTS)}, or give key=value of {keys}"
+            )
+    train = values.pop("train", train)
+    changed: dict[str, Any] = {COST_KEYS[key]: value for key, value in values.items()}
+    try:
+        if not 0 <= train < float("inf"):
+            raise ValueError(f"train must be >= 0, got {train:g}")
+        cost = replace(cost, **{name: int(value) if name in WHOLE else value for name, value in changed.items()})
+    except (ValueError, OverflowError) as error:
+        raise BadRequest(f"model cost: {error}") from None
+    return replace(workload, cost=cost, train_seconds=train)
+
+
+def split(names: str, what: str) -> list[str]:
+    parts = [part.strip() for part in names.split(",")]
+    if not all(parts):
+        raise BadRequest(f"{what} must be names with commas between them, got '{names}'")
+    return list(dict.fromkeys(parts))

@@ -1,0 +1,91 @@
+"""What a run looks like: when every replica generated how much, and when the trainer worked or waited.
+
+A film only watches: a run that is filmed is the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cadenza.inference.replica import Request
+from cadenza.observe.timeline_png import concurrency
+
+MOST_ROWS = 64
+"""Of a picture: with more replicas, neighbours share a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """A part of a film, cut into columns of equal time."""
+
+    start: float
+    end: float
+    running: NDArray[np.float64]
+    """[rows, columns] sequences that a replica decoded at once, on average."""
+    trained: list[tuple[float, float]]
+    """When the trainer worked."""
+    waited: list[tuple[float, float]]
+    """When it waited for a batch; else it handed out weights."""
+    published: list[tuple[float, int]]
+    """When a version was trained, and which."""
+
+    @property
+    def busy(self) -> float:
+        """The share of the time for which the trainer worked."""
+        return sum(end - start for start, end in self.trained) / (self.end - self.start)
+
+
+@dataclass(slots=True)
+class Film:
+    """A run, watched."""
+
+    spans: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
+    """By replica: from when to when each request was decoded. Times do not go back."""
+    steps: list[tuple[float, float, float]] = field(default_factory=list)
+    """When the trainer asked for a batch, had it, and had trained it."""
+    running: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By replica and request: since when what is not finished is decoded."""
+
+    def camera(self, replica: int) -> Callable[[float, str, object], None]:
+        """What hears of the events of a replica."""
+        spans = self.spans.setdefault(replica, [])
+        running = self.running.setdefault(replica, {})
+
+        def see(time: float, kind: str, request: object) -> None:
+            number = cast(Request, request).id
+            if kind == "join":
+                running[number] = time
+            elif kind != "start" and (since := running.pop(number, None)) is not None:
+                spans.append((since, time))
+
+        return see
+
+    def step(self, asked: float, began: float, ended: float) -> None:
+        self.steps.append((asked, began, ended))
+
+    def strip(self, first: int, seconds: float, columns: int) -> Strip:
+        """So many seconds from the end of a step on, or all that is left."""
+        start = self.steps[first][2]
+        end = min(start + seconds, self.steps[-1][2])
+        edges = np.linspace(start, end, columns + 1)
+        spans = [
+            self.spans[replica] + [(since, max(since, end)) for since in self.running[replica].values()]
+            for replica in sorted(self.spans)
+        ]
+        rows = np.array([concurrency(own, edges) for own in spans])
+        if len(rows) > MOST_ROWS:
+            parts = np.array_split(np.arange(len(rows)), MOST_ROWS)
+            rows = np.array([rows[part].mean(axis=0) for part in parts])
+        return Strip(
+            start,
+            end,
+            rows,
+            trained=[(max(b, start), min(e, end)) for _, b, e in self.steps if b < end and e > start],
+            waited=[(max(a, start), min(b, end)) for a, b, _ in self.steps if a < b and a < end and b > start],
+            published=[(e, number + 1) for number, (_, _, e) in enumerate(self.steps) if start <= e < end],
+        )

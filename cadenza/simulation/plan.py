@@ -1,0 +1,252 @@
+"""`cadenza plan`: how many GPUs should train and how far generation may run ahead, by simulating the candidates.
+
+Invariant: a plan is a function of the workload and the asynchronous ratios, to the last digit. Every candidate is a run
+of the production scheduler on the same trace; the better it does, the longer it runs.
+
+    per alpha:  splits around the share of the work, a few steps
+                -> the best and what lies next to it, more steps
+                -> the best, as many steps as a comparison takes
+    over all:   the smallest alpha whose steps are nearly as short as the shortest
+
+Time is bounded: a plan simulates a fixed number of steps, fewer where a step has many turns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cadenza.simulation import bounds
+from cadenza.simulation.account import Figures
+from cadenza.simulation.bounds import Demand
+from cadenza.simulation.experiment import SEARCH_SEED, Trial, Workers, first_guess
+from cadenza.simulation.policy import Settings
+from cadenza.simulation.workloads import Episode, Workload, trace_of
+
+POLICY = "cadenza"
+SPLITS = (0.6, 0.8, 1.0, 1.25, 1.6)
+"""Training GPUs that are tried first, as multiples of their share of the work."""
+FEW_SPLITS = (0.75, 1.0, 1.35)
+STEPS = (4, 8, 28)
+"""Counted steps of the three rounds."""
+MOST_WARM_UP = 12
+MANY_TURNS = 4000
+"""Of a batch: above it a plan tries fewer splits and leaves the longest round out."""
+CLOSE = 0.05
+"""A smaller alpha is taken while its steps are at most this much longer: stale samples are not free."""
+SAMPLED = 8
+"""Batches of the trace from which bounds are computed."""
+
+WORK, KV, TRAINER, LONGEST, ENVS = "rollout work", "KV cache", "trainer", "longest trajectory", "envs"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """One candidate."""
+
+    alpha: float
+    train_gpus: int
+    """0: all GPUs generate, and then all of them train."""
+    rollout_gpus: int
+    figures: Figures
+    steps: int
+    """Counted steps that were simulated."""
+    limits: dict[str, float]
+    """What a step takes at least, by reason: seconds."""
+
+    @property
+    def limited_by(self) -> str:
+        """The reason that asks for most."""
+        return max(self.limits, key=lambda reason: self.limits[reason])
+
+    @property
+    def explained(self) -> float:
+        """The share of a step that this reason alone takes."""
+        return min(self.limits[self.limited_by] / self.figures.step_seconds, 1.0)
+
+    def to_json(self) -> dict[str, Any]:
+        figures = self.figures.to_json()
+        del figures["seed"]
+        return {
+            "alpha": self.alpha,
+            "train_gpus": self.train_gpus,
+            "rollout_gpus": self.rollout_gpus,
+            **figures,
+            "limited_by": self.limited_by,
+            "limits": self.limits,
+            "simulated_steps": self.steps,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Candidates, and which one to take."""
+
+    workload: Workload
+    predicted: tuple[Prediction, ...]
+    """Ordered by alpha and training GPUs."""
+    chosen: Prediction
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "workload": self.workload.name,
+            "gpus": self.workload.gpus,
+            "batch": self.workload.batch,
+            "predicted": [prediction.to_json() for prediction in self.predicted],
+            "chosen": self.chosen.to_json(),
+            "why": self.why,
+        }
+
+
+def make_plan(crew: Workers, workload: Workload, alphas: Sequence[float]) -> Plan:
+    """Search the split for every alpha, and choose."""
+    if not alphas:
+        raise ValueError("a plan needs at least one alpha")
+    if workload.gpus == 1 and any(alphas):
+        raise ValueError("with one GPU nothing can train while something generates: give more GPUs, or alpha 0")
+    search = _Search(crew, workload)
+    search.run([(alpha, gpus) for alpha in alphas for gpus in search.splits(alpha)], 0)
+    search.run([(alpha, gpus) for alpha in alphas for gpus in search.around(alpha)], 1)
+    if not search.frugal:
+        search.run([(alpha, search.best(alpha)) for alpha in alphas], 2)
+    finalists = [search.found[alpha, search.best(alpha)] for alpha in sorted(alphas)]
+    chosen = _chosen(finalists)
+    predicted = tuple(search.found[key] for key in sorted(search.found))
+    return Plan(workload, predicted, chosen, _why(chosen, finalists, predicted))
+
+
+class _Search:
+    """What is known of the candidates so far."""
+
+    def __init__(self, crew: Workers, workload: Workload) -> None:
+        self.found: dict[tuple[float, int], Prediction] = {}
+        """By alpha and training GPUs, from the longest run of each."""
+        self._crew = crew
+        self._workload = workload
+        self._outlook = Outlook.of(workload)
+        self.frugal = self._outlook.turns > MANY_TURNS
+
+    def splits(self, alpha: float) -> list[int]:
+        """Where to begin."""
+        if not alpha:
+            return [0]
+        guess = first_guess(self._workload, POLICY, alpha).train_gpus
+        most = self._workload.gpus - 1
+        return sorted({min(max(round(guess * f), 1), most) for f in (FEW_SPLITS if self.frugal else SPLITS)})
+
+    def around(self, alpha: float) -> list[int]:
+        """The best so far, and the middles between it and its neighbours; beyond the last one, half as far again."""
+        if not alpha:
+            return [0]
+        tried, best = sorted(gpus for known, gpus in self.found if known == alpha), self.best(alpha)
+        at = tried.index(best)
+        below = (best + tried[at - 1]) // 2 if at else round(best / 1.5)
+        above = (best + tried[at + 1]) // 2 if at + 1 < len(tried) else round(best * 1.5)
+        return sorted({best, max(below, 1), min(above, self._workload.gpus - 1)})
+
+    def best(self, alpha: float) -> int:
+        """The shortest steps among those that ran longest; of equals the one with fewer training GPUs."""
+        known = [prediction for (other, _), prediction in self.found.items() if other == alpha]
+        longest = max(prediction.steps for prediction in known)
+        finalists = [prediction for prediction in known if prediction.steps == longest]
+        return min(finalists, key=lambda found: (found.figures.step_seconds, found.train_gpus)).train_gpus
+
+    def run(self, candidates: Iterable[tuple[float, int]], round: int) -> None:
+        """Simulate them for as long as this round is."""
+        candidates = list(candidates)
+        counted = STEPS[round]
+        trials = []
+        for alpha, gpus in candidates:
+            warm_up = min(2 * (round + 1) + math.ceil(alpha), MOST_WARM_UP)
+            settings = Settings(train_gpus=gpus)
+            trials.append(Trial(self._workload, POLICY, alpha, SEARCH_SEED, settings, warm_up + counted, warm_up))
+        for (alpha, gpus), figures in zip(candidates, self._crew.run(trials), strict=True):
+            limits = self._outlook.limits(alpha, gpus)
+            self.found[alpha, gpus] = Prediction(
+                alpha, gpus, self._workload.gpus - gpus, figures, counted, limits
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a batch asks for, on average over some of the trace."""
+
+    workload: Workload
+    demand: Demand
+    """Of all batches looked at."""
+    longest: Episode
+    """The trajectory that takes longest alone."""
+    turns: float
+    """Of a batch."""
+
+    @classmethod
+    def of(cls, workload: Workload) -> Outlook:
+        trace = trace_of(workload, SEARCH_SEED)
+        members = range(workload.group_size)
+        groups = [[trace.episode(g, m) for m in members] for g in range(SAMPLED * workload.groups)]
+        episodes = [episode for group in groups for episode in group]
+        longest = max(episodes, key=lambda episode: bounds.alone_seconds(episode, workload.cost))
+        turns = sum(len(episode.lengths) for episode in episodes) / SAMPLED
+        return cls(workload, Demand.of(groups), longest, turns)
+
+    def limits(self, alpha: float, train_gpus: int) -> dict[str, float]:
+        """What one step takes at least at this split, by reason."""
+        workload, demand = self.workload, self.demand
+        generators, trainers = workload.gpus - train_gpus, train_gpus or workload.gpus
+        generation = bounds.generation_seconds(demand, workload.cost) / SAMPLED / generators + workload.sync_seconds
+        training = bounds.training_seconds(demand, workload.train_seconds) / SAMPLED / trainers + workload.sync_seconds
+        alone = bounds.alone_seconds(self.longest, workload.cost)
+        waits = self.longest.env_seconds > alone / 2
+        return {
+            KV if bounds.is_bound_by_memory(demand, workload.cost) else WORK: generation,
+            TRAINER: training,
+            ENVS if waits else LONGEST: alone / (alpha + 1),
+        }
+
+
+def _chosen(finalists: Sequence[Prediction]) -> Prediction:
+    """The smallest alpha whose steps are nearly as short as the shortest."""
+    shortest = min(finalist.figures.step_seconds for finalist in finalists)
+    return next(finalist for finalist in finalists if finalist.figures.step_seconds <= shortest * (1 + CLOSE))
+
+
+def _why(chosen: Prediction, finalists: Sequence[Prediction], predicted: Sequence[Prediction]) -> str:
+    """In one sentence."""
+    seconds = chosen.figures.step_seconds
+    below = [finalist for finalist in finalists if finalist.alpha < chosen.alpha]
+    above = [finalist for finalist in finalists if finalist.alpha > chosen.alpha]
+    parts = [f"steps of {seconds:,.4g} s at efficiency {chosen.figures.efficiency:.2f}"]
+    if below:
+        slower = min(below, key=lambda finalist: finalist.figures.step_seconds)
+        parts.append(f"{slower.figures.step_seconds / seconds - 1:.0%} longer at alpha {slower.alpha:g}")
+    if above:
+        faster = min(above, key=lambda finalist: finalist.figures.step_seconds)
+        gain = 1 - faster.figures.step_seconds / seconds
+        parts.append(
+            f"{gain:.0%} shorter at alpha {faster.alpha:g}, not worth its staleness" if gain > 0.005
+            else "no shorter at a larger alpha"
+        )  # fmt: skip
+    beside = [other for other in predicted if other.alpha == chosen.alpha and other is not chosen]
+    if beside:
+        parts.append(f"the best of {len(beside) + 1} splits")
+    return f"alpha {chosen.alpha:g} with {_split(chosen)}: {', '.join(parts)}; {_limit(chosen)}."
+
+
+def _limit(chosen: Prediction) -> str:
+    reasons = {
+        WORK: "the work of generating",
+        KV: "the work of generating in batches that the KV cache allows",
+        TRAINER: "training",
+        LONGEST: f"the longest trajectory over alpha + 1 = {chosen.alpha + 1:g} steps",
+        ENVS: f"the envs of the longest trajectory over alpha + 1 = {chosen.alpha + 1:g} steps",
+    }
+    return f"{reasons[chosen.limited_by]} takes {chosen.explained:.0%} of a step"
+
+
+def _split(prediction: Prediction) -> str:
+    if not prediction.train_gpus:
+        return f"all {prediction.rollout_gpus} GPUs in turn"
+    return f"{prediction.train_gpus} training and {prediction.rollout_gpus} generating GPUs"

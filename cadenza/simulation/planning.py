@@ -1,0 +1,69 @@
+"""`cadenza plan` on the command line: what was asked, and the candidates as a table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from cadenza.simulation import asked
+from cadenza.simulation.asked import BadRequest
+from cadenza.simulation.experiment import workers
+from cadenza.simulation.plan import Plan, make_plan
+from cadenza.simulation.simulate import wide_console
+
+
+def plan(gpus: int | None, workload: str, alpha: str, model_cost: str | None, *, as_json: bool) -> int:
+    """Make a plan and show it; returns the exit code."""
+    load = asked.workload(workload)
+    alphas = asked.alphas(alpha)
+    if gpus is not None:
+        load = replace(load, gpus=gpus)
+    if model_cost is not None:
+        load = asked.with_cost(load, model_cost)
+    if load.gpus == 1 and any(alphas):
+        raise BadRequest("with one GPU nothing can train while something generates: give --gpus 2, or --alpha 0")
+    with workers() as crew:
+        made = make_plan(crew, load, alphas)
+    if as_json:
+        print(json.dumps(made.to_json(), indent=2))
+    else:
+        _show(made)
+    return 0
+
+
+def _show(made: Plan) -> None:
+    console = wide_console()
+    load = made.workload
+    title = f"{load.name} {load.like}, {load.groups} x {load.group_size} a batch, {load.gpus} GPUs"
+    table = Table(title=escape(title), title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("alpha", "train", "generate", "step s", "efficiency", "tokens/s", "staleness", "trainer waits s"):
+        table.add_column(column, justify="right")
+    table.add_column("limited by")
+    table.add_column("steps", justify="right", style="dim")
+    for prediction in made.predicted:
+        figures = prediction.figures
+        table.add_row(
+            f"{prediction.alpha:g}",
+            str(prediction.train_gpus or "in turn"),
+            str(prediction.rollout_gpus),
+            f"{figures.step_seconds:,.4g}",
+            f"{figures.efficiency:.3f}",
+            f"{figures.tokens_per_second:,.0f}",
+            f"{figures.staleness_mean:.2f}/{figures.staleness_max}",
+            f"{figures.wait_seconds:,.4g}",
+            Text(f"{prediction.limited_by} {prediction.explained:.0%}"),
+            str(prediction.steps),
+            style="bold cyan" if prediction is made.chosen else "",
+        )
+    console.print(table)
+    console.print(
+        "[dim]staleness mean/max; limited by: what asks for most of a step, and the share that it alone takes; steps: "
+        "how many were simulated and counted[/]",
+        soft_wrap=True,
+    )
+    console.print(f"\n[bold]chosen[/] {escape(made.why)}", soft_wrap=True)

@@ -1,0 +1,321 @@
+"""Policies side by side, and a strip of time of each of them, as pictures and as one page.
+
+DIR/NAME-policies.png    efficiency, step time against its limit, staleness, waste
+DIR/NAME-timeline.png    the same seconds of every policy: what the replicas carried, when the trainer worked
+DIR/index.html           both, for all workloads, to hover over; one file, no network
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cadenza.observe.timeline_html import script_json
+from cadenza.observe.timeline_png import FAINT, INK
+from cadenza.simulation import clock
+from cadenza.simulation.experiment import POLICIES, Result, Workers
+from cadenza.simulation.film import Film, Strip
+from cadenza.simulation.policy import drive
+from cadenza.simulation.workloads import Workload, trace_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLUMNS = 400
+"""Of a strip."""
+STEPS_SHOWN = 2.6
+"""Steps of the slowest policy that a strip shows."""
+MOST_STEPS = 60
+"""That are simulated for a strip after the warm-up, however fast a policy is."""
+OURS, OTHERS, LIMIT, WORKS, WAITS = "#3568b0", "#9db4d3", "#d63a3a", "#2f9e6e", "#e0a92e"
+WASTE = ("#b5713a", "#d63a3a", "#a86fc0", "#e0a92e", "#9097a0")
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One policy on one workload."""
+
+    result: Result
+    strip: Strip
+
+    @property
+    def name(self) -> str:
+        return f"{self.result.policy}, alpha {self.result.alpha:g}" if self.is_asynchronous else self.result.policy
+
+    @property
+    def is_asynchronous(self) -> bool:
+        return POLICIES[self.result.policy].asynchronous
+
+    @property
+    def gpus(self) -> str:
+        train = self.result.settings.train_gpus
+        return f"{train} GPUs train" if train else "all GPUs in turn"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shot:
+    """The first seed of a result, run once more before a camera."""
+
+    workload: Workload
+    result: Result
+    warm_up: int
+    seconds: float
+
+    def take(self) -> Scene:
+        result, first = self.result, self.result.seeds[0]
+        steps = self.warm_up + min(math.ceil(self.seconds / first.step_seconds) + 2, MOST_STEPS)
+        trace = trace_of(self.workload, first.seed)
+        policy = POLICIES[result.policy](self.workload, trace, result.alpha, result.settings)
+        policy.film = Film()
+        clock.run(lambda: drive(policy, steps))
+        return Scene(result, policy.film.strip(self.warm_up - 1, self.seconds, COLUMNS))
+
+
+def film(crew: Workers, workload: Workload, results: Sequence[Result], warm_up: int) -> list[Scene]:
+    """The same seconds after the warm-up of every result."""
+    seconds = STEPS_SHOWN * max(result.typical.step_seconds for result in results)
+    return crew.map(_Shot.take, [_Shot(workload, result, warm_up, seconds) for result in results])
+
+
+def write(out: Path, scenes: Sequence[Scene]) -> tuple[list[Path], str]:
+    """Draw everything; the files, and what is missing."""
+    out.mkdir(parents=True, exist_ok=True)
+    page = out / "index.html"
+    page.write_text(render(scenes), encoding="utf-8")
+    try:
+        from matplotlib import rc_context
+    except ImportError:
+        return [page], "no PNG: it needs matplotlib: pip install 'cadenza[plot]'"
+    files = []
+    with rc_context({"text.parse_math": False, "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
+        for name, own in _by_workload(scenes).items():
+            stem = name.replace(":", "-")
+            for figure, kind in ((_policies(name, own), "policies"), (_timeline(name, own), "timeline")):
+                files.append(out / f"{stem}-{kind}.png")
+                figure.savefig(files[-1])
+    return [*files, page], ""
+
+
+def _by_workload(scenes: Sequence[Scene]) -> dict[str, list[Scene]]:
+    names = dict.fromkeys(scene.result.workload for scene in scenes)
+    return {name: [scene for scene in scenes if scene.result.workload == name] for name in names}
+
+
+# -- policies side by side ---------------------------------------------------------------------------------------------
+
+
+def _policies(name: str, scenes: Sequence[Scene]) -> Figure:
+    """One row per policy, one panel per figure."""
+    from matplotlib.figure import Figure
+
+    height = 0.36 * len(scenes)
+    figure = Figure(figsize=(14, height + 1.5), dpi=120, facecolor="white")
+    axes = figure.subplots(1, 4, sharey=True)
+    figure.subplots_adjust(
+        left=0.13, right=0.985, bottom=0.62 / (height + 1.5), top=1 - 0.85 / (height + 1.5), wspace=0.1
+    )
+    seeds = len(scenes[0].result.seeds)
+    figure.text(
+        0.012, 1 - 0.12 / (height + 1.5), f"{name}: policies side by side", va="top", fontsize=13, weight="bold"
+    )
+    figure.text(
+        0.012, 1 - 0.37 / (height + 1.5), f"medians over {seeds} {'seed' if seeds == 1 else 'seeds'}",
+        va="top", color=FAINT,
+    )  # fmt: skip
+    typical = [scene.result.typical for scene in scenes]
+    colours = [OURS if scene.result.policy == "cadenza" else OTHERS for scene in scenes]
+    rows = range(len(scenes))
+    for ax in axes:
+        _bare(ax)
+        ax.set_ylim(len(scenes) - 0.4, -0.6)
+        ax.grid(axis="x", color="#e6e9ed", linewidth=0.7)
+        ax.set_axisbelow(True)
+    axes[0].set_yticks(list(rows), [scene.name for scene in scenes], fontsize=9, color=INK)
+    axes[0].barh(rows, [figures.efficiency for figures in typical], color=colours, height=0.62)
+    axes[0].plot([scene.result.worst.efficiency for scene in scenes], rows, "|", color=INK, markersize=9)
+    _caption(axes[0], "efficiency", "mark: the worst seed", [f"{figures.efficiency:.2f}" for figures in typical])
+    axes[0].set_xlim(0, max(1.0, axes[0].get_xlim()[1]))
+    axes[1].barh(rows, [figures.step_seconds for figures in typical], color=colours, height=0.62)
+    axes[1].plot(
+        [figures.limit_seconds for figures in typical], rows, "|", color=LIMIT, markersize=12, markeredgewidth=2
+    )
+    _caption(axes[1], "seconds per step", "red: its limit", [f"{figures.step_seconds:,.4g}" for figures in typical])
+    axes[2].barh(rows, [figures.staleness_mean for figures in typical], color=colours, height=0.62)
+    axes[2].plot([figures.staleness_max for figures in typical], rows, "|", color=INK, markersize=9)
+    _caption(axes[2], "staleness", "bar: mean, mark: maximum", [f"{figures.staleness_mean:.2f}" for figures in typical])
+    _waste(axes[3], [figures.waste for figures in typical])
+    return figure
+
+
+def _waste(ax: Axes, waste: Sequence[dict[str, float]]) -> None:
+    """Stacked by cause."""
+    causes = sorted({cause for own in waste for cause, share in own.items() if share >= 5e-4})
+    left = [0.0] * len(waste)
+    for number, cause in enumerate(causes):
+        shares = [100 * own.get(cause, 0.0) for own in waste]
+        colour = WASTE[number % len(WASTE)]
+        ax.barh(range(len(waste)), shares, left=left, height=0.62, color=colour, label=cause)
+        left = [before + share for before, share in zip(left, shares, strict=True)]
+    _caption(
+        ax, "tokens wasted, %", "by cause" if causes else "none", [f"{100 * sum(own.values()):.1f}" for own in waste]
+    )
+    ax.set_xlim(0, max(*left, 1.0) * 1.16)
+    if causes:
+        ax.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.02 - 0.2 / len(waste) ** 0.5), ncols=3, frameon=False,
+            fontsize=8, handlelength=1, columnspacing=1,
+        )  # fmt: skip
+
+
+def _caption(ax: Axes, title: str, note: str, values: Sequence[str]) -> None:
+    """Above a panel, and the figure at the end of each bar."""
+    ax.set_title(title, loc="left", fontsize=10, color=INK, pad=5)
+    ax.set_title(note, loc="right", fontsize=8, color=FAINT, pad=5)
+    width = ax.get_xlim()[1]
+    ends = [0.0] * len(values)
+    for patch in ax.patches:
+        row = round(patch.get_y() + patch.get_height() / 2)  # type: ignore[attr-defined]
+        ends[row] = max(ends[row], patch.get_x() + patch.get_width())  # type: ignore[attr-defined]
+    for line in ax.lines:
+        for row, place in enumerate(np.asarray(line.get_xdata(), np.float64).tolist()):
+            ends[row] = max(ends[row], place)
+    for row, (end, text) in enumerate(zip(ends, values, strict=True)):
+        ax.text(end + 0.02 * width, row, text, va="center", fontsize=8, color=INK)
+    ax.set_xlim(0, max(width, max(ends) * 1.16))
+
+
+def _bare(ax: Axes) -> None:
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.spines["bottom"].set_color("#d5d9de")
+    ax.tick_params(axis="both", length=0, labelsize=8, colors=FAINT)
+
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
+
+
+def _timeline(name: str, scenes: Sequence[Scene]) -> Figure:
+    """A strip per policy, all of the same length in seconds."""
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    colours = LinearSegmentedColormap.from_list("load", ["#f3f5f8", "#86a9d6", "#3568b0", "#16305c"])
+    top, bottom, block = 0.8, 0.75, 1.3
+    height = top + bottom + block * len(scenes)
+    figure = Figure(figsize=(14, height), dpi=120, facecolor="white")
+    most = max(float(scene.strip.running.max()) for scene in scenes) or 1.0
+    norm = PowerNorm(0.5, vmin=0, vmax=most)  # one sequence is to be told from none
+    seconds = max(scene.strip.end - scene.strip.start for scene in scenes)
+    figure.text(
+        0.012,
+        1 - 0.12 / height,
+        f"{name}: the same {seconds:,.0f} s of every policy",
+        va="top",
+        fontsize=13,
+        weight="bold",
+    )
+    figure.text(
+        0.012, 1 - 0.38 / height,
+        "Blue: sequences decoded at once, one row per replica, empty where it idles. Above: the trainer. "
+        "Lines: versions; the more there are, the faster.",
+        va="top", color=FAINT,
+    )  # fmt: skip
+    for number, scene in enumerate(scenes):
+        below = height - top - block * (number + 1)
+        lanes = [
+            figure.add_axes((0.13, (below + at) / height, 0.855, lane / height))
+            for at, lane in ((block - 0.22, 0.16), (0.12, block - 0.36))
+        ]
+        image = _strip(lanes[0], lanes[1], scene, seconds, norm, colours)
+        middle = (below + 0.12 + (block - 0.36) / 2) / height
+        figure.text(0.122, middle + 0.14 / height, scene.name, ha="right", va="center", weight="bold")
+        figure.text(0.122, middle - 0.06 / height, scene.gpus, ha="right", va="center", fontsize=7.5, color=FAINT)
+        trains = f"trainer busy {scene.strip.busy:.0%}"
+        figure.text(0.122, middle - 0.24 / height, trains, ha="right", va="center", fontsize=7.5, color=FAINT)
+        lanes[1].tick_params(labelbottom=number == len(scenes) - 1)
+    lanes[1].set_xlabel("seconds after the warm-up", fontsize=9)
+    bar = figure.colorbar(
+        image, cax=figure.add_axes((0.84, 0.22 / height, 0.14, 0.1 / height)), orientation="horizontal"
+    )
+    bar.ax.tick_params(labelsize=7, length=0, pad=1)
+    bar.outline.set_visible(False)
+    figure.text(0.832, 0.27 / height, "sequences per replica", ha="right", va="center", fontsize=8, color=FAINT)
+    handles = [Patch(color=WORKS, label="trainer works"), Patch(color=WAITS, label="waits for a batch")]
+    figure.legend(
+        handles=handles, loc="lower left", bbox_to_anchor=(0.125, 0.1 / height), ncols=2, frameon=False, fontsize=8
+    )
+    return figure
+
+
+def _strip(trainer: Axes, replicas: Axes, scene: Scene, seconds: float, norm: Any, colours: Any) -> Any:
+    strip = scene.strip
+    for ax in (trainer, replicas):
+        _bare(ax)
+        ax.set_xlim(0, seconds)
+        ax.set_yticks([])
+    trainer.set_ylim(0, 1)
+    trainer.tick_params(labelbottom=False)
+    trainer.spines["bottom"].set_visible(False)
+    for spans, colour in ((strip.waited, WAITS), (strip.trained, WORKS)):
+        trainer.broken_barh([(a - strip.start, b - a) for a, b in spans], (0.1, 0.8), color=colour, linewidth=0)
+    extent = (0.0, strip.end - strip.start, 0.0, 1.0)
+    image = replicas.imshow(
+        strip.running, aspect="auto", extent=extent, cmap=colours, norm=norm, interpolation="nearest"
+    )
+    replicas.set_xlim(0, seconds)
+    every = max(1, len(strip.published) // 24)
+    for number, (time, version) in enumerate(strip.published):
+        replicas.axvline(time - strip.start, color=LIMIT, linewidth=0.8, alpha=0.75)
+        if number % every == 0 and time - strip.start < 0.985 * seconds:
+            replicas.text(
+                time - strip.start + seconds * 0.002, 0.97, f"v{version}", va="top", fontsize=7.5, color=LIMIT,
+                bbox={"facecolor": "white", "alpha": 0.8, "pad": 0.6, "linewidth": 0},
+            )  # fmt: skip
+    return image
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def render(scenes: Sequence[Scene]) -> str:
+    """The page as text."""
+    template = resources.files("cadenza.simulation").joinpath("simulate.html").read_text(encoding="utf-8")
+    title = f"cadenza simulate: {', '.join(_by_workload(scenes))}"
+    head, middle, tail = template.replace("__TITLE__", html.escape(title)).partition("__DATA__")
+    assert middle, "simulate.html has lost its place for the data"
+    data = {
+        "workloads": [
+            {"name": name, "scenes": [_scene(scene) for scene in own]} for name, own in _by_workload(scenes).items()
+        ]
+    }
+    return head + script_json(data) + tail
+
+
+def _scene(scene: Scene) -> dict[str, Any]:
+    strip = scene.strip
+    span = strip.end - strip.start
+
+    def moved(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(round(a - strip.start, 2), round(b - strip.start, 2)) for a, b in spans]
+
+    return {
+        "name": scene.name,
+        "ours": scene.result.policy == "cadenza",
+        "gpus": scene.gpus,
+        "figures": json.loads(json.dumps(scene.result.to_json())),
+        "seconds": span,
+        "busy": strip.busy,
+        "running": [[round(value, 1) for value in row] for row in strip.running.tolist()],
+        "trained": moved(strip.trained),
+        "waited": moved(strip.waited),
+        "published": [(round(time - strip.start, 2), version) for time, version in strip.published],
+    }
