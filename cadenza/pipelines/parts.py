@@ -53,7 +53,7 @@ class Parts:
     def __init__(self, config: RunConfig, *, failures: Path | None = None) -> None:
         """`failures` is where a batch goes whose loss is not finite."""
         self.config = config
-        self._failures = None if failures is None else failures.absolute()
+        self._failures = everywhere(failures) if failures and config.backend == "ray" else failures
         tokenizer = config.tokenizer
         try:
             self.codec = load_codec(
