@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cadenza import envs, rewards
 from cadenza.cluster import RoleConfig
@@ -149,12 +149,21 @@ class RunConfig(Config):
     backend: Literal["embedded", "ray"] = "embedded"
     """Where the workers run: in this process, or each in one of its own on Ray."""
     devices: dict[str, RoleConfig] = Field(default_factory=dict)
-    """By role: actor, critic, reference, inference. A role that is not named shares device 0."""
+    """By role: actor, critic, reference, inference. A role that is not named shares device 0. `actor: 1` is short for
+    `actor: {devices: [1]}`."""
     threads: int | None = Field(default=None, gt=0)
     """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
     samples: int = Field(default=2, ge=0)
     """Rollouts of each step, and of each validation, that are written out as text."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _in_full(cls, devices: Any) -> Any:
+        if not isinstance(devices, dict):
+            return devices
+        short = {role: [given] if isinstance(given, int) else given for role, given in devices.items()}
+        return {role: {"devices": d} if isinstance(d, (str, list)) else d for role, d in short.items()}
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
