@@ -5,13 +5,16 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check test-smollm2 fuzz bench bench-trl clean
+.PHONY: help demo demo-ray test check test-smollm2 fuzz bench bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: $(VENV)/.models  ## train a tiny language model to walk over FrozenLake; takes a minute
 	$(BIN)/cadenza train examples/frozenlake.yaml
+
+demo-ray: $(VENV)/.ray  ## the same on Ray, with one process for each role
+	$(BIN)/cadenza train examples/frozenlake.yaml backend=ray
 
 test: $(VENV)/.dev  ## run the tests; PYTEST_ARGS adds options
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(PYTEST_ARGS)
@@ -51,6 +54,10 @@ $(VENV)/.light: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.models: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[models]'
+	touch $@
+
+$(VENV)/.ray: $(VENV)/.models
+	$(PIP) -e '.[models,ray]'
 	touch $@
 
 # Everything that the tests and the checks need; it contains the other installs.

@@ -330,16 +330,26 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception as error:
         if not _is_expected(error):
             raise
-        return _complain(str(error), 1)
+        return _complain(_told(error), 1)
     return code if isinstance(code, int) else 0
 
 
 def _is_expected(error: Exception) -> bool:
-    """Whether the message alone says what happened: an error of the scheduler, of a file, of a missing extra."""
+    """Whether the message alone says what happened: an error of the scheduler, of a process that is gone, of a
+    file, of a missing extra."""
+    from cadenza.errors import InfrastructureError
     from cadenza.rollout.failures import RolloutError
 
-    named = ("ConfigError", "NonFiniteLoss", "TemplateError")
-    return isinstance(error, (RolloutError, OSError, ImportError)) or type(error).__name__ in named
+    named = ("ConfigError", "NonFiniteLoss", "TemplateError", "VersionMismatch")
+    return isinstance(error, (RolloutError, InfrastructureError, OSError, ImportError)) or type(error).__name__ in named
+
+
+def _told(error: Exception) -> str:
+    """Of something that broke, with the notes that say where it was."""
+    from cadenza.errors import InfrastructureError
+
+    notes = getattr(error, "__notes__", ()) if isinstance(error, InfrastructureError) else ()
+    return "; ".join([str(error), *notes])
 
 
 def _usage(error: CycloptsError) -> str:

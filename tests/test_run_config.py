@@ -224,6 +224,31 @@ def test_settings_that_contradict_each_other(overrides: list[str], said: str) ->
     assert len(text.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("devices.acter=0", "this run has no role 'acter'; it has actor, inference"),
+        ("devices.critic=0", "this run has no role 'critic'"),
+        ("devices.actor=0-1", "devices.actor: one device for each role so far, got 0-1"),
+        ("devices.actor=auto", "devices 'auto' have no numbers"),
+        ("devices.actor={devices: 0, gpus: 2}", "RoleConfig has no key 'gpus'"),
+        ("backend=rai", "backend"),
+    ],
+)
+def test_devices_that_cannot_be(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(TINY, [override])
+    assert said in str(caught.value)
+
+
+def test_devices_by_number_list_or_in_full_are_the_same_and_read_back() -> None:
+    ways = ("devices.actor=1", "devices.actor=[1]", "devices.actor='1'", "devices.actor={devices: [1]}")
+    configs = [build(TINY, [way]) for way in ways]
+    assert all(config == configs[0] for config in configs)
+    assert configs[0].device_count == 2
+    assert build(dump(configs[0])).devices == configs[0].devices
+
+
 def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
     assert build(TINY, ["preset=reinforce++", "rollout.group_size=1"]).rollout.group_size == 1
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from cadenza.config import Config
+from cadenza.inference.meter import StepCosts
 
 Tokens = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
@@ -123,6 +124,8 @@ class ReplicaStats:
     """Prompt tokens computed since the start, cached ones not counted."""
     discarded: dict[str, int] = field(default_factory=dict)
     """Tokens written that went to nobody, by cause."""
+    costs: StepCosts | None = None
+    """What its steps take, if it measures them and there were enough."""
 
 
 class Flight(NamedTuple):

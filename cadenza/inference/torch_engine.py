@@ -32,7 +32,7 @@ from cadenza.inference import engine
 from cadenza.inference.decoder import absorb, decoder_for
 from cadenza.inference.engine import Engine, NotNumbers
 from cadenza.inference.kv_cache import joined
-from cadenza.inference.meter import StepCosts, StepMeter
+from cadenza.inference.meter import StepMeter
 from cadenza.inference.replica import (
     Flight,
     Generation,
@@ -206,6 +206,7 @@ class TorchReplica:
             generated=self._engine.generated,
             prefilled=self._engine.prefilled,
             discarded=dict(self.discarded),
+            costs=self._meter.costs(),
         )
 
     def kill(self, cause: str) -> None:
@@ -224,15 +225,6 @@ class TorchReplica:
         self._engine.check()
         held = sum(len(flight.sequence.tokens) for flight in self._flight.values())
         assert self.generated == self.returned + sum(self.discarded.values()) + held, (self.returned, held)
-
-    def costs(self) -> StepCosts | None:
-        """What its steps took so far; None before there were enough."""
-        return self._meter.costs()
-
-    @property
-    def max_running(self) -> int:
-        """Sequences that decode together at most."""
-        return self._engine.max_running
 
     @property
     def generated(self) -> int:

@@ -15,17 +15,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
 from cadenza.cluster import ResourceManager
 from cadenza.data import DataProto
 from cadenza.observe.run import RunDirectory
-from cadenza.off_loop import THREADS
 from cadenza.pipelines.config import ConfigError, RunConfig
 from cadenza.pipelines.episodes import Episodes, Mode, sample_of
-from cadenza.pipelines.parts import Inference, Parts
+from cadenza.pipelines.parts import Inference, Parts, everywhere
 from cadenza.rollout import journal
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
@@ -35,7 +34,7 @@ from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.traces import RunStep, TraceGroup, trace_groups
 from cadenza.training import Checkpoints
-from cadenza.training.checkpoint import CheckpointError, load_weights, step_of
+from cadenza.training.checkpoint import CheckpointError, step_of
 
 T = TypeVar("T")
 STOPPED = "stopped"
@@ -97,33 +96,38 @@ class AgenticPipeline:
 
     async def train(self, *, resume: Path | None = None) -> Progress:
         """Train until the last step, the target or a stop. A checkpoint is written at the end of each of these."""
-        await self.start() if resume is None else self.restore(resume)
-        async with self.parts.inference() as self.inference:
-            self.rollouts = scheduler_for("train", self.config, self.inference)
-            if resume is not None:
-                self.rollouts.restore(resume / "rollouts")
-                self.run.keep_config()
-            try:
+        async with self.parts:
+            await (self.start() if resume is None else self.restore(resume))
+            async with self.parts.inference() as self.inference:
+                self.rollouts = scheduler_for("train", self.config, self.inference)
+                if resume is not None:
+                    self.rollouts.restore(resume / "rollouts")
+                    self.run.keep_config()
                 try:
-                    await self._program()
-                except Done as reason:
-                    self.progress.ended = str(reason)
-                except RolloutError:  # what was learned until then is kept
-                    if self.progress.step and self.progress.step != self._saved:
-                        self.save()
-                    raise
-                if self.progress.step != self._saved or self._score is not None or self.progress.ended == STOPPED:
-                    self.save()
-            finally:
-                await self.rollouts.shutdown()
-                shutil.rmtree(self.run.path / ".rollouts", ignore_errors=True)
+                    await self._to_its_end()
+                finally:
+                    await self.rollouts.shutdown()
+                    shutil.rmtree(self.run.path / ".rollouts", ignore_errors=True)
         return self.progress
+
+    async def _to_its_end(self) -> None:
+        """The program, and the checkpoint after it."""
+        try:
+            await self._program()
+        except Done as reason:
+            self.progress.ended = str(reason)
+        except RolloutError:  # what was learned until then is kept
+            if self.progress.step and self.progress.step != self._saved:
+                await self.save()
+            raise
+        if self.progress.step != self._saved or self._score is not None or self.progress.ended == STOPPED:
+            await self.save()
 
     async def _program(self) -> None:
         async for step in self.steps():
             await self.publish()
             await self.validate(step)
-            self.checkpoint(step)
+            await self.checkpoint(step)
             batch = await self.get_batch(step)
             if batch is None:
                 break
@@ -140,14 +144,15 @@ class AgenticPipeline:
             yield self.progress.step
 
     async def publish(self) -> None:
-        """The newest weights to the replicas. Turns under way go on from the tokens they have."""
-        actor, sampler = self.parts.actor, self.inference.sampler
-        if actor.version == sampler.version:
+        """The newest weights to the replicas. Turns under way go on from the tokens they have. The version is the
+        number of batches that were trained."""
+        version, sampler = self.progress.step, self.inference.sampler
+        if version == sampler.version:
             return
         with self._timed("publish"):
             await self.rollouts.suspend()
             self._mark_boundary()
-            await sampler.load_weights(actor.version, actor.weights())
+            await sampler.load_weights(version, await self.parts.actor.weights())
             await self.rollouts.resume()
 
     async def validate(self, step: int, *, last: bool = False) -> None:
@@ -183,22 +188,22 @@ class AgenticPipeline:
     async def advantages(self, batch: DataProto) -> DataProto:
         """What the estimator makes of the scores."""
         with self._timed("advantages"):
-            batch, metrics = await off_loop(self.parts.advantages, batch)
+            batch, metrics = await self.parts.advantages(batch)
         self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
         return batch
 
     async def learn(self, batch: DataProto) -> None:
-        """One train step, off the loop, and its account."""
+        """One train step, and its account."""
         episodes: Episodes = batch.meta_info["episodes"]
-        self._metrics |= batch.meta_info["metrics"] | episodes.staleness(self.parts.actor.version)
+        self._metrics |= batch.meta_info["metrics"] | episodes.staleness(self.progress.step)
         with self._timed("train"):
-            metrics = await off_loop(self.parts.learn, batch)
+            metrics = await self.parts.learn(batch)
         self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
         for stats in (await self.inference.sampler.stats()).values():
             for cause, tokens in stats.discarded.items():
                 name = f"tokens_discarded/{cause}"
                 self._metrics[name] = self._metrics.get(name, 0) + tokens
-        self._account(batch)
+        await self._account(batch)
 
     def stop(self) -> None:
         """End as soon as the step under way allows it."""
@@ -209,36 +214,35 @@ class AgenticPipeline:
     async def start(self) -> None:
         """Weights to begin with."""
         if (plan := self.config.warm_start) is not None:
-            self._log(0, await off_loop(self.parts.warm_start, plan))
+            self._log(0, await self.parts.warm_start(plan))
         if self.config.needs_reference:
-            await off_loop(self.parts.freeze_reference, self.run.path / "reference")
+            await self.parts.freeze_reference(self.run.path / "reference")
 
-    def restore(self, checkpoint: Path) -> None:
+    async def restore(self, checkpoint: Path) -> None:
         """Go on from a checkpoint, as if nothing had happened."""
-        user = self.checkpoints.load(checkpoint, self.parts.trained)
+        if self.config.needs_reference:
+            await self.parts.load_reference(self.run.path / "reference")
+        await self.parts.load(checkpoint)
+        user = self.checkpoints.load(checkpoint, {})  # after the models: making them takes random numbers
         self.progress = Progress(**user["progress"])
         self.progress.ended = ""
         self._saved = self.progress.step
         self.parts.estimator.load_state(user["estimator"])
-        if self.config.needs_reference:
-            self.parts.load_reference(self.run.path / "reference")
 
-    def checkpoint(self, step: int) -> None:
+    async def checkpoint(self, step: int) -> None:
         """Save, if it is time or the policy is the best so far."""
         due = step > 0 and step % self.config.checkpoint.every == 0 and step != self._saved
         if due or self._score is not None:
             with self._timed("checkpoint"):
-                self.save()
+                await self.save()
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """A checkpoint between two steps."""
         user = {"progress": asdict(self.progress), "estimator": self.parts.estimator.state()}
-
-        def extra(directory: Path) -> None:
+        with self.checkpoints.writing(self.progress.step, score=self._score, user=user) as directory:
+            await self.parts.save(directory)
             self.parts.codec.save(directory)
             self._save_rollouts(directory / "rollouts")
-
-        self.checkpoints.save(self.progress.step, self.parts.trained, score=self._score, user=user, extra=extra)
         self._score, self._saved = None, self.progress.step
 
     def _mark_boundary(self) -> None:
@@ -265,7 +269,7 @@ class AgenticPipeline:
 
     # -- the account -----------------------------------------------------------------------------------------------
 
-    def _account(self, batch: DataProto) -> None:
+    async def _account(self, batch: DataProto) -> None:
         """Book a step: in the metrics, the samples, the display."""
         progress, info = self.progress, batch.meta_info
         episodes: Episodes = info["episodes"]
@@ -282,16 +286,18 @@ class AgenticPipeline:
             "perf/samples_per_second": episodes.count / seconds,
         }
         self._log(progress.step, self._metrics)
-        self.run.trace(self._shape(info["trace"]))
+        self.run.trace(await self._shape(info["trace"]))
         self._metrics = {}
         if self.config.validation is None:  # of the weights before: good enough to stop, not to choose a checkpoint
             self._judge(episodes.success, choose=False)
 
-    def _shape(self, groups: list[TraceGroup]) -> bytes:
+    async def _shape(self, groups: list[TraceGroup]) -> bytes:
         """What this step asked of the machine and took of it, for who wants to simulate the run."""
-        engine, metrics = self.inference.engine, self._metrics
-        costs = engine.costs()
-        limits = {"kv_capacity": engine.kv_capacity, "max_running": engine.max_running}
+        metrics, costs = self._metrics, None
+        for stats in (await self.inference.sampler.stats()).values():
+            if stats.costs is not None:
+                limits = {"kv_capacity": stats.kv_capacity, "max_running": self.config.engine.max_running}
+                costs = {**stats.costs._asdict(), **limits}
         return RunStep(
             step=self.progress.step,
             gpus=1 if self.config.rollout.alpha == 0 else 2,
@@ -299,7 +305,7 @@ class AgenticPipeline:
             wait_seconds=metrics["time/wait"],
             publish_seconds=metrics.get("time/publish", 0.0),
             groups=groups,
-            cost=None if costs is None else {**costs._asdict(), **limits},
+            cost=costs,
         ).encode()
 
     @contextmanager
@@ -362,17 +368,17 @@ async def check_rollouts(config: RunConfig, checkpoint: Path) -> None:
 
 async def validation(config: RunConfig, checkpoint: Path) -> tuple[DataProto, int]:
     """The batch of a validation with the weights of a checkpoint, and their version."""
-    parts = Parts(config)
-    load_weights(checkpoint, parts.actor.module)
     version = int(step_of(checkpoint))
-    async with parts.inference() as inference:
-        if version:
-            await inference.sampler.load_weights(version, parts.actor.weights())
-        scheduler = scheduler_for("val", config, inference)
-        try:
-            batch = await scheduler.get_batch(_request(version), -1)
-        finally:
-            await scheduler.shutdown()
+    async with Parts(config) as parts:
+        await parts.actor.load_weights(everywhere(checkpoint))
+        async with parts.inference() as inference:
+            if version:
+                await inference.sampler.load_weights(version, await parts.actor.weights())
+            scheduler = scheduler_for("val", config, inference)
+            try:
+                batch = await scheduler.get_batch(_request(version), -1)
+            finally:
+                await scheduler.shutdown()
     if batch is None:
         raise NoEpisodes
     batch.meta_info["codec"] = parts.codec
@@ -391,12 +397,7 @@ def scheduler_for(mode: Mode, config: RunConfig, inference: Inference) -> Rollou
             batch.meta_info["trace"] = trace_groups(trajectories)
         return batch
 
-    return RolloutScheduler(rollout, envs, ResourceManager(1), inference, mode, collator)
-
-
-async def off_loop(function: Callable[..., T], *args: Any) -> T:
-    """Torch works in a thread, so that envs and engine go on."""
-    return await asyncio.get_running_loop().run_in_executor(THREADS, function, *args)
+    return RolloutScheduler(rollout, envs, ResourceManager(config.device_count), inference, mode, collator)
 
 
 def _request(step: int) -> DataProto:

@@ -21,7 +21,8 @@ from cadenza.data import DataProto
 from cadenza.observe.display import Display, curve
 from cadenza.observe.report import write_report
 from cadenza.observe.run import RunDirectory, read_lines
-from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, Progress, check_rollouts, off_loop, validation
+from cadenza.off_loop import as_async
+from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, Progress, check_rollouts, validation
 from cadenza.pipelines.config import ConfigError, RunConfig, ValidationConfig, check_names, dump, read
 from cadenza.pipelines.episodes import Episodes, sample_of, success_of
 from cadenza.training.checkpoint import latest, step_of
@@ -158,7 +159,7 @@ async def _renewed_report(run_dir: Path) -> None:
     while True:
         await asyncio.sleep(REPORT_SECONDS)
         try:
-            await off_loop(write_report, run_dir)
+            await as_async(write_report)(run_dir)
         except OSError as error:  # a full disk, for one
             logger.warning("the report of %s could not be written: %s", run_dir, error)
 
@@ -208,7 +209,8 @@ async def _played(run_dir: Path, episodes: int, which: str, greedy: bool, *, sho
     if greedy:
         sampling = plan.sampling or config.envs.sampling
         plan = plan.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
-    config = config.model_copy(update={"validation": plan, "samples": shown, "critic": None})
+    plain: dict[str, Any] = {"samples": shown, "critic": None, "backend": "embedded", "devices": {}}
+    config = config.model_copy(update={"validation": plan, **plain})
     return await validation(config, checkpoint)
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cadenza import envs, rewards
+from cadenza.cluster import RoleConfig
+from cadenza.cluster.placement import format_devices
 from cadenza.config import Config, load
 from cadenza.inference.replica import Sampling
 from cadenza.rollout import plays
@@ -144,11 +146,24 @@ class RunConfig(Config):
     sampler: SamplerConfig = SamplerConfig()
     validation: ValidationConfig | None = ValidationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    backend: Literal["embedded", "ray"] = "embedded"
+    """Where the workers run: in this process, or each in one of its own on Ray."""
+    devices: dict[str, RoleConfig] = Field(default_factory=dict)
+    """By role: actor, critic, reference, inference. A role that is not named shares device 0. `actor: 1` is short for
+    `actor: {devices: [1]}`."""
     threads: int | None = Field(default=None, gt=0)
     """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
     samples: int = Field(default=2, ge=0)
     """Rollouts of each step, and of each validation, that are written out as text."""
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _in_full(cls, devices: Any) -> Any:
+        if not isinstance(devices, dict):
+            return devices
+        short = {role: [given] if isinstance(given, int) else given for role, given in devices.items()}
+        return {role: {"devices": d} if isinstance(d, (str, list)) else d for role, d in short.items()}
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
@@ -194,6 +209,13 @@ class RunConfig(Config):
                     f"the tasks of {rows} are rows, and all of them are trained: give validation.domains rows of its "
                     "own, or set 'validation: null'"
                 )
+        for role, config in self.devices.items():
+            if role not in self.roles:
+                raise ValueError(f"devices: this run has no role '{role}'; it has {', '.join(self.roles)}")
+            if len(config.numbers) != 1:
+                raise ValueError(
+                    f"devices.{role}: one device for each role so far, got {format_devices(config.numbers)}"
+                )
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self
@@ -201,6 +223,17 @@ class RunConfig(Config):
     @property
     def needs_reference(self) -> bool:
         return self.estimator.needs_reference or self.actor.kl_coef > 0
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Who gets devices. Under an adapter, the actor is the reference too."""
+        found = {"critic": self.critic is not None, "reference": self.needs_reference and self.model.lora is None}
+        return ("actor", *(role for role, is_there in found.items() if is_there), "inference")
+
+    @property
+    def device_count(self) -> int:
+        """Devices that there must be."""
+        return max((number for config in self.devices.values() for number in config.numbers), default=0) + 1
 
     @property
     def is_exact(self) -> bool:

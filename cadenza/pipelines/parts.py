@@ -1,26 +1,37 @@
-"""The workers of a run in one process: who computes what, and nothing about when."""
+"""The parts of a run: who computes what, where, and nothing about when.
+
+Each role is a cluster of workers (workers.py), in this process or on Ray; the estimator is the controller's own.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError
 
+from cadenza.cluster import Cluster, DeviceMap, PlacementError, ResourceManager, Worker
+from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.data import DataProto
 from cadenza.inference.codec import TextCodec, TokenizerNotFound, load_codec
 from cadenza.inference.torch_engine import TorchReplica
+from cadenza.off_loop import as_async
 from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
 from cadenza.pipelines.warm_start import warm_start_pairs
+from cadenza.pipelines.workers import (
+    ActorWorker,
+    Blueprint,
+    CriticWorker,
+    InferenceWorker,
+    ReferenceWorker,
+    engine_options,
+)
 from cadenza.rollout.sampler import Sampler
-from cadenza.training import Actor, Critic, Estimator, Reference, ReferenceConfig, Supervised, load_model
-from cadenza.training.checkpoint import CheckpointError
-from cadenza.training.models import is_adapted, save_model
+from cadenza.training import Estimator, ReferenceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +40,20 @@ class Inference:
 
     sampler: Sampler
     codec: TextCodec
-    engine: TorchReplica
 
 
 class Parts:
-    """Tokenizer, policy, and what trains it."""
+    """Tokenizer, policy, and what trains it. The workers live inside `async with`."""
+
+    actor: Cluster[ActorWorker]
+    critic: Cluster[CriticWorker] | None = None
+    reference: Cluster[ReferenceWorker] | None = None
+    """None also where the actor has it, under its adapter."""
 
     def __init__(self, config: RunConfig, *, failures: Path | None = None) -> None:
         """`failures` is where a batch goes whose loss is not finite."""
         self.config = config
-        self._failures = failures
-        if threads := config.threads or (1 if config.model.path is None else None):
-            torch.set_num_threads(threads)
+        self._failures = everywhere(failures) if failures and config.backend == "ray" else failures
         tokenizer = config.tokenizer
         try:
             self.codec = load_codec(
@@ -53,88 +66,160 @@ class Parts:
             raise ConfigError(f"{'tokenizer' if tokenizer.path else 'model'}.path: {error}") from error
         except ValueError as error:  # it does not fit the template
             raise ConfigError(f"tokenizer: {error}") from error
-        seed = config.seed
-        try:
-            model = load_model(config.model, self.codec.vocab_size, seed, eos_token_id=self.codec.end_token_id)
-        except ValueError as error:  # it does not fit the tokenizer
-            raise ConfigError(str(error)) from error
-        policy = config.actor.model_copy(update={"temperature": config.envs.sampling.temperature or 1.0})
-        self.actor = Actor(model, policy, seed, failures=failures)
-        self.critic: Critic | None = None
-        if config.critic is not None:
-            body = load_model(config.model, self.codec.vocab_size, seed + 1, eos_token_id=self.codec.end_token_id)
-            self.critic = Critic(body, config.critic, seed, failures=failures)
-        self.reference: Reference | None = None
         self.estimator = Estimator(config.estimator)
+        self._blueprint = Blueprint(
+            config.model,
+            self.codec.vocab_size,
+            self.codec.end_token_id,
+            config.seed,
+            config.threads or (1 if config.model.path is None else None),
+        )
+        if self._blueprint.threads is not None:
+            torch.set_num_threads(self._blueprint.threads)
+        self._map: DeviceMap
+        self._stack = AsyncExitStack()
 
-    @property
-    def trained(self) -> Mapping[str, Any]:
-        """What a checkpoint holds."""
-        return {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException as error:
+            await self._stack.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
 
-    def freeze_reference(self, directory: Path) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(kind, error, trace)
+
+    async def _start(self) -> None:
+        config = self.config
+        temperature = {"temperature": config.envs.sampling.temperature or 1.0}
+        policy = config.actor.model_copy(update=temperature)
+        reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
+        resources, self._map = self._placed()
+        self._stack.push_async_callback(resources.shutdown)
+        self.actor = await self._cluster(
+            "actor", ActorWorker, config=policy, reference=reference, failures=self._failures
+        )
+        if config.critic is not None:
+            self.critic = await self._cluster("critic", CriticWorker, config=config.critic, failures=self._failures)
+        if "reference" in self._map:
+            self.reference = await self._cluster("reference", ReferenceWorker, config=reference)
+
+    def _placed(self) -> tuple[ResourceManager, DeviceMap]:
+        """The devices, and who gets which."""
+        config = self.config
+        roles = {role: config.devices.get(role, "0") for role in config.roles}
+        on_ray = config.backend == "ray"
+        try:
+            resources = ResourceManager.on_ray() if on_ray else ResourceManager(config.device_count)
+            return resources, resources.place(roles)
+        except PlacementError as error:
+            raise ConfigError(f"devices: {error}") from error
+
+    async def _cluster(self, role: str, worker: type[Worker], **init: Any) -> Cluster[Any]:
+        cluster = Cluster(role, worker, self._map[role], blueprint=self._blueprint, **init)
+        return await self._stack.enter_async_context(cluster)
+
+    # -- what the controller asks for ------------------------------------------------------------------------------
+
+    async def warm_start(self, plan: WarmStart) -> dict[str, float]:
+        """Learn from examples; what the last batch said."""
+        pairs = await as_async(warm_start_pairs)(self.config, plan, self.codec)
+        metrics = await self.actor.warm_start(pairs, plan)
+        return {f"warm_start/{name}": value for name, value in metrics.items()}
+
+    async def freeze_reference(self, directory: Path) -> None:
         """The policy as it is now is what KL is measured against. It is kept for whoever resumes the run, unless it
         is the model under an adapter."""
-        self.reference = Reference.of(self.actor.module, self._reference_config)
-        if is_adapted(self.actor.module):
-            return
-        try:
-            save_model(directory, self.actor.module)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"the reference could not be saved to {directory}: {error}") from error
+        if self.reference is not None:
+            await self.actor.save_model(everywhere(directory))
+            await self.load_reference(directory)
 
-    def load_reference(self, directory: Path) -> None:
-        if is_adapted(self.actor.module):
-            self.reference = Reference.of(self.actor.module, self._reference_config)
-            return
-        model = self.config.model.model_copy(update={"path": str(directory)})
-        self.reference = Reference(load_model(model, self.codec.vocab_size, self.config.seed), self._reference_config)
+    async def load_reference(self, directory: Path) -> None:
+        if self.reference is not None:
+            await self.reference.load(everywhere(directory))
 
-    @property
-    def _reference_config(self) -> ReferenceConfig:
-        settings = self.config.reference or ReferenceConfig()
-        return settings.model_copy(update={"temperature": self.actor.config.temperature})
-
-    def warm_start(self, plan: WarmStart) -> dict[str, float]:
-        """Learn from examples; what the last batch said."""
-        pairs = warm_start_pairs(self.config, plan, self.codec)
-        trainer = Supervised(self.actor.module, plan.trainer, self.config.seed, failures=self._failures)
-        last = deque(trainer.fit(pairs, passes=plan.passes), maxlen=1).pop()
-        return {f"warm_start/{name}": value for name, value in last.items()}
-
-    def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    async def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The batch with its advantages, and whatever columns they need."""
         if self.reference is not None:
-            batch = self.reference.logprobs(batch)
+            batch = await _column(self.reference.logprobs, batch)
+        elif self.config.needs_reference:
+            batch = await _column(self.actor.ref_logprobs, batch)
         if self.estimator.needs_old_logprobs:
-            batch = self.actor.logprobs(batch)
+            batch = await _column(self.actor.logprobs, batch)
         if self.critic is not None:
-            batch = self.critic.values(batch)
-        return self.estimator.advantages(batch)
+            batch = await _column(self.critic.values, batch)
+        found: tuple[DataProto, dict[str, float]] = await as_async(self.estimator.advantages)(batch)
+        return found
 
-    def learn(self, batch: DataProto) -> dict[str, float]:
+    async def learn(self, batch: DataProto) -> dict[str, float]:
         """One train step."""
-        metrics = self.actor.train(batch)
+        batch = _numbers(batch)
+        metrics: dict[str, float] = await self.actor.train(batch)
         if self.critic is not None:
-            metrics |= {f"critic_{name}": value for name, value in self.critic.train(batch).items()}
+            metrics |= {f"critic_{name}": value for name, value in (await self.critic.train(batch)).items()}
         return metrics
+
+    async def save(self, directory: Path) -> None:
+        """Their parts of a checkpoint."""
+        await self.actor.save(everywhere(directory))
+        if self.critic is not None:
+            await self.critic.save(everywhere(directory) / "critic")
+
+    async def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote."""
+        await self.actor.load_state(everywhere(directory))
+        if self.critic is not None:
+            await self.critic.load_state(everywhere(directory) / "critic")
 
     @asynccontextmanager
     async def inference(self) -> AsyncIterator[Inference]:
         """The engine with the policy in it."""
-        engine = self.config.engine
-        replica = TorchReplica(
-            self.actor.module,
-            eos_token_ids=self.codec.eos_token_ids,
-            max_running=engine.max_running,
-            kv_tokens=engine.kv_tokens,
-            prefill_tokens=engine.prefill_tokens,
-            keep_kv=engine.keep_kv,
-            threads=engine.threads,
-        )
-        sampler = Sampler([replica], self.config.sampler)
+        start = self._remote_replica if self.config.backend == "ray" else self._replica
+        async with start() as replica:
+            sampler = Sampler([replica], self.config.sampler)
+            try:
+                yield Inference(sampler, self.codec)
+            finally:
+                await sampler.close()
+
+    @asynccontextmanager
+    async def _replica(self) -> AsyncIterator[TorchReplica]:
+        options = engine_options(self.config.engine, self.codec.eos_token_ids)
+        replica = TorchReplica(await self.actor.module(), devices=self._map["inference"].devices, **options)
         try:
-            yield Inference(sampler, self.codec, replica)
+            yield replica
         finally:
-            await sampler.close()
             replica.close()
+
+    @asynccontextmanager
+    async def _remote_replica(self) -> AsyncIterator[RemoteReplica]:
+        cluster = Cluster(
+            "inference",
+            InferenceWorker,
+            self._map["inference"],
+            blueprint=self._blueprint,
+            engine=self.config.engine,
+            eos_token_ids=self.codec.eos_token_ids,
+        )
+        async with cluster:
+            replica = await RemoteReplica.of(cluster)
+            await replica.load_weights(0, await self.actor.weights())
+            yield replica
+
+
+def everywhere(directory: Path) -> Path:
+    """A name that means the same in other processes."""
+    return directory.absolute()
+
+
+async def _column(ask: Callable[[DataProto], Awaitable[DataProto]], batch: DataProto) -> DataProto:
+    """The batch with a column that a worker computes."""
+    return batch.union(await ask(_numbers(batch)))
+
+
+def _numbers(batch: DataProto) -> DataProto:
+    """What workers need of a batch."""
+    return batch.select(non_tensor_batch_keys=(), meta_info_keys=())

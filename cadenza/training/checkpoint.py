@@ -17,7 +17,8 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,6 +63,16 @@ def save(
     `user` is a JSON-like dict that `load` gives back. `extra` writes more files, as those of a tokenizer, into the
     directory it is called with. One process at a time writes to a directory of checkpoints.
     """
+    with writing(path, user=user) as directory:
+        for place, part in _places(directory, parts):
+            save_part(place, part)
+        if extra is not None:
+            extra(directory)
+
+
+@contextmanager
+def writing(path: Path, *, user: Mapping[str, Any] | None = None) -> Iterator[Path]:
+    """A directory for the parts of a checkpoint, which becomes `path` when the block ends, and is gone if it fails."""
     document = json.dumps({"format": FORMAT, "user": dict(user or {})})
     for killed in path.parent.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(killed, ignore_errors=True)
@@ -69,12 +80,10 @@ def save(
     try:
         if path.exists():
             raise FileExistsError(f"{path} exists already")
-        for number, (name, part) in enumerate(parts.items()):
-            _save_part(unfinished if number == 0 else unfinished / name, part)
+        (unfinished / "training").mkdir(parents=True)
+        yield unfinished
         _save_random_state(unfinished / "training")
         (unfinished / "training" / "user.json").write_text(document, encoding="utf-8")
-        if extra is not None:
-            extra(unfinished)
         _flush(unfinished)
         unfinished.rename(path)
     except (OSError, SafetensorError) as error:
@@ -87,21 +96,11 @@ def save(
 
 def load(path: Path, parts: Mapping[str, Part], *, random_state: bool = True) -> dict[str, Any]:
     """Restore the parts, in the order in which they were saved, and the random state; the user's dict."""
-    if not (path / "training" / "user.json").is_file():
-        raise CheckpointError(f"{path} is no checkpoint of cadenza: it has no training/user.json")
-    document = json.loads((path / "training" / "user.json").read_text(encoding="utf-8"))
-    if document["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {document['format']}, this version of cadenza reads {FORMAT}")
-    for number, (name, part) in enumerate(parts.items()):
-        place = path if number == 0 else path / name
-        if not place.is_dir():
-            raise CheckpointError(f"the checkpoint {path} has no {name}: go on without one, or begin a new run")
-        load_weights(place, part.module)
-        values = json.loads((place / "training" / "state.json").read_text(encoding="utf-8"))
-        part.load_state(TrainingState(load_file(place / "training" / "tensors.safetensors"), values))
+    user = _read(path)
+    for place, part in _places(path, parts):
+        load_part(place, part)
     if random_state:
         _load_random_state(path / "training")
-    user: dict[str, Any] = document["user"]
     return user
 
 
@@ -155,14 +154,28 @@ class Checkpoints:
         user: Mapping[str, Any] | None = None,
         extra: Callable[[Path], None] | None = None,
     ) -> Path:
-        """Save as `step-N`, link it as `last`, and as `best` if no kept one has a higher score."""
+        """Save as `step-N`; see `writing`."""
         path = self._free_name(step)
-        save(path, parts, user={"step": step, "score": score, "user": dict(user or {})}, extra=extra)
+        with self.writing(step, score=score, user=user) as directory:
+            for place, part in _places(directory, parts):
+                save_part(place, part)
+            if extra is not None:
+                extra(directory)
+        return path
+
+    @contextmanager
+    def writing(
+        self, step: int, *, score: float | None = None, user: Mapping[str, Any] | None = None
+    ) -> Iterator[Path]:
+        """A directory to write the parts of a checkpoint into. When the block ends it is called `step-N`, and linked as
+        `last`, and as `best` if no kept one has a higher score."""
+        path = self._free_name(step)
+        with writing(path, user={"step": step, "score": score, "user": dict(user or {})}) as directory:
+            yield directory
         self._link("last", latest(self.directory))
         best = self.best
         self._link("best", best)
         self._prune(best)
-        return path
 
     def load(self, path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
         """Restore from one of the checkpoints; the user's dict."""
@@ -218,7 +231,8 @@ def _score(path: Path) -> float | None:
     return None if score is None or math.isnan(score) else float(score)
 
 
-def _save_part(place: Path, part: Part) -> None:
+def save_part(place: Path, part: Part) -> None:
+    """Write one part of a checkpoint."""
     (place / "training").mkdir(parents=True, exist_ok=True)
     module: Any = part.module
     options = {"save_embedding_layers": False} if is_adapted(part.module) else {"max_shard_size": "1000GB"}
@@ -228,6 +242,34 @@ def _save_part(place: Path, part: Part) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
     save_file(tensors, place / "training" / "tensors.safetensors")
     (place / "training" / "state.json").write_text(json.dumps(state.values), encoding="utf-8")
+
+
+def load_part(place: Path, part: Part) -> None:
+    """Restore one part of a checkpoint."""
+    if not place.is_dir():
+        raise CheckpointError(
+            f"the checkpoint {place.parent} has no {place.name}: go on without one, or begin a new run"
+        )
+    load_weights(place, part.module)
+    values = json.loads((place / "training" / "state.json").read_text(encoding="utf-8"))
+    part.load_state(TrainingState(load_file(place / "training" / "tensors.safetensors"), values))
+
+
+def _places(directory: Path, parts: Mapping[str, Part]) -> Iterator[tuple[Path, Part]]:
+    """The first part is at the top of a checkpoint, the others have directories of their own."""
+    for number, (name, part) in enumerate(parts.items()):
+        yield (directory if number == 0 else directory / name), part
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The user's values."""
+    if not (path / "training" / "user.json").is_file():
+        raise CheckpointError(f"{path} is no checkpoint of cadenza: it has no training/user.json")
+    document = json.loads((path / "training" / "user.json").read_text(encoding="utf-8"))
+    if document["format"] != FORMAT:
+        raise CheckpointError(f"{path} has format {document['format']}, this version of cadenza reads {FORMAT}")
+    user: dict[str, Any] = document["user"]
+    return user
 
 
 def _save_random_state(place: Path) -> None:

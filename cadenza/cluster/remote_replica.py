@@ -1,0 +1,285 @@
+"""An inference replica that is somebody else's process: the protocol here, the engine there.
+
+Invariant: turns share calls. What the loop asked for since the last call travels in one, and an answer brings all turns
+that ended meanwhile. One call at a time waits at the other end: one that brings news relieves it.
+```
+generate, abort --outbox, once per turn of the loop--> exchange() --> engine
+futures <------ all answers that are there <---------- waits for one, a newer call, or POLL_SECONDS
+```
+A call that is lost is a replica that is lost: every future that was handed out fails with `ReplicaLost`. Control calls
+have no deadline of their own; the sampler has one for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from cadenza.cluster.cluster import Cluster
+from cadenza.cluster.crew import Tasks
+from cadenza.cluster.dispatch import dispatch
+from cadenza.cluster.worker import Worker
+from cadenza.errors import InfrastructureError
+from cadenza.inference.replica import (
+    Flight,
+    Generation,
+    PauseMode,
+    Replica,
+    ReplicaError,
+    ReplicaLost,
+    ReplicaStats,
+    Request,
+)
+
+POLL_SECONDS = 30.0
+"""After which a call comes back empty: no wait is endless."""
+
+logger = logging.getLogger("cadenza")
+T = TypeVar("T")
+
+
+class Abort(NamedTuple):
+    """A request to end."""
+
+    id: int
+    cause: str
+    is_wanted: bool
+    """Whether somebody still waits for its tokens."""
+
+
+Answer = tuple[int, "Generation | ReplicaError"]
+
+
+class ReplicaWorker(Worker):
+    """The other end: a replica that is called through a cluster."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._engine = replica
+        self._running: dict[int, asyncio.Future[Generation]] = {}
+        self._ready: list[Answer] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    @dispatch("rank_zero")
+    async def about(self) -> tuple[str, tuple[int, ...], int]:
+        """Name, devices, KV capacity."""
+        return self._engine.name, self._engine.devices, self._engine.kv_capacity
+
+    @dispatch("rank_zero")
+    async def exchange(self, requests: Sequence[Request], aborts: Sequence[Abort]) -> list[Answer]:
+        """Take requests, and give all answers that are there; if there is none, wait for one."""
+        for request in requests:
+            self._running[request.id] = future = self._engine.generate(request)
+            future.add_done_callback(partial(self._ended, request.id))
+        for abort in aborts:
+            if not abort.is_wanted and abort.id in self._running:
+                self._running[abort.id].cancel()  # so that the engine books its tokens as discarded
+            self._engine.abort(abort.id, abort.cause)
+        self._relieve()
+        if not self._ready:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._waiter], timeout=POLL_SECONDS)
+        ready, self._ready = self._ready, []
+        return ready
+
+    @dispatch("rank_zero")
+    async def flights(self) -> Sequence[Flight]:
+        return self._engine.flights()
+
+    @dispatch("rank_zero")
+    async def pause(self, epoch: int, mode: PauseMode) -> None:
+        await self._engine.pause(epoch, mode)
+
+    @dispatch("rank_zero")
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    @dispatch("rank_zero")
+    async def load_weights(self, version: int, weights: object) -> None:
+        await self._engine.load_weights(version, weights)
+
+    @dispatch("rank_zero")
+    async def sleep(self) -> None:
+        await self._engine.sleep()
+
+    @dispatch("rank_zero")
+    async def wake(self) -> None:
+        await self._engine.wake()
+
+    @dispatch("rank_zero")
+    async def stats(self) -> ReplicaStats:
+        return await self._engine.stats()
+
+    def _ended(self, id: int, future: asyncio.Future[Generation]) -> None:
+        del self._running[id]
+        if future.cancelled():
+            return
+        error = future.exception()
+        if error is not None and not isinstance(error, ReplicaError):
+            error = ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
+        self._ready.append((id, error or future.result()))
+        self._relieve()
+
+    def _relieve(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class RemoteReplica:
+    """This end: a `Replica` over a started cluster of one `ReplicaWorker`."""
+
+    def __init__(self, cluster: Cluster[Any], name: str, devices: tuple[int, ...], kv_capacity: int) -> None:
+        self.name = name
+        self.devices = devices
+        self.kv_capacity = kv_capacity
+        self._cluster = cluster
+        self._flight: dict[int, asyncio.Future[Generation]] = {}
+        self._requests: list[Request] = []
+        self._aborts: list[Abort] = []
+        self._is_due = False
+        """A call is to be made at the end of this turn of the loop."""
+        self._calls = 0
+        """Under way."""
+        self._told: Sequence[Flight] = ()
+        self._is_looking = False
+        self._tasks = Tasks()
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @classmethod
+    async def of(cls, cluster: Cluster[Any]) -> RemoteReplica:
+        """Made when its cluster has started."""
+        if cluster.world_size != 1:
+            raise ValueError(f"a remote replica is one worker, '{cluster.role}' has {cluster.world_size}")
+        return cls(cluster, *await cluster.about())
+
+    # -- the replica protocol --------------------------------------------------------------------------------------
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        if self._lost.done():
+            future.set_exception(ReplicaLost(self._lost.result()))
+        elif request.id in self._flight:
+            future.set_exception(ReplicaError(f"{self.name}: request {request.id} is already in flight"))
+        else:
+            self._flight[request.id] = future
+            self._requests.append(request)
+            self._wake()
+        return future
+
+    def abort(self, request_id: int, cause: str) -> None:
+        future = self._flight.get(request_id)
+        if future is None:
+            return
+        if future.done():  # whoever waited is gone
+            del self._flight[request_id]
+        self._aborts.append(Abort(request_id, cause, not future.done()))
+        self._wake()
+
+    def flights(self) -> Sequence[Flight]:
+        """What it told last, of those still in flight; and it is asked again, for the next time."""
+        if not self._is_looking and self._flight and not self._lost.done():
+            self._is_looking = True
+            self._tasks.begin(self._look())
+        return [flight for flight in self._told if flight.id in self._flight]
+
+    async def pause(self, epoch: int, mode: PauseMode) -> None:
+        await self._ask(self._cluster.pause, epoch, mode)
+
+    async def resume(self) -> None:
+        await self._ask(self._cluster.resume)
+
+    async def load_weights(self, version: int, weights: object) -> None:
+        await self._ask(self._cluster.load_weights, version, weights)
+
+    async def sleep(self) -> None:
+        await self._ask(self._cluster.sleep)
+
+    async def wake(self) -> None:
+        await self._ask(self._cluster.wake)
+
+    async def stats(self) -> ReplicaStats:
+        found: ReplicaStats = await self._ask(self._cluster.stats)
+        return found
+
+    def kill(self, cause: str) -> None:
+        self._die(f"{self.name} was killed: {cause}")
+        self._tasks.begin(self._cluster.shutdown())
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def _send(self) -> None:
+        self._is_due = False
+        if self._lost.done():
+            return
+        requests, self._requests = self._requests, []
+        aborts, self._aborts = self._aborts, []
+        self._calls += 1
+        self._tasks.begin(self._exchange(requests, aborts))
+
+    async def _exchange(self, requests: Sequence[Request], aborts: Sequence[Abort]) -> None:
+        try:
+            answers: list[Answer] = await self._cluster.exchange(requests, aborts)
+        except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of it
+            self._die(_told(self.name, error))
+            return
+        finally:
+            self._calls -= 1
+        for id, answer in answers:
+            future = self._flight.pop(id, None)
+            if future is None or future.done():
+                continue
+            if isinstance(answer, ReplicaError):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+        if self._flight and not self._calls:
+            self._wake()
+
+    async def _look(self) -> None:
+        try:
+            self._told = await self._cluster.flights()
+        except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not balanced then
+            logger.debug("replica %s does not tell its requests: %r", self.name, error)
+            self._told = ()
+        finally:
+            self._is_looking = False
+
+    async def _ask(self, call: Callable[..., Awaitable[T]], *args: object) -> T:
+        """A control call, but not beyond the end of the replica."""
+        if self._lost.done():
+            raise ReplicaLost(self._lost.result())
+        answer = asyncio.ensure_future(call(*args))
+        either: list[asyncio.Future[Any]] = [answer, self._lost]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise ReplicaLost(self._lost.result())
+            return answer.result()
+        except InfrastructureError as error:
+            self._die(_told(self.name, error))
+            raise ReplicaLost(self._lost.result()) from error
+        finally:
+            answer.cancel()
+
+    def _die(self, text: str) -> None:
+        """Fail whatever is in flight, once."""
+        if self._lost.done():
+            return
+        self._lost.set_result(text)
+        for future in self._flight.values():
+            if not future.done():
+                future.set_exception(ReplicaLost(text))
+        self._flight.clear()
+
+
+def _told(name: str, error: Exception) -> str:
+    """With where it happened, which the notes say."""
+    notes = "; ".join(note for note in getattr(error, "__notes__", ()) if "\n" not in note)
+    return f"{name}: {error}" + (f" ({notes})" if notes else "")

@@ -1,0 +1,104 @@
+"""Whole runs on Ray: `backend=ray` is the only difference, and a process that dies is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pipeline_cases import TINY, Done, column, config_file, distance, lines, texts, trained
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+LAKE = Path(__file__).parents[1] / "examples" / "frozenlake.yaml"
+PROGRAM = "import sys; from cadenza.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
+def on_ray(directory: Path, *arguments: str | Path, program: str = PROGRAM) -> Done:
+    """A command in a process of its own, so that its Ray ends with it."""
+    environment = {"RAY_raylet_start_wait_time_s": "120", **os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        cwd=directory, capture_output=True, text=True, timeout=300, check=False, env=environment,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def same(one: Path, two: Path) -> None:
+    """Three updates from the same tokens, with the same losses."""
+    assert texts(one) == texts(two)
+    assert texts(one, "val") == texts(two, "val")
+    told = {name for line in lines(one) for name in line if name.startswith(("train/", "val/", "warm_start/"))}
+    assert {"train/loss", "train/grad_norm", "train/tokens"} <= told
+    for name in told:
+        assert column(two, name) == pytest.approx(column(one, name), abs=1e-4), name
+
+
+def test_the_example_is_the_same_run_on_ray(tmp_path: Path) -> None:
+    program = ("train", LAKE, "steps=3", "samples=128", "validation.episodes=16", "--json")
+    embedded = on_ray(tmp_path, *program, "name=embedded")
+    remote = on_ray(tmp_path, *program, "name=remote", "backend=ray")
+    assert (embedded.code, remote.code) == (0, 0), remote.err
+    same(tmp_path / embedded.run, tmp_path / remote.run)
+
+
+def test_all_roles_in_their_own_processes_are_the_same_run_and_it_resumes(tmp_path: Path) -> None:
+    options = ("samples=8", "preset=ppo", "actor.kl_coef=0.1", "checkpoint.every=2")
+    embedded = trained(tmp_path, "steps=3", "name=embedded", *options)
+    remote = on_ray(
+        tmp_path, "train", config_file(tmp_path), "steps=2", "name=remote", "backend=ray", *options, "--json"
+    )
+    assert remote.code == 0, remote.err
+    run = tmp_path / remote.run
+    resumed = on_ray(tmp_path, "resume", run, "steps=3", "--json")
+    assert resumed.code == 0, resumed.err
+    same(embedded.run, run)
+    for part in (".", "critic"):
+        assert distance(*(path / "checkpoints" / "last" / part for path in (embedded.run, run))) < 1e-4
+
+
+LOSS = """
+import os, signal
+from cadenza.algorithms import ppo_clip
+def loss(logprobs, old, advantages, mask, updates=[]):
+    updates.append(1)
+    if len(updates) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ppo_clip(logprobs, old, advantages, mask)
+"""
+MORTAL = """
+import os, signal
+from cadenza.pipelines import parts, workers
+class Mortal(workers.InferenceWorker):
+    turns = 0
+    async def exchange(self, requests, aborts):
+        self.turns += len(requests)
+        if self.turns > 40:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().exchange(requests, aborts)
+parts.InferenceWorker = Mortal
+"""
+
+
+def test_an_actor_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "accident.py").write_text(LOSS)
+    path = config_file(tmp_path, actor={**TINY["actor"], "loss": "accident:loss"})
+    done = on_ray(tmp_path, "train", path, "steps=4", "backend=ray", "--json")
+    assert done.code == 1, done.err
+    (said,) = (line for line in done.err.splitlines() if line.startswith("cadenza: "))
+    assert re.search(r"process is gone.*in actor\.train, actor rank 0 on \S+, device 0", said)
+
+
+def test_a_replica_that_dies_ends_the_run_that_has_no_other_and_what_was_learned_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    program = f"import mortal; {PROGRAM}"
+    path = config_file(tmp_path)
+    done = on_ray(tmp_path, "train", path, "steps=40", "backend=ray", "--json", program=program)
+    assert done.code == 1, done.err
+    (said,) = (line for line in done.err.splitlines() if line.startswith("cadenza: "))
+    assert re.search(r"no replica.*process is gone.*inference rank 0 on \S+, device 0", said)
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "last" / "training").is_dir()

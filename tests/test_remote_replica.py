@@ -1,0 +1,209 @@
+"""A replica behind a cluster: turns share calls, and nothing that is handed out is left open. The cluster is embedded,
+which the two ends cannot tell from Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cadenza import Cluster, ResourceManager
+from cadenza.cluster import WorkerLost, dispatch
+from cadenza.cluster.remote_replica import Abort, Answer, RemoteReplica, ReplicaWorker
+from cadenza.inference.replica import (
+    Finish,
+    Generation,
+    PauseMode,
+    Replica,
+    ReplicaError,
+    ReplicaLost,
+    ReplicaStats,
+    Request,
+    RequestRefused,
+    Sampling,
+    Span,
+)
+
+
+class Desk:
+    """A replica that answers when it is told to."""
+
+    name, devices, kv_capacity = "desk", (0,), 100
+
+    def __init__(self) -> None:
+        self.flight: dict[int, asyncio.Future[Generation]] = {}
+        self.said: list[Any] = []
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        self.flight[request.id] = future = asyncio.get_running_loop().create_future()
+        if request.max_tokens == 13:
+            future.set_exception(RequestRefused("too long"))
+        return future
+
+    def abort(self, request_id: int, cause: str) -> None:
+        self.said.append((request_id, cause, self.flight[request_id].cancelled()))
+        self.answer(request_id, Finish.ABORT)
+
+    def answer(self, id: int, finish: Finish = Finish.STOP) -> None:
+        tokens = np.array([id], np.int32)
+        if not self.flight[id].done():
+            self.flight[id].set_result(Generation(tokens, np.zeros(1, np.float32), (Span(0, 1),), finish))
+
+    async def pause(self, epoch: int, mode: PauseMode) -> None:
+        self.said.append((epoch, mode))
+
+    async def resume(self) -> None:
+        raise RuntimeError("asleep")
+
+    async def load_weights(self, version: int, weights: object) -> None:
+        self.said.append((version, weights))
+
+    async def sleep(self) -> None:
+        await asyncio.sleep(1000)
+
+    async def wake(self) -> None: ...
+
+    async def stats(self) -> ReplicaStats:
+        return ReplicaStats(3, 0, 0, 0, False, 0, 100, 0, 0)
+
+    def kill(self, cause: str) -> None: ...
+
+
+class DeskWorker(ReplicaWorker):
+    """Counts its calls, and dies when it is told to."""
+
+    def __init__(self, desk: Replica, calls: list[int]) -> None:
+        super().__init__(desk)
+        self.calls = calls
+
+    @dispatch("rank_zero")
+    async def exchange(self, requests: Sequence[Request], aborts: Sequence[Abort]) -> list[Answer]:
+        self.calls.append(len(requests))
+        if any(request.max_tokens == 666 for request in requests):
+            raise WorkerLost("the worker's process is gone")
+        return await super().exchange(requests, aborts)
+
+
+def request(id: int, max_tokens: int = 1) -> Request:
+    return Request(id, (np.ones(2, np.int32),), 2, max_tokens, Sampling(), 0, 0, 0, 0, 0)
+
+
+def run(work: Callable[[RemoteReplica, Desk, list[int]], Awaitable[None]]) -> None:
+    async def main() -> None:
+        desk, calls = Desk(), list[int]()
+        placement = ResourceManager(1).place({"inference": "0"})["inference"]
+        async with Cluster("inference", DeskWorker, placement, desk=desk, calls=calls) as cluster:
+            await work(await RemoteReplica.of(cluster), desk, calls)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+async def came(desk: Desk, count: int) -> None:
+    while len(desk.flight) < count:  # noqa: ASYNC110 - it comes within some turns of the loop
+        await asyncio.sleep(0)
+
+
+def test_turns_of_one_moment_share_a_call_both_ways() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        futures = [replica.generate(request(id)) for id in range(50)]
+        await came(desk, 50)
+        assert calls == [50]
+        for id in range(40):
+            desk.answer(id)
+        answers = await asyncio.gather(*futures[:40])
+        assert [int(answer.tokens[0]) for answer in answers] == list(range(40))
+        assert not any(future.done() for future in futures[40:])
+        for id in range(40, 50):
+            desk.answer(id)
+        await asyncio.gather(*futures[40:])
+        assert calls == [50, 0]
+
+    run(work)
+
+
+def test_a_turn_does_not_wait_for_one_that_was_there_before() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        slow = replica.generate(request(1))
+        await came(desk, 1)
+        quick = replica.generate(request(2))
+        await came(desk, 2)
+        desk.answer(2)
+        assert (await quick).finish is Finish.STOP
+        assert not slow.done()
+        desk.answer(1)
+        assert (await slow).tokens.tolist() == [1]
+
+    run(work)
+
+
+def test_an_abort_gives_the_tokens_to_whoever_waits_and_else_lets_the_engine_book_them() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        waited, dropped = replica.generate(request(1)), replica.generate(request(2))
+        await came(desk, 2)
+        dropped.cancel()
+        replica.abort(1, "stop")
+        replica.abort(2, "lease")
+        replica.abort(99, "unknown")
+        assert (await waited).finish is Finish.ABORT
+        assert desk.said == [(1, "stop", False), (2, "lease", True)]
+
+    run(work)
+
+
+def test_a_refusal_is_the_error_of_its_request_alone() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        good, bad, double = (replica.generate(request(id, n)) for id, n in ((1, 1), (2, 13), (1, 1)))
+        with pytest.raises(RequestRefused, match="too long"):
+            await bad
+        with pytest.raises(ReplicaError, match="already in flight"):
+            await double
+        desk.answer(1)
+        assert (await good).tokens.tolist() == [1]
+
+    run(work)
+
+
+def test_control_calls_reach_the_engine_and_its_errors_come_back() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        assert (replica.name, replica.devices, replica.kv_capacity) == ("desk", (0,), 100)
+        await replica.pause(4, PauseMode.ABORT)
+        await replica.load_weights(5, {"w": 1})
+        await replica.wake()
+        assert desk.said == [(4, PauseMode.ABORT), (5, {"w": 1})]
+        assert (await replica.stats()).version == 3
+        with pytest.raises(RuntimeError, match="asleep"):
+            await replica.resume()
+
+    run(work)
+
+
+def test_a_lost_process_fails_everything_in_flight_and_says_where() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        first = replica.generate(request(1))
+        await came(desk, 1)
+        second = replica.generate(request(2, 666))
+        for future in (first, second):
+            with pytest.raises(ReplicaLost, match=r"process is gone.*inference rank 0 on node-0, device 0"):
+                await future
+        with pytest.raises(ReplicaLost):
+            await replica.stats()
+        with pytest.raises(ReplicaLost):
+            await replica.generate(request(3))
+
+    run(work)
+
+
+def test_kill_fails_requests_and_control_calls_at_once() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        future = replica.generate(request(1))
+        sleeping = asyncio.ensure_future(replica.sleep())
+        await came(desk, 1)
+        replica.kill("no progress")
+        for waiting in (future, sleeping):
+            with pytest.raises(ReplicaLost, match="desk was killed: no progress"):
+                await waiting
+
+    run(work)
