@@ -105,7 +105,7 @@ def test_moves_relieve_the_heaviest_and_never_make_a_replica_the_heavier_one(
         assert len(touched) == len(set(touched))
         for move in moves:
             moved = loads[move.source.index][move.request % 1000] + SEQUENCE_WEIGHT
-            source, target = move.source.load, move.target.load
+            source, target = (at.load + SEQUENCE_WEIGHT * at.inflight for at in (move.source, move.target))
             assert target + moved <= source - MIN_GAIN * source
             assert target + moved <= ROOM * CAPACITY
 

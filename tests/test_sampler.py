@@ -41,7 +41,7 @@ SAMPLING = Sampling()
 
 async def ask(sampler: Sampler, *, group: int = 0, context: int = 10, limit: int = 10_000) -> Generation:
     """A client: one request, whatever comes back."""
-    seat = await sampler.grant(None, group, context, 0)
+    seat = await sampler.grant(group, group, context)
     id = sampler.next_id()
     request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, sampler.epoch)
     try:

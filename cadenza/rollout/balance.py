@@ -91,7 +91,7 @@ def plan(found: Sequence[tuple[Seat, Sequence[Flight]]], prefill_weight: float) 
     for number in range(min(max(1, len(told) // SHARE), len(told) // 2)):
         light, _, light_load = told[number]
         heavy, flights, heavy_load = told[-1 - number]
-        room = int(ROOM * light.capacity) - light_load
+        room = int(ROOM * light.capacity) - light_load - light.kept
         even = (heavy_load * light.capacity - light_load * heavy.capacity) / (heavy.capacity + light.capacity)
         least = MIN_GAIN * (heavy_load + STEP_SHARE * heavy.capacity)
         best = _nearest(flights, even, least, min(room, 2 * even - least), prefill_weight)

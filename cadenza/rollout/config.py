@@ -25,6 +25,9 @@ class RolloutConfig(Config):
     """At the bound: wait for the old groups (nothing is thrown away), or drop them (counted, with the bias)."""
     extra_members: int = Field(default=0, ge=0)
     """Trajectories started beyond group_size; the first group_size to finish win."""
+    extra_after: float = Field(default=0.0, ge=0.0)
+    """When extra members begin. 0: with the group. Else only where the last `extra_members` of a group still lack when
+    this share of the time that the others took has passed again: stragglers are replaced, and little is wasted."""
     extra_groups: int = Field(default=0, ge=0)
     """Groups started beyond what a batch needs; those that would hold a batch up become surplus."""
     group_filter: str | Callable[..., bool | Awaitable[bool]] | None = None

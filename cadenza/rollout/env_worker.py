@@ -119,13 +119,14 @@ class EnvWorker:
         self._leases.renew(attempt)
         env: Any = None
         handle: EnvHandle | None = None
+        model = Model(attempt, trajectory, self._around)
         try:
             try:
                 env = await type.make()
                 type.check(env)
                 attempt.place = "rollout"
                 handle = EnvHandle(env, type, attempt, trajectory, self._around)
-                await self._play(task, handle, Model(attempt, trajectory, self._around))
+                await self._play(task, handle, model)
                 if not trajectory.turns:
                     raise ValueError("the rollout returned without one turn of the model")
             except USER_CODE as error:  # counted, shown once, bounded by a budget
@@ -136,6 +137,7 @@ class EnvWorker:
                     self._failed(attempt, attempt.place, error)
             finally:
                 trajectory.ended = asyncio.get_running_loop().time()
+                model.leave()
                 await self._leave(attempt, type, env, handle)
             if attempt.fate is None:
                 await self._score(attempt, trajectory)

@@ -80,6 +80,10 @@ class GroupQueueManager:
         self._filter_seconds = env_manager_config.reward_seconds
         self._group_size = config.group_size
         self._members = config.group_size + config.extra_members
+        self._at_once = config.group_size if config.extra_after else self._members
+        """Members that begin with the group."""
+        self._nearly = max(config.group_size - config.extra_members, 1)
+        """Members after which extra ones may be called for."""
         self.base = 0
         """Groups that the batches of all versions before this one hold."""
         self._demand: float | None = None
@@ -115,7 +119,7 @@ class GroupQueueManager:
         group = self.ledger.open(task, self.version, self._now())
         domain.started += 1
         domain.running += 1
-        domain.pending.extend([(group, member) for member in range(1, self._members)])
+        domain.pending.extend([(group, member) for member in range(1, self._at_once)])
         self.started += 1
         self._unconsumed[self.version] += 1
         return self.ledger.issue(group, 0, slot, self._now())
@@ -135,6 +139,9 @@ class GroupQueueManager:
         self.ledger.finish(attempt, trajectory, self.last_end)
         group = attempt.group
         if len(group.finished) < self._group_size:
+            if self._at_once < self._members and len(group.finished) == self._nearly:
+                patience = self.config.extra_after * (self.last_end - group.opened)
+                asyncio.get_running_loop().call_later(patience, self._call_extra, group)
             return
         self._complete(group)
         if self.config.extra_members:
@@ -282,7 +289,8 @@ class GroupQueueManager:
                     if attempt not in group.finished:
                         self.ledger.close(attempt, Fate.CANCELLED, "restart", now)
                 there = {attempt.member for attempt in group.finished}
-                domain.pending.extend((group, member) for member in range(self._members) if member not in there)
+                wanted = self._members if len(there) >= self._nearly else self._at_once
+                domain.pending.extend((group, member) for member in range(wanted) if member not in there)
 
     def begin(self) -> None:
         """The run starts: groups that came back whole but not judged go to the filter."""
@@ -375,6 +383,13 @@ class GroupQueueManager:
                 self._hand_back(group, Fate.SURPLUS, "the batch was full before")
 
     # -- groups --------------------------------------------------------------------------------------------------
+
+    def _call_extra(self, group: Group) -> None:
+        """The group still waits for its last members: extra ones begin, before all others."""
+        if group.state is GroupState.OPEN and self._error is None:
+            pending = self.domains.all[group.task.domain].pending
+            pending.extendleft((group, member) for member in range(self._members - 1, self._at_once - 1, -1))
+            self.refill()
 
     def _complete(self, group: Group) -> None:
         """The group is whole: to the filter, if there is one."""

@@ -33,7 +33,7 @@ from cadenza.rollout.tasks import Domain
 
 FORMAT = 1
 _STATE, _TURNS = "rollouts.json", "turns"
-_SAME = ("group_size", "batch_size", "alpha", "staleness", "extra_members", "extra_groups", "seed")
+_SAME = ("group_size", "batch_size", "alpha", "staleness", "extra_members", "extra_after", "extra_groups", "seed")
 """Settings that the saved groups depend on: their shape, how old they may become, their randomness."""
 
 

@@ -165,6 +165,11 @@ class Model:
         attempt.turns += 1
         return Reply(turn, self._around.codec)
 
+    def leave(self) -> None:
+        """The rollout is over: whatever is cached of it may go."""
+        if self._seat is not None:
+            self._around.sampler.leave(self._seat, self._attempt.id + self._around.namespace)
+
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
         if self.trajectory.ended >= 0:
@@ -188,14 +193,17 @@ class Model:
         sampler, namespace = around.sampler, around.namespace
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
         group = attempt.group.id + namespace if namespace else attempt.group.id
+        session = attempt.id + namespace if namespace else attempt.id
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            seat = await sampler.grant(self._seat, group, context, self._cached, self._moved_to)
+            seat = await sampler.grant(
+                session, group, context, attempt.group.id, self._seat, self._cached, self._moved_to
+            )
             self._moved_to = None
             request = Request(
                 sampler.next_id(), chunks, context, limit, around.sampling, seed, done,
-                attempt.id + namespace if namespace else attempt.id, group, sampler.epoch,
+                session, group, sampler.epoch,
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
             answer: asyncio.Future[Generation] | None = None
@@ -239,6 +247,8 @@ class Model:
             self._seat = seat
             self._moved_to = moved_to if part.finish is Finish.ABORT else None
             self._cached = context + len(part.tokens)
+            if attempt.fate is None:
+                sampler.keep(seat, session, self._cached, attempt.group.id)
             self._around.ledger.add_tokens(attempt, len(part.tokens))
             return part
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")

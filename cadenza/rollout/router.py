@@ -7,6 +7,11 @@ costs, with every token of the answer, a decode step that is longer by the conte
 replica without room is left anyway. Pressure is the context that is to be expected: what was granted, and for each
 request half of the answer it is going to write, so that a long context that comes back weighs as much as it will.
 
+A session that is away, with its env, keeps its context in the cache of its replica, and so it counts there. Where the
+contexts do not fit any more, sessions that are away give way to older groups, and a turn that finds no room waits
+(line.py). An engine would throw contexts out in the order of their last use, which is the order in which they come
+back, so that everybody would prefill everything with every turn.
+
 The least loaded replica is on top of a heap whose entries may be old; an entry whose pressure is not its seat's
 any more is dropped when it surfaces. So a decision costs O(log replicas) and nothing per session.
 """
@@ -16,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 from enum import Enum
+from typing import NamedTuple
 
 from cadenza.inference.replica import Replica
 
@@ -25,6 +31,10 @@ PREFILL_WEIGHT = 400.0
 """What the prefill of a token costs, in decode steps over a token of context (p/c of the cost model: 300 to 1500)."""
 MEMORY = 256
 """Answers over which their mean length is taken."""
+FULL = 0.85
+"""The share of a KV cache that is given out: an engine also holds what is left of sessions that ended or gave way."""
+HOLD_SECONDS = 30.0
+"""How long a session may be away before its context gives way to younger ones too."""
 MAX_HOMES = 1 << 16
 """Groups whose home is remembered; beyond it the oldest are forgotten."""
 
@@ -36,12 +46,22 @@ class SeatState(Enum):
     LOST = "lost"
 
 
+class Held(NamedTuple):
+    """The context of a session that is away."""
+
+    context: int
+    age: int
+    """The number of its group: the lower, the older."""
+    until: float
+    """When younger ones may have its room."""
+
+
 class Seat:
     """A replica's place in the sampler: its state, what is in flight on it, and how much that weighs."""
 
     __slots__ = (
-        "asked", "capacity", "failures", "gone", "index", "inflight", "load", "loading", "pressure", "progress",
-        "replica", "served", "state", "strikes", "version",
+        "asked", "capacity", "failures", "gone", "held", "index", "inflight", "kept", "load", "loading", "pressure",
+        "progress", "replica", "served", "state", "strikes", "version",
     )  # fmt: skip
 
     def __init__(self, index: int, replica: Replica, gone: asyncio.Future[str]) -> None:
@@ -54,8 +74,12 @@ class Seat:
         """Weights are being loaded, under a deadline of their own."""
         self.load = 0
         """Tokens of context in flight when they were granted."""
+        self.held: dict[int, Held] = {}
+        """Sessions that are away and left their context here."""
+        self.kept = 0
+        """Tokens of these."""
         self.pressure = 0.0
-        """The same with what each request weighs besides and is going to write, as a share of the capacity."""
+        """All of it, with what each request weighs besides and is going to write, as a share of the capacity."""
         self.inflight = 0
         """Requests granted and not released."""
         self.gone = gone
@@ -84,10 +108,50 @@ class Router:
         self._homes: dict[int, Seat] = {}
 
     def rebuild(self, seats: list[Seat]) -> None:
-        """The set of seats changed."""
+        """The set of seats changed. What slept or died forgot its contexts."""
+        for seat in seats:
+            if seat.state is not SeatState.ACTIVE and seat.held:
+                seat.held.clear()
+                seat.kept = 0
         self._heap = [(seat.pressure, seat.index, seat) for seat in seats if seat.state is SeatState.ACTIVE]
         heapq.heapify(self._heap)
         self._seats = len(self._heap)
+
+    @property
+    def is_empty(self) -> bool:
+        """No seat is active."""
+        return self._least() is None
+
+    def admit(
+        self, session: int, group: int, context: int, age: int, sticky: Seat | None, cached: int, now: float
+    ) -> Seat | None:
+        """The seat for the next turn of a session; None if there is none with room for it."""
+        own = sticky.held.get(session) if sticky is not None and cached else None
+        seat = self.pick(sticky if own is not None else None, group, context, cached)
+        best = self._least()
+        if seat is None or best is None:
+            return None
+        if not self._make_room(seat, context, age, own.context if own is not None and seat is sticky else 0, now):
+            if best is seat or not self._make_room(best, context, age, 0, now):
+                return None
+            seat = best
+        return seat
+
+    def keep(self, seat: Seat, session: int, context: int, age: int, now: float) -> None:
+        """A session goes away and leaves its context there."""
+        if seat.state is SeatState.ACTIVE:
+            seat.held[session] = Held(context, age, now + HOLD_SECONDS)
+            seat.kept += context
+            self._weigh(seat, 0)
+
+    def forget(self, seat: Seat, session: int) -> bool:
+        """It came back, or never will. Whether its context was still there."""
+        held = seat.held.pop(session, None)
+        if held is None:
+            return False
+        seat.kept -= held.context
+        self._weigh(seat, 0)
+        return True
 
     def pick(self, sticky: Seat | None, group: int, context: int, cached: int) -> Seat | None:
         """The seat for a request of `context` tokens, `cached` of which the sticky seat holds."""
@@ -122,9 +186,29 @@ class Router:
         seat.inflight -= 1
         self._weigh(seat, -context)
 
+    def _make_room(self, seat: Seat, context: int, age: int, own: int, now: float) -> bool:
+        """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
+        they must, the youngest first. An empty replica has room for anything."""
+        weight = SEQUENCE_WEIGHT + self.answer / 2
+        missing = seat.load + seat.kept + (seat.inflight + 1) * weight + context - own - FULL * seat.capacity
+        if missing <= 0:
+            return True
+        away = [(held.age, session, held) for session, held in seat.held.items() if held.age > age or held.until < now]
+        there = sum([held.context for _, _, held in away])
+        if there < missing and (seat.inflight or seat.kept - own > there):
+            return False
+        for _, session, held in sorted(away, reverse=True):
+            del seat.held[session]
+            seat.kept -= held.context
+            missing -= held.context
+            if missing <= 0:
+                break
+        return True
+
     def _weigh(self, seat: Seat, tokens: int) -> None:
         seat.load += tokens
-        seat.pressure = (seat.load + seat.inflight * (SEQUENCE_WEIGHT + self.answer / 2)) / seat.capacity
+        expected = seat.load + seat.kept + seat.inflight * (SEQUENCE_WEIGHT + self.answer / 2)
+        seat.pressure = expected / seat.capacity
         if seat.state is SeatState.ACTIVE:
             if len(self._heap) > 8 * self._seats + 64:
                 self.rebuild(list({seat.index: seat for _, _, seat in self._heap}.values()))
@@ -136,7 +220,9 @@ class Router:
             return False
         if seat.load + context > seat.capacity and best.load + context <= best.capacity:
             return False
-        excess = (seat.pressure - best.pressure) * seat.capacity
+        weight = SEQUENCE_WEIGHT + self.answer / 2
+        theirs = (best.load + best.inflight * weight) / best.capacity * seat.capacity
+        excess = seat.load + seat.inflight * weight - theirs
         return self.answer * excess <= self.prefill_weight * cached * (1 + best.inflight)
 
     def _least(self) -> Seat | None:

@@ -5,7 +5,7 @@ each replica refuses what is older, so that when `suspend` returns no token is b
 was on its way. A replica that does not answer a control call within its deadline is given up: killed, out of the
 routing table for good, its requests routed again with the tokens they had.
 
-    grant() waits for:  the gate (opened by resume) and a replica (brought by expand)
+    grant() waits for:  the gate (opened by resume), a replica (brought by expand), and room in its KV cache (line.py)
     suspend, resume, load_weights, shrink, expand: one at a time, event-driven; none of them delays a grant to a
     replica it does not touch
     health check: woken by time; gives up replicas with work but without progress
@@ -28,6 +28,7 @@ from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaL
 from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import RolloutError, logger
+from cadenza.rollout.line import Line
 from cadenza.rollout.router import PREFILL_WEIGHT, Router, Seat, SeatState
 
 
@@ -87,6 +88,7 @@ class Sampler:
         self._gate = asyncio.Event()
         self._suspended = False
         """The replicas are paused; the gate is closed a little earlier and opened a little later."""
+        self._line = Line()
         self._holders: set[object] = set()
         """Who wants the gate closed."""
         self._control = asyncio.Lock()
@@ -106,10 +108,20 @@ class Sampler:
         return next(self._namespaces)
 
     async def grant(
-        self, sticky: Seat | None, group: int, context: int, cached: int, moved_to: Seat | None = None
+        self,
+        session: int,
+        group: int,
+        context: int,
+        age: int = 0,
+        sticky: Seat | None = None,
+        cached: int = 0,
+        moved_to: Seat | None = None,
     ) -> Seat:
-        """A replica for a request of `context` tokens, as soon as the gate is open. It is `moved_to`, which the last
-        `release` gave, if that can be had at once. Whoever gets it calls `release` with the same context."""
+        """A replica for a request of `context` tokens, `cached` of which the sticky one may hold, as soon as the gate
+        is open and there is room. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever
+        gets it calls `release` with the same context."""
+        router, line = self.router, self._line
+        waited = False
         while True:
             if self._closed:
                 raise InfrastructureError("the sampler is closed")
@@ -119,19 +131,44 @@ class Sampler:
                 continue
             if moved_to is not None and moved_to.state is SeatState.ACTIVE:
                 self.balancer.count(context)
-                seat: Seat | None = moved_to
-            else:
-                seat = self.router.pick(sticky, group, context, cached)
-            if seat is None:  # the last replica was given up; the gate opens when there is one again
+                seat = moved_to
+            elif (found := self._find(session, group, context, age, sticky, cached)) is not None:
+                seat = found
+            elif router.is_empty:  # the last replica was given up; the gate opens when there is one again
                 self._gate.clear()
                 continue
-            self.router.add(seat, context)
+            else:
+                await line.wait(age)
+                waited = True
+                continue
+            if sticky is not None:
+                router.forget(sticky, session)
+            router.add(seat, context)
+            if waited:
+                line.move()
             return seat
+
+    def _find(self, session: int, group: int, context: int, age: int, sticky: Seat | None, cached: int) -> Seat | None:
+        """A replica with room. Nobody overtakes an older group, but for those who have a place already."""
+        if self._line.is_behind(age) and (sticky is None or session not in sticky.held):
+            return None
+        return self.router.admit(session, group, context, age, sticky, cached, asyncio.get_running_loop().time())
 
     def release(self, seat: Seat, context: int, request: int) -> Seat | None:
         """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on."""
         self.router.remove(seat, context)
+        if self._line:
+            self._line.move()
         return self.balancer.take(request)
+
+    def keep(self, seat: Seat, session: int, context: int, age: int) -> None:
+        """The session goes on later, behind the context that this replica has of it now."""
+        self.router.keep(seat, session, context, age, asyncio.get_running_loop().time())
+
+    def leave(self, seat: Seat, session: int) -> None:
+        """The session is over."""
+        if self.router.forget(seat, session) and self._line:
+            self._line.move()
 
     def report(self, seat: Seat, error: ReplicaError) -> None:
         """A client tells that a request failed."""
@@ -206,6 +243,7 @@ class Sampler:
         """End the health check and the balance, and wake whoever waits at the gate."""
         self._closed = True
         self._gate.set()
+        self._line.end()
         for task in self._watches:
             task.cancel()
         if self._watches:
@@ -475,6 +513,7 @@ class Sampler:
             logger.error("'%s' died, the sampler closes", task.get_name(), exc_info=error)
             self._closed = True
             self._gate.set()
+            self._line.end()
 
     async def _balance(self) -> None:
         """Move running requests, unless the gate is closed or a control operation is under way."""

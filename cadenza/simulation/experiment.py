@@ -214,7 +214,7 @@ def _axes(workload: Workload, policy: str, alpha: float) -> list[Any]:
     if POLICIES[policy].asynchronous and alpha:
         unit = max(1, workload.gpus // 32)
         axes.append(lambda s: [replace(s, train_gpus=s.train_gpus + unit * d) for d in (-4, -2, -1, 1, 2, 4)])
-    if policy in ("queue", "oracle", "admission", "cadenza"):
+    if policy != "barrier":
         most = workload.batch * (1 + math.ceil(alpha)) / workload.gpus
         axes.append(
             lambda s: [

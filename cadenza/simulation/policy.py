@@ -35,6 +35,7 @@ class Settings:
     concurrency: int = 0
     """Trajectories under way per replica; 0 is no limit."""
     extra_members: int = 0
+    extra_after: float = 0.0
     extra_groups: int = 0
     """Redundancy, of those policies that have it."""
     balance_seconds: float = 5.0
@@ -43,7 +44,7 @@ class Settings:
     def check(self, workload: Workload) -> None:
         if not 0 <= self.train_gpus < workload.gpus:
             raise ValueError(f"train_gpus must be from 0 to {workload.gpus - 1}, got {self.train_gpus}")
-        if min(self.concurrency, self.extra_members, self.extra_groups, self.balance_seconds) < 0:
+        if min(self.concurrency, self.extra_members, self.extra_after, self.extra_groups, self.balance_seconds) < 0:
             raise ValueError(f"settings must not be negative, got {self}")
 
 

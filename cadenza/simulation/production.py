@@ -67,6 +67,7 @@ class Cadenza(Policy):
                 group_size=workload.group_size,
                 alpha=self.alpha,
                 extra_members=settings.extra_members,
+                extra_after=settings.extra_after,
                 extra_groups=settings.extra_groups,
                 suspend_mode=PauseMode.KEEP,
                 stall_seconds=PATIENCE,

@@ -340,6 +340,9 @@ class GroupQueue(Rival):
 
     def left(self, sample: Sample) -> None:
         self._go_on(self._where[sample.group], sample.member)
+        if self.settings.concurrency:  # others of this replica may have waited for the place
+            for number in range(sample.replica, len(self._queues) * self._envs, self.generators):
+                self._go_on(*divmod(number, self._envs))
 
     def finished(self, sample: Sample) -> None:
         queue = self._queues[self._where[sample.group]]
@@ -372,7 +375,9 @@ class GroupQueue(Rival):
         for group in self._queues[number].groups:
             sample = group[env]
             if sample.task is None and not self._decided(group):
-                self.play(sample, (number * self._envs + env) % self.generators)
+                replica = (number * self._envs + env) % self.generators
+                if self.running[replica] < (self.settings.concurrency or ENGINE_LIMIT):
+                    self.play(sample, replica)
                 return
             if sample in self._samples:
                 return

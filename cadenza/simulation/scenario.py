@@ -152,6 +152,7 @@ class Scenario:
     alpha: float
     staleness: Staleness
     extra_members: int
+    extra_after: float
     extra_groups: int
     max_attempts: int
     filter: FilterKind
@@ -266,6 +267,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         alpha=alpha,
         staleness=staleness,
         extra_members=min(rng.choice((0, 0, 0, 0, 1, 2)), (group_size + 1) // 2),
+        extra_after=rng.choice((0.0, 0.0, 0.1, 0.5)),
         extra_groups=extra_groups,
         max_attempts=rng.choice((1, 2, 3)),
         filter=filter_kind,

@@ -419,6 +419,7 @@ class _Driver:
                 alpha=scenario.alpha,
                 staleness=scenario.staleness,
                 extra_members=scenario.extra_members,
+                extra_after=scenario.extra_after,
                 extra_groups=scenario.extra_groups,
                 group_filter=self.world.group_filter(),
                 max_attempts=scenario.max_attempts,

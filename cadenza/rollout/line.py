@@ -1,0 +1,65 @@
+"""Where turns wait that find no room in the KV caches.
+
+Invariant: the oldest group is first in line, and whoever leaves the line, by a cancellation too, lets the next one
+look. No wait is endless: the first in line looks again every RETRY_SECONDS, whatever happens meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+
+RETRY_SECONDS = 5.0
+
+
+class Line:
+    """Turns that wait, by the age of their groups."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._count = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def is_behind(self, age: int) -> bool:
+        """Whether somebody older waits than one of this age (the number of its group: the lower, the older)."""
+        return bool(self._heap) and self._heap[0][0] < age
+
+    async def wait(self, age: int) -> None:
+        """Until it is worth a look."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._count += 1
+        heapq.heappush(self._heap, (age, self._count, turn))
+        if self._timer is None:
+            self._timer = loop.call_later(RETRY_SECONDS, self._retry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.move()
+            raise
+
+    def move(self) -> None:
+        """There may be room for one."""
+        while self._heap:
+            _, _, turn = heapq.heappop(self._heap)
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+    def end(self) -> None:
+        """Let everybody look, and nobody wait for a timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._heap:
+            self.move()
+
+    def _retry(self) -> None:
+        self._timer = None
+        self.move()
+        if self._heap:
+            self._timer = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._retry)

@@ -1,0 +1,261 @@
+"""Who gets the KV caches when they are too small for all: router.py and line.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from builders import Story, fake, fates, got, playing, sims, simulate, stepping, timed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cadenza.inference.replica import Request
+from cadenza.rollout.line import RETRY_SECONDS, Line
+from cadenza.rollout.router import FULL, HOLD_SECONDS, SEQUENCE_WEIGHT, Router, Seat
+from cadenza.rollout.sampler import Sampler
+from cadenza.simulation.cost import CostModel
+
+CAPACITY = 10_000
+ROOM = int(FULL * CAPACITY) - SEQUENCE_WEIGHT - 50
+"""The largest context that an empty cache takes beside others."""
+
+
+def seats(count: int = 1) -> tuple[Router, list[Seat]]:
+    loop = asyncio.get_running_loop()
+    found = [Seat(n, fake(name=f"r{n}", kv_capacity=CAPACITY), loop.create_future()) for n in range(count)]
+    router = Router()
+    router.answer = 100.0
+    router.rebuild(found)
+    return router, found
+
+
+def test_a_session_that_is_away_keeps_its_room() -> None:
+    async def main() -> None:
+        router, [seat] = seats()
+        router.keep(seat, session=1, context=ROOM // 2, age=1, now=0.0)
+        assert router.admit(2, 2, ROOM // 2, age=2, sticky=None, cached=0, now=1.0) is seat
+        assert router.admit(2, 2, ROOM // 2 + 10, age=2, sticky=None, cached=0, now=1.0) is None
+        assert router.admit(1, 1, ROOM, age=1, sticky=seat, cached=ROOM // 2, now=1.0) is seat  # it grew
+        assert router.forget(seat, 1)
+        assert router.admit(2, 2, ROOM, age=2, sticky=None, cached=0, now=1.0) is seat
+
+    simulate(main)
+
+
+def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_first() -> None:
+    async def main() -> None:
+        router, [seat] = seats()
+        for age in (5, 7, 6):
+            router.keep(seat, session=age, context=ROOM // 3, age=age, now=0.0)
+        assert router.admit(9, 9, 1_000, age=9, sticky=None, cached=0, now=1.0) is None
+        assert set(seat.held) == {5, 6, 7}
+        assert router.admit(1, 1, 1_000, age=1, sticky=None, cached=0, now=1.0) is seat
+        assert set(seat.held) == {5, 6}
+        assert not router.forget(seat, 7)
+
+    simulate(main)
+
+
+def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
+    async def main() -> None:
+        router, [seat] = seats()
+        router.keep(seat, session=1, context=ROOM, age=1, now=0.0)
+        assert router.admit(2, 2, ROOM, age=2, sticky=None, cached=0, now=HOLD_SECONDS) is None
+        assert router.admit(2, 2, ROOM, age=2, sticky=None, cached=0, now=HOLD_SECONDS + 1) is seat
+
+    simulate(main)
+
+
+def test_a_replica_without_work_takes_a_context_of_any_size() -> None:
+    async def main() -> None:
+        router, [seat] = seats()
+        assert router.admit(1, 1, 5 * CAPACITY, age=1, sticky=None, cached=0, now=0.0) is seat
+        router.add(seat, 10)
+        assert router.admit(1, 1, 5 * CAPACITY, age=1, sticky=None, cached=0, now=0.0) is None
+
+    simulate(main)
+
+
+def test_another_replica_with_room_is_better_than_waiting() -> None:
+    async def main() -> None:
+        router, [full, other] = seats(2)
+        router.add(full, ROOM)
+        router.keep(full, session=1, context=10, age=1, now=0.0)
+        assert router.admit(1, 1, ROOM, age=1, sticky=full, cached=10, now=0.0) is other
+
+    simulate(main)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, ROOM)), max_size=40))
+def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[int, int, int]]) -> None:
+    async def main() -> None:
+        router, found = seats(2)
+        where: dict[int, Seat] = {}
+        for now, (kind, session, context) in enumerate(story):
+            if kind == 0 and session not in where:
+                seat = router.admit(session, session, context, session, None, 0, float(now))
+                if seat is not None:
+                    weight = SEQUENCE_WEIGHT + router.answer / 2
+                    used = seat.load + seat.kept + (seat.inflight + 1) * weight + context
+                    assert used <= FULL * CAPACITY or not (seat.inflight or seat.kept)
+                    router.keep(seat, session, context, session, float(now))
+                    where[session] = seat
+            elif kind == 1 and session in where:
+                router.forget(where.pop(session), session)
+            for seat in found:
+                assert seat.kept == sum(held.context for held in seat.held.values())
+                assert seat.pressure == pytest.approx(seat.kept / CAPACITY, abs=1e-9) or kind == 0
+
+    simulate(main)
+
+
+# -- the line ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
+    async def main() -> None:
+        line, order = Line(), []
+
+        async def wait(age: int) -> None:
+            await line.wait(age)
+            order.append(age)
+            line.move()
+
+        waits = [asyncio.ensure_future(wait(age)) for age in (3, 1, 2)]
+        await asyncio.sleep(0)
+        assert (len(line), line.is_behind(1), line.is_behind(2)) == (3, False, True)
+        waits[1].cancel()
+        line.move()
+        await asyncio.gather(*waits, return_exceptions=True)
+        assert order == [2, 3]
+
+    simulate(main)
+
+
+def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_along() -> None:
+    async def main() -> None:
+        line = Line()
+        first, second = asyncio.ensure_future(line.wait(1)), asyncio.ensure_future(line.wait(2))
+        await asyncio.sleep(0)
+        line.move()
+        first.cancel()
+        await asyncio.wait([first, second], timeout=1.0)
+        assert first.cancelled()
+        assert second.done()
+
+    simulate(main)
+
+
+def test_the_first_in_line_looks_again_after_a_while() -> None:
+    async def main() -> None:
+        line = Line()
+        _, when = await timed(line.wait(1))
+        assert when == RETRY_SECONDS
+
+    simulate(main)
+
+
+def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
+    async def main() -> None:
+        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        await sampler.resume()
+        seat = await sampler.grant(1, 1, ROOM, age=1)
+        waiting = asyncio.ensure_future(sampler.grant(2, 2, 1_000, age=2))
+        behind = asyncio.ensure_future(sampler.grant(3, 3, 10, age=3))
+        await asyncio.sleep(2 * RETRY_SECONDS)
+        assert not waiting.done()
+        assert not behind.done()  # small as it is, it does not overtake
+        sampler.release(seat, ROOM, 0)
+        await asyncio.wait([waiting, behind], timeout=1.0)
+        assert waiting.result() is behind.result() is seat
+        await sampler.close()
+
+    simulate(main)
+
+
+def test_closing_the_sampler_ends_the_line() -> None:
+    async def main() -> None:
+        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        await sampler.resume()
+        await sampler.grant(1, 1, ROOM, age=1)
+        waiting = asyncio.ensure_future(sampler.grant(2, 2, 1_000, age=2))
+        await asyncio.sleep(0)
+        await sampler.close()
+        await asyncio.wait([waiting], timeout=1.0)
+        assert "closed" in str(waiting.exception())
+
+    simulate(main)
+
+
+def prefilled(kv_capacity: int) -> tuple[int, dict[str, int]]:
+    """Tokens of prefill of 8 sessions of 10 turns, which need 4,000 tokens each, and what became of them."""
+
+    async def step(seed: int, number: int) -> tuple[np.ndarray, float, bool, bool, dict[str, object]]:
+        await asyncio.sleep(1.0)
+        return np.zeros(300, np.int32), 0.0, False, False, {}
+
+    async def main() -> tuple[int, dict[str, int]]:
+        cost = CostModel(a=0.01, b=0.0, c=0.0, p=0.0, kv_capacity=kv_capacity)
+        [replica] = sims(1, lambda request: 100, cost=cost)
+        async with playing(
+            [replica], env=stepping(step), group_size=2, batch_size=8, tasks=4, slots=8, max_turns=10
+        ) as scheduler:
+            await got(scheduler, 8)
+            kept = sum(seat.kept for seat in scheduler.sampler._seats)
+            return (await replica.stats()).prefilled, {**fates(scheduler), "kept": kept}
+
+    return simulate(main)
+
+
+def test_sessions_that_do_not_fit_together_take_turns_and_do_not_throw_each_other_out() -> None:
+    enough, all_fates = prefilled(100_000)
+    tight, tight_fates = prefilled(14_000)
+    assert all_fates == tight_fates == {"trained": 8, "kept": 0}
+    assert tight < 2 * enough
+
+
+def test_requests_alone_are_not_kept() -> None:
+    """What ended leaves nothing behind."""
+
+    async def main() -> None:
+        async with playing(group_size=2, batch_size=4) as scheduler:
+            for _ in range(3):
+                await got(scheduler, 4)
+        assert all(not seat.held and not seat.kept for seat in scheduler.sampler._seats)
+
+    simulate(main)
+
+
+# -- extra members that begin late -------------------------------------------------------------------------------------
+
+
+def race(request: Request) -> int:
+    return (100, 1000, 100)[request.session]
+
+
+def test_an_extra_member_begins_only_when_the_group_is_late() -> None:
+    async def main() -> None:
+        story = Story()
+        async with playing(
+            sims(1, race), group_size=2, extra_members=1, extra_after=0.5, batch_size=2, tasks=1, events=story
+        ) as scheduler:
+            _, when = await timed(got(scheduler, 2))
+            assert story.times("issue") == [0.0, 0.0, pytest.approx(1.5)]
+            assert when == pytest.approx(2.5)
+            assert fates(scheduler) == {"trained": 2, "surplus": 1}
+
+    simulate(main)
+
+
+def test_no_extra_member_begins_in_a_group_that_is_whole_in_time() -> None:
+    async def main() -> None:
+        async with playing(
+            sims(1, lambda request: 100 + 40 * (request.session % 2)), group_size=2, extra_members=1, extra_after=0.5,
+            batch_size=2, tasks=1,
+        ) as scheduler:  # fmt: skip
+            await got(scheduler, 2)
+            await asyncio.sleep(5.0)
+            assert fates(scheduler) == {"trained": 2}
+
+    simulate(main)
