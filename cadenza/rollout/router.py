@@ -188,9 +188,9 @@ class Router:
 
     def _make_room(self, seat: Seat, context: int, age: int, own: int, now: float) -> bool:
         """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
-        they must, the youngest first. An empty replica has room for anything."""
-        weight = SEQUENCE_WEIGHT + self.answer / 2
-        missing = seat.load + seat.kept + (seat.inflight + 1) * weight + context - own - FULL * seat.capacity
+        they must, the youngest first. An empty replica has room for anything. What is going to be written does not
+        count: sequences that begin together grow together, and by then others have ended."""
+        missing = seat.load + seat.kept + context - own - FULL * seat.capacity
         if missing <= 0:
             return True
         away = [(held.age, session, held) for session, held in seat.held.items() if held.age > age or held.until < now]

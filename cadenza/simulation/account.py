@@ -96,18 +96,21 @@ class Account:
         self._ages: Counter[int] = Counter()
 
     def train(self, rows: Sequence[Row], version: int) -> float:
-        """A batch is trained on this version; returns the seconds it takes."""
+        """A batch, or a part of it, is trained on this version; returns the seconds it takes."""
         size = self.workload.group_size
-        if len(rows) != self.workload.batch:
-            raise ValueError(f"a batch of {self.workload.name} has {self.workload.batch} rows, got {len(rows)}")
         groups = [[row.episode for row in rows[at : at + size]] for at in range(0, len(rows), size)]
-        self._demand = Demand.of(groups)
-        self._ages = Counter(version - row.oldest for row in rows)
-        return bounds.training_seconds(self._demand, self.workload.train_seconds) / self.train_gpus
+        demand = Demand.of(groups)
+        self._demand += demand
+        self._ages.update(version - row.oldest for row in rows)
+        return bounds.training_seconds(demand, self.workload.train_seconds) / self.train_gpus
 
     def trained(self, now: float, waited: float, meters: Meters) -> None:
-        """It is trained."""
-        self.lines.append(Line(waited, now, self._demand, self._ages.total(), self._ages, meters))
+        """All of the batch is trained."""
+        rows = self._ages.total()
+        if rows != self.workload.batch:
+            raise ValueError(f"a batch of {self.workload.name} has {self.workload.batch} rows, got {rows}")
+        self.lines.append(Line(waited, now, self._demand, rows, self._ages, meters))
+        self._demand, self._ages = Demand(), Counter()
 
     def figures(self, seed: int, warm_up: int) -> Figures:
         """What the steps after the warm-up say."""

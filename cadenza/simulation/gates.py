@@ -138,8 +138,7 @@ def _listed(values: Sequence[float]) -> str:
 class Lockstep(Barrier):
     """Batch-level interaction: all trajectories take a turn together, and wait for the slowest env each time."""
 
-    async def batch(self) -> list[Row]:
-        groups = self.workload.groups
+    async def batch(self, groups: int) -> list[Row]:
         numbers = range(self.version * groups, (self.version + 1) * groups)
         samples = [sample for number in numbers for sample in self.members(number)]
         for place, sample in enumerate(samples):

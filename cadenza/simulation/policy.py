@@ -38,6 +38,8 @@ class Settings:
     extra_after: float = 0.0
     extra_groups: int = 0
     """Redundancy, of those policies that have it."""
+    parts: int = 1
+    """A batch is taken and trained in so many parts, by those policies that can, and is one update."""
     balance_seconds: float = 5.0
     """Of the sampler, of the policy `cadenza`."""
 
@@ -79,9 +81,13 @@ class Policy(ABC):
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Build everything, on the running loop."""
 
+    def parts(self) -> list[int]:
+        """The groups of every part of a batch. Each is trained as soon as it is there; together they are one update."""
+        return [self.workload.groups]
+
     @abstractmethod
-    async def batch(self) -> list[Row]:
-        """The rows to train on the current version."""
+    async def batch(self, groups: int) -> list[Row]:
+        """So many groups to train on the current version."""
 
     @abstractmethod
     async def publish(self, version: int) -> None:
@@ -104,13 +110,16 @@ async def drive(policy: Policy, steps: int) -> Account:
     async with asyncio.TaskGroup() as tasks:
         await policy.start(tasks)
         for step in range(steps):
-            asked = loop.time()
-            rows = await policy.batch()
-            began = loop.time()
-            await asyncio.sleep(account.train(rows, policy.version))
-            account.trained(loop.time(), began - asked, policy.meters())
-            if policy.film is not None:
-                policy.film.step(asked, began, loop.time())
+            waited = 0.0
+            for groups in policy.parts():
+                asked = loop.time()
+                rows = await policy.batch(groups)
+                began = loop.time()
+                await asyncio.sleep(account.train(rows, policy.version))
+                waited += began - asked
+                if policy.film is not None:
+                    policy.film.step(asked, began, loop.time())
+            account.trained(loop.time(), waited, policy.meters())
             if step < steps - 1:
                 await policy.publish(step + 1)
                 policy.version = step + 1

@@ -93,9 +93,13 @@ class Cadenza(Policy):
             collator=self._collate,
         )
 
-    async def batch(self) -> list[Row]:
+    def parts(self) -> list[int]:
+        groups, parts = self.workload.groups, min(self.settings.parts, self.workload.groups)
+        return [groups * (part + 1) // parts - groups * part // parts for part in range(parts)]
+
+    async def batch(self, groups: int) -> list[Row]:
         data = DataProto(meta_info={"global_step": self.version})
-        batch = await self.scheduler.get_batch(data, self.workload.batch)
+        batch = await self.scheduler.get_batch(data, groups * self.workload.group_size)
         assert batch is not None, "the tasks never run out"
         return self._rows
 

@@ -198,8 +198,7 @@ def _length(request: Request) -> int:
 class Barrier(Rival):
     asynchronous = False
 
-    async def batch(self) -> list[Row]:
-        groups = self.workload.groups
+    async def batch(self, groups: int) -> list[Row]:
         samples: list[Sample] = []
         for number in range(groups):
             members = self.members(self.version * groups + number)
@@ -218,8 +217,7 @@ class Barrier(Rival):
 class Queue(Rival):
     asynchronous = False
 
-    async def batch(self) -> list[Row]:
-        groups = self.workload.groups
+    async def batch(self, groups: int) -> list[Row]:
         numbers = range(self.version * groups, (self.version + 1) * groups)
         samples = [sample for number in numbers for sample in self.members(number)]
         self._pending = deque(self.order(samples))
@@ -261,8 +259,7 @@ class Admission(Rival):
         self._ready: list[int] = []
         self._admit(0)
 
-    async def batch(self) -> list[Row]:
-        groups = self.workload.groups
+    async def batch(self, groups: int) -> list[Row]:
         while len(self._ready) < groups:
             await self.changed()
         numbers = [heappop(self._ready) for _ in range(groups)]
@@ -317,7 +314,7 @@ class GroupQueue(Rival):
         for _ in range(self._bound + 1):
             self._next_round(0)
 
-    async def batch(self) -> list[Row]:
+    async def batch(self, groups: int) -> list[Row]:
         while len(whole := [queue for queue in self._queues if self._whole(queue)]) < self.workload.groups:
             await self.changed()
         whole = sorted(whole, key=lambda queue: queue.made[0])[: self.workload.groups]
