@@ -257,3 +257,18 @@ def test_no_extra_member_begins_in_a_group_that_is_whole_in_time() -> None:
             assert fates(scheduler) == {"trained": 2}
 
     simulate(main)
+
+
+def test_an_extra_member_takes_the_place_of_one_that_is_given_up() -> None:
+    async def step(seed: int, number: int) -> None:
+        if number == 0:
+            raise RuntimeError("always")
+
+    async def main() -> None:
+        async with playing(
+            env=stepping(step), group_size=1, extra_members=1, extra_after=0.5, batch_size=1, tasks=1, max_attempts=1
+        ) as scheduler:
+            await got(scheduler, 1)
+            assert fates(scheduler) == {"trained": 1, "failed": 1}
+
+    simulate(main)

@@ -173,6 +173,8 @@ class GroupQueueManager:
                 self._hand_back(group, Fate.CANCELLED, "task retired")
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
                 group.cause += f", member {member} failed {failures} x"
+            elif self._at_once < self._members:
+                self._call_extra(group)  # nobody else can take its place
             return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
         self.refill()
@@ -289,7 +291,10 @@ class GroupQueueManager:
                     if attempt not in group.finished:
                         self.ledger.close(attempt, Fate.CANCELLED, "restart", now)
                 there = {attempt.member for attempt in group.finished}
-                wanted = self._members if len(there) >= self._nearly else self._at_once
+                is_late = len(there) >= self._nearly or self._has_called(group)
+                if is_late and self._at_once < self._members:
+                    group.tries = (group.tries or {}) | {self._at_once: 0.0}
+                wanted = self._members if is_late else self._at_once
                 domain.pending.extend((group, member) for member in range(wanted) if member not in there)
 
     def begin(self) -> None:
@@ -385,11 +390,16 @@ class GroupQueueManager:
     # -- groups --------------------------------------------------------------------------------------------------
 
     def _call_extra(self, group: Group) -> None:
-        """The group still waits for its last members: extra ones begin, before all others."""
-        if group.state is GroupState.OPEN and self._error is None:
+        """The group still waits for its last members: extra ones begin, before all others, and once."""
+        if group.state is GroupState.OPEN and self._error is None and not self._has_called(group):
+            group.tries = (group.tries or {}) | {self._at_once: 0.0}
             pending = self.domains.all[group.task.domain].pending
             pending.extendleft((group, member) for member in range(self._members - 1, self._at_once - 1, -1))
             self.refill()
+
+    def _has_called(self, group: Group) -> bool:
+        """Whether its extra members have begun, where they begin late."""
+        return self._at_once in (group.tries or ())
 
     def _complete(self, group: Group) -> None:
         """The group is whole: to the filter, if there is one."""
