@@ -38,7 +38,9 @@ class Pretended(Workers):
 
     def _figures(self, trial: Trial) -> Figures:
         seconds = self.seconds[trial.alpha] * (1 + 0.1 * abs(trial.settings.train_gpus - self.best) * (trial.alpha > 0))
-        return Figures(trial.seed, 10 / seconds, seconds, 5.0, 1.0, trial.alpha / 2, int(trial.alpha), 1.0, {}, 0.0)
+        return Figures(
+            trial.seed, 10 / seconds, seconds, 5.0, 1.0, trial.alpha / 2, int(trial.alpha), 1.0, {}, 0.0, 1.0
+        )
 
 
 def test_the_best_split_is_chosen_and_runs_longest() -> None:

@@ -192,7 +192,7 @@ def test_a_batch_of_another_size_is_refused() -> None:
 
 
 def figures_of(seed: int, efficiency: float, waste: dict[str, float]) -> Figures:
-    return Figures(seed, efficiency, 10.0, 5.0, 100.0, 0.5, seed, 1.0, waste, 1.0)
+    return Figures(seed, efficiency, 10.0, 5.0, 100.0, 0.5, seed, 1.0, waste, 1.0, 1.0)
 
 
 def test_a_result_is_the_median_and_names_the_worst_seed() -> None:

@@ -78,6 +78,9 @@ class Figures:
     """Tokens that were generated and can never be trained, by cause, as shares of all generated."""
     wait_seconds: float
     """For which the trainer waited, per step."""
+    balanced_seconds: float
+    """T_bal: what one batch takes under perfect balance on the GPUs that generate; where the policy is synchronous and
+    turns have no env, `wait_seconds` compares with it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -139,6 +142,11 @@ class Account:
             length_bias=demand.written / rows / self.trace.mean_response(first, end),
             waste={cause: tokens / generated for cause, tokens in sorted(wasted.items())},
             wait_seconds=sum(line.waited for line in lines) / steps,
+            balanced_seconds=sum(
+                bounds.balanced_seconds(line.demand, workload.cost, workload.gpus - self.train_gpus or workload.gpus)
+                for line in lines
+            )
+            / steps,
         )
 
     def _longest_alone(self, groups: int) -> float:

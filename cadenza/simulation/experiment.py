@@ -84,7 +84,7 @@ class Result:
         """Each figure's median over the seeds; of the staleness the maximum, of the waste all causes."""
         names = (
             "efficiency", "step_seconds", "limit_seconds", "tokens_per_second", "staleness_mean", "length_bias",
-            "wait_seconds",
+            "wait_seconds", "balanced_seconds",
         )  # fmt: skip
         medians: dict[str, Any] = {name: median(getattr(figures, name) for figures in self.seeds) for name in names}
         causes = sorted({cause for figures in self.seeds for cause in figures.waste})
@@ -221,6 +221,8 @@ def _axes(workload: Workload, policy: str, alpha: float) -> list[Any]:
                 replace(s, concurrency=c) for c in (0, *(round(most * share) for share in (0.25, 0.35, 0.5, 0.7, 0.85)))
             ]
         )
+    if policy == "cadenza" and alpha:
+        axes.append(lambda s: [replace(s, parts=n) for n in (1, 4, 8)])
     if policy == "group-queue":
         axes.append(lambda s: [replace(s, extra_groups=workload.groups * n // 16) for n in (0, 1, 2)])
         axes.append(lambda s: [replace(s, extra_members=n) for n in (0, 1, 2)])

@@ -39,7 +39,7 @@ class Settings:
     extra_groups: int = 0
     """Redundancy, of those policies that have it."""
     parts: int = 1
-    """A batch is taken and trained in so many parts, by those policies that can, and is one update."""
+    """A batch is taken and trained in so many parts, by the policy `cadenza`, and is one update."""
     balance_seconds: float = 5.0
     """Of the sampler, of the policy `cadenza`."""
 
@@ -48,6 +48,8 @@ class Settings:
             raise ValueError(f"train_gpus must be from 0 to {workload.gpus - 1}, got {self.train_gpus}")
         if min(self.concurrency, self.extra_members, self.extra_after, self.extra_groups, self.balance_seconds) < 0:
             raise ValueError(f"settings must not be negative, got {self}")
+        if self.parts < 1 or (self.parts > 1 and not self.train_gpus):
+            raise ValueError(f"parts must be 1, or more where some GPUs only train, got {self}")
 
 
 class Policy(ABC):

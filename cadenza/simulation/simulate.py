@@ -168,6 +168,8 @@ def _settings(result: Result) -> str:
     if settings.extra_groups or settings.extra_members:
         late = f" after {settings.extra_after:g}" if settings.extra_after else ""
         told.append(f"+{settings.extra_groups} groups +{settings.extra_members} members{late}")
+    if settings.parts > 1:
+        told.append(f"{settings.parts} parts")
     if result.policy == "cadenza" and not settings.balance_seconds:
         told.append("no balance")
     return ", ".join(told)
