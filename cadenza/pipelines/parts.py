@@ -5,7 +5,7 @@ Each role is a cluster of workers (workers.py), in this process or on Ray; the e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,11 @@ from cadenza.cluster import Cluster, DeviceMap, PlacementError, ResourceManager,
 from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.data import DataProto
 from cadenza.inference.codec import TextCodec, TokenizerNotFound, load_codec
+from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.off_loop import as_async
 from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
+from cadenza.pipelines.engines import servers, torch_options, vllm_cluster
 from cadenza.pipelines.warm_start import warm_start_pairs
 from cadenza.pipelines.workers import (
     ActorWorker,
@@ -28,7 +30,6 @@ from cadenza.pipelines.workers import (
     CriticWorker,
     InferenceWorker,
     ReferenceWorker,
-    engine_options,
 )
 from cadenza.rollout.sampler import Sampler
 from cadenza.training import Estimator, ReferenceConfig
@@ -177,37 +178,43 @@ class Parts:
     @asynccontextmanager
     async def inference(self) -> AsyncIterator[Inference]:
         """The engine with the policy in it."""
-        start = self._remote_replica if self.config.backend == "ray" else self._replica
-        async with start() as replica:
-            sampler = Sampler([replica], self.config.sampler)
+        async with self._replicas() as replicas:
+            sampler = Sampler(replicas, self.config.sampler)
             try:
                 yield Inference(sampler, self.codec)
             finally:
                 await sampler.close()
 
     @asynccontextmanager
-    async def _replica(self) -> AsyncIterator[TorchReplica]:
-        options = engine_options(self.config.engine, self.codec.eos_token_ids)
-        replica = TorchReplica(await self.actor.module(), devices=self._map["inference"].devices, **options)
-        try:
-            yield replica
-        finally:
-            replica.close()
+    async def _replicas(self) -> AsyncIterator[Sequence[Replica]]:
+        engine, eos_token_ids = self.config.engine, self.codec.eos_token_ids
+        if engine.kind == "http":
+            async with servers(engine, eos_token_ids, await self.actor.weights()) as replicas:
+                yield replicas
+        elif self.config.backend == "ray":
+            async with self._inference_cluster() as cluster:
+                replica = await RemoteReplica.of(cluster)
+                await replica.load_weights(0, await self.actor.weights())
+                yield [replica]
+        else:
+            options = torch_options(engine, eos_token_ids)
+            local = TorchReplica(await self.actor.module(), devices=self._map["inference"].devices, **options)
+            try:
+                yield [local]
+            finally:
+                local.close()
 
-    @asynccontextmanager
-    async def _remote_replica(self) -> AsyncIterator[RemoteReplica]:
-        cluster = Cluster(
-            "inference",
-            InferenceWorker,
-            self._map["inference"],
-            blueprint=self._blueprint,
-            engine=self.config.engine,
-            eos_token_ids=self.codec.eos_token_ids,
-        )
-        async with cluster:
-            replica = await RemoteReplica.of(cluster)
-            await replica.load_weights(0, await self.actor.weights())
-            yield replica
+    def _inference_cluster(self) -> Cluster[Any]:
+        placement, engine, eos_token_ids = self._map["inference"], self.config.engine, self.codec.eos_token_ids
+        if engine.kind == "vllm":
+            model = self.config.model
+            path = str(everywhere(Path(str(model.path)))) if Path(str(model.path)).is_dir() else model.path
+            lora = (model.lora.r, model.lora.alpha) if model.lora is not None else None
+            return vllm_cluster(
+                placement, engine, model=path, eos_token_ids=eos_token_ids, dtype=model.dtype, lora=lora
+            )
+        options: dict[str, Any] = {"blueprint": self._blueprint, "engine": engine, "eos_token_ids": eos_token_ids}
+        return Cluster("inference", InferenceWorker, placement, **options)
 
 
 def everywhere(directory: Path) -> Path:

@@ -7,10 +7,9 @@ go back alone. Directories are named by absolute paths and must be visible from 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +19,8 @@ from cadenza.cluster import Worker, dispatch
 from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
-from cadenza.pipelines.config import ConfigError, EngineConfig, WarmStart
+from cadenza.pipelines.config import ConfigError, WarmStart
+from cadenza.pipelines.engines import EngineConfig, torch_options
 from cadenza.training import (
     Actor,
     ActorConfig,
@@ -172,14 +172,9 @@ class InferenceWorker(ReplicaWorker):
 
     def __init__(self, blueprint: Blueprint, engine: EngineConfig, eos_token_ids: frozenset[int]) -> None:
         name = f"torch-{self.place.rank}"
-        options = engine_options(engine, eos_token_ids)
+        options = torch_options(engine, eos_token_ids)
         self._replica = TorchReplica(blueprint.build(), name=name, devices=self.place.devices, **options)
         super().__init__(self._replica)
 
     def close(self) -> None:
         self._replica.close()
-
-
-def engine_options(engine: EngineConfig, eos_token_ids: frozenset[int]) -> Mapping[str, Any]:
-    """What a replica is told."""
-    return {"eos_token_ids": eos_token_ids, **engine.model_dump()}
