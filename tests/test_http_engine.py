@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cadenza.inference import server as server_module
 from cadenza.inference.http_engine import HttpReplica
 from cadenza.inference.replica import (
     Finish,
@@ -438,3 +439,38 @@ def test_weights_go_to_a_server_with_endpoints_for_them() -> None:
         assert (await replica.generate(ask(epoch=1))).spans == (Span(5, 4),)
 
     run(work)
+
+
+def test_a_run_gives_each_server_its_weights_first() -> None:
+    torch = pytest.importorskip("torch")
+    from cadenza.pipelines.engines import EngineConfig, servers
+
+    async def work(desk: Desk, replica: HttpReplica) -> None:
+        engine = EngineConfig(kind="http", servers=({"url": desk.url}, {"url": desk.url}), kv_tokens=50)  # type: ignore[arg-type]
+        weights = {"one": torch.ones(1)}
+        with pytest.raises(NotSupported, match="no endpoint for weights"):
+            async with servers(engine, frozenset({12}), weights):
+                pass
+        desk.has_weights = True
+        async with servers(engine, frozenset({12}), weights) as replicas:
+            assert [(one.name, one.kv_capacity) for one in replicas] == [("http-0", 50), ("http-1", 50)]
+            assert [path for _, path, _ in desk.asked].count("/finish_weight_update") == 2
+            assert (await replicas[1].generate(ask(count=9))).tokens.tolist() == [11, 12]
+
+    run(work)
+
+
+def test_a_key_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = ServerConfig(url="http://localhost:1", key_variable="A_KEY")
+    monkeypatch.delenv("A_KEY", raising=False)
+    with pytest.raises(ValueError, match="no environment variable A_KEY"):
+        Server(config)
+    monkeypatch.setenv("A_KEY", "secret")
+    assert Server(config)._client.headers["Authorization"] == "Bearer secret"
+    assert "secret" not in repr(config)
+
+
+def test_a_missing_library_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "httpx2", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'cadenza\[http\]'"):
+        Server(ServerConfig(url="http://localhost:1"))
