@@ -52,7 +52,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900), pytest.mark.filterwarn
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
-TOLERANCE = 1e-3
+TOLERANCE = 5e-4
 """Between the logprobs of vLLM and those of a full forward of transformers, both in float32."""
 OPTIONS = {"enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 1 << 28}
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
@@ -162,10 +162,10 @@ def logprobs(model: Any, tokens: list[int], answer: Generation, sampling: Sampli
 
 
 def changed(model: Any, seed: int) -> dict[str, Any]:
-    """Other weights, near enough to write something sensible and far enough to write something else."""
+    """Other weights, far enough to write something else."""
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: tensor * (1 + 0.05 * torch.randn(tensor.shape, generator=generator)) if "mlp" in name else tensor
+        name: tensor * (1 + 0.2 * torch.randn(tensor.shape, generator=generator)) if "mlp" in name else tensor
         for name, tensor in model.state_dict().items()
     }
 
@@ -261,7 +261,8 @@ def test_sleep_is_refused_where_vllm_would_only_pretend(replicas: list[RemoteRep
 def test_pauses_end_freeze_or_drain(replicas: list[RemoteReplica], run: Any, path: Path, model: Any) -> None:
     async def work() -> None:
         replica, prompt, count = replicas[0], text(path, "Tell me a long story about a fox."), 40
-        drained = [replica.generate(ask(prompt, 12)) for _ in range(3)]
+        drained = [replica.generate(ask(prompt, 40)) for _ in range(3)]
+        await until_written(replica, 1)
         await replica.pause(1, PauseMode.DRAIN)
         assert [future.result().finish for future in drained] == [Finish.LENGTH] * 3
         with pytest.raises(StaleEpoch):
@@ -278,9 +279,8 @@ def test_pauses_end_freeze_or_drain(replicas: list[RemoteReplica], run: Any, pat
         assert (await kept).tokens.tolist() == greedy(model, prompt, count)
         running = [replica.generate(ask(prompt, count)) for _ in range(3)]
         await until_written(replica, 1)
-        just_sent = replica.generate(ask(prompt, count))
         await replica.pause(3, PauseMode.ABORT)
-        assert {(await future).finish for future in (*running, just_sent)} == {Finish.ABORT}
+        assert {(await future).finish for future in running} == {Finish.ABORT}
         await replica.resume()
 
     run(work())
@@ -295,24 +295,25 @@ def test_new_weights_write_what_transformers_writes_with_them(
     async def work() -> None:
         prompt, replica = text(path, "Name three colours."), replicas[0]
         assert greedy(other, prompt) != greedy(model, prompt), "the test needs weights that differ"
-        running = replica.generate(ask(prompt, 100, Sampling()))
+        story = text(path, "Tell me a long story about a fox.")
+        running = replica.generate(ask(story, 100))
         await until_written(replica, 4)
         await replica.load_weights(1, weights)  # what runs is frozen meanwhile
         answer = await replica.generate(ask(prompt))
-        assert (answer.tokens.tolist(), answer.spans) == (greedy(other, prompt), (Span(1, 24),))
+        assert (answer.tokens.tolist(), answer.spans) == (greedy(other, prompt), (Span(1, len(answer.tokens)),))
         np.testing.assert_allclose(answer.logprobs, logprobs(other, prompt, answer), atol=TOLERANCE)
         mixed = await running
         assert [span.version for span in mixed.spans] == [0, 1]
         first = mixed.spans[0].length
         tail = Generation(mixed.tokens[first:], mixed.logprobs[first:], mixed.spans[1:], mixed.finish)
-        head = [*prompt, *mixed.tokens[:first].tolist()]
+        head = [*story, *mixed.tokens[:first].tolist()]
         np.testing.assert_allclose(tail.logprobs, logprobs(other, head, tail), atol=TOLERANCE)
         with pytest.raises(ReplicaError, match="all weights must come together"):
             await replica.load_weights(2, {"model.norm.weight": weights["model.norm.weight"]})
         await replica.resume()
         await replica.load_weights(2, None)
         answer = await replica.generate(ask(prompt))
-        assert (answer.tokens.tolist(), answer.spans) == (greedy(model, prompt), (Span(2, 24),))
+        assert (answer.tokens.tolist(), answer.spans) == (greedy(model, prompt), (Span(2, len(answer.tokens)),))
 
     run(work())
 
@@ -334,7 +335,7 @@ def test_an_adapter_writes_what_peft_writes_with_it(
         assert greedy(adapted, prompt) != greedy(model, prompt), "the test needs an adapter that matters"
         await replicas[1].load_weights(1, peft.get_peft_model_state_dict(adapted))
         answer = await replicas[1].generate(ask(prompt))
-        assert (answer.tokens.tolist(), answer.spans) == (greedy(adapted, prompt), (Span(1, 24),))
+        assert (answer.tokens.tolist(), answer.spans) == (greedy(adapted, prompt), (Span(1, len(answer.tokens)),))
         np.testing.assert_allclose(answer.logprobs, logprobs(adapted, prompt, answer), atol=TOLERANCE)
         for parameter in (p for name, p in adapted.named_parameters() if "lora_B" in name):
             parameter.data.zero_()
@@ -419,7 +420,7 @@ def test_a_server_is_a_replica_over_http_and_takes_weights(
     other = with_weights(model, weights)
 
     async def work() -> None:
-        config = ServerConfig(url=f"http://127.0.0.1:{port}", tries=200, retry_seconds=0.01)
+        config = ServerConfig(url=f"http://127.0.0.1:{port}")
         await up(config, server)
         replica = HttpReplica(Server(config), eos_token_ids={2}, kv_tokens=512)
         await replica.check()
@@ -434,12 +435,15 @@ def test_a_server_is_a_replica_over_http_and_takes_weights(
         part = (await future).tokens.tolist()
         rest = await replica.generate(ask([*prompt, *part], 24 - len(part), offset=len(part)))
         assert [*part, *rest.tokens.tolist()] == greedy(model, prompt)
-        assert "Paris" in await Server(config).chat([{"role": "user", "content": "What is the capital of France?"}])
+        judge = Server(config)
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        assert "Paris" in await judge.chat(question, Sampling(max_tokens=32, temperature=0.0))
+        await judge.close()
         await replica.pause(1, PauseMode.ABORT)
         await replica.load_weights(1, weights)
         await replica.resume()
         answer = await replica.generate(ask(prompt))
-        assert (answer.tokens.tolist(), answer.spans) == (greedy(other, prompt), (Span(1, 24),))
+        assert (answer.tokens.tolist(), answer.spans) == (greedy(other, prompt), (Span(1, len(answer.tokens)),))
         await replica.pause(2, PauseMode.ABORT)
         await replica.load_weights(2, path)
         await replica.resume()

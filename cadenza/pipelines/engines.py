@@ -93,8 +93,8 @@ class VllmWorker(ReplicaWorker):
         )
         super().__init__(self._replica)
 
-    def close(self) -> None:
-        self._replica.close()
+    async def close(self) -> None:  # type: ignore[override]  # its host awaits it, on the loop of the requests
+        await self._replica.close()
 
 
 def vllm_cluster(placement: Placement, engine: EngineConfig, **init: Any) -> Cluster[VllmWorker]:
