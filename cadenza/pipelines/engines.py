@@ -83,7 +83,7 @@ class VllmWorker(ReplicaWorker):
 
         self._replica = VllmReplica(
             model,
-            name=f"vllm-{self.place.rank}",
+            name=f"vllm-{self.place.data_rank}",
             devices=self.place.devices,
             eos_token_ids=eos_token_ids,
             max_running=engine.max_running,
@@ -104,9 +104,8 @@ def vllm_cluster(placement: Placement, engine: EngineConfig, **init: Any) -> Clu
     variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **engine.environment}
     runtime_env: dict[str, Any] = {"env_vars": variables}
     if engine.python is not None:
-        runtime_env["py_executable"] = os.path.abspath(
-            engine.python
-        )  # a link stays one: it is how it finds its packages
+        # A link stays one: it is how an interpreter finds its packages.
+        runtime_env["py_executable"] = os.path.abspath(engine.python)
     return Cluster(
         placement.role, VllmWorker, placement, backend=partial(RayCrew, runtime_env=runtime_env), engine=engine, **init
     )
