@@ -229,7 +229,9 @@ def test_settings_that_contradict_each_other(overrides: list[str], said: str) ->
     [
         ("devices.acter=0", "this run has no role 'acter'; it has actor, inference"),
         ("devices.critic=0", "this run has no role 'critic'"),
-        ("devices.actor=0-1", "devices.actor: one device for each role so far, got 0-1"),
+        ("devices.actor=0-1", "devices.actor: 0-1 are 2 ranks that train together, each in a process of its own"),
+        ("devices.actor={devices: 0-1, tensor_parallel: 2}", "set backend=ray, or name one device"),
+        ("devices.inference=0-1", "devices.inference: 0-1: one device for inference so far"),
         ("devices.actor=auto", "devices 'auto' have no numbers"),
         ("devices.actor={devices: 0, gpus: 2}", "RoleConfig has no key 'gpus'"),
         ("backend=rai", "backend"),

@@ -212,13 +212,25 @@ class RunConfig(Config):
         for role, config in self.devices.items():
             if role not in self.roles:
                 raise ValueError(f"devices: this run has no role '{role}'; it has {', '.join(self.roles)}")
-            if len(config.numbers) != 1:
-                raise ValueError(
-                    f"devices.{role}: one device for each role so far, got {format_devices(config.numbers)}"
-                )
+            named = f"devices.{role}: {format_devices(config.numbers)}"
+            if role == "inference" and len(config.numbers) != 1:
+                raise ValueError(f"{named}: one device for inference so far")
+            if role != "inference":
+                self._check_trainers(named, config)
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self
+
+    def _check_trainers(self, named: str, config: RoleConfig) -> None:
+        if len(config.numbers) > 1 and self.backend == "embedded":
+            raise ValueError(
+                f"{named} are {len(config.numbers)} ranks that train together, each in a process of its own: set "
+                "backend=ray, or name one device"
+            )
+        if config.devices_per_worker > 1 or config.tensor_parallel > 1:
+            raise ValueError(
+                f"{named}: a rank that trains has one device; leave out devices_per_worker and tensor_parallel"
+            )
 
     @property
     def needs_reference(self) -> bool:

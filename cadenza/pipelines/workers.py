@@ -2,6 +2,9 @@
 
 What they are sent and what they answer are numbers: a batch comes without objects and `meta_info`, and the new columns
 go back alone. Directories are named by absolute paths and must be visible from every node.
+
+Several workers of a role hold the same weights. Those that train meet before they have a model, each gets the whole
+batch and computes its share of it (training/strategy.py); columns are computed by rows that are split among them.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ from cadenza.training import (
 )
 from cadenza.training.checkpoint import Part, load_part, load_weights, save_part
 from cadenza.training.models import is_adapted, save_model
+from cadenza.training.peers import Address, Group, Meeting, Peers
+from cadenza.training.strategy import Strategy
 from cadenza.training.supervised import Pair
 
 
@@ -61,9 +66,28 @@ class Blueprint:
 
 
 class LearnerWorker(Worker):
-    """What workers that train have in common."""
+    """What workers that train have in common. They are made in two steps: `meet`, then `build`."""
 
     part: Part
+    _meeting: Meeting | None = None
+    _peers: Peers | None = None
+
+    @dispatch("rank_zero")
+    def meet(self) -> Address:
+        """Where the ranks find each other: on the node of the first."""
+        self._meeting = Meeting(self.place.node.partition("/")[0])  # what follows tells nodes of one address apart
+        return self._meeting.address
+
+    @dispatch("broadcast")
+    def build(self, where: Address | None, members: Sequence[str]) -> None:
+        """Join the others and make the model; alone if there is no meeting."""
+        if where is not None:
+            self._peers = Group(self._meeting or where, self.place.rank, members)
+        self.make(Strategy(self._peers))
+
+    def make(self, strategy: Strategy) -> None:
+        """Make the model."""
+        raise NotImplementedError
 
     @dispatch("rank_zero")
     def save(self, directory: Path) -> None:
@@ -75,6 +99,10 @@ class LearnerWorker(Worker):
         """Go on from what `save` wrote."""
         load_part(directory, self.part)
 
+    def close(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+
 
 class ActorWorker(LearnerWorker):
     """The policy that is trained, and under an adapter the reference too."""
@@ -82,14 +110,20 @@ class ActorWorker(LearnerWorker):
     def __init__(
         self, blueprint: Blueprint, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
     ) -> None:
-        self._seed, self._failures = blueprint.seed, failures
-        self.part = self.actor = Actor(blueprint.build(), config, blueprint.seed, failures=failures)
-        self._reference = Reference(self.actor.module, reference) if is_adapted(self.actor.module) else None
+        self._blueprint, self._config, self._of_reference, self._failures = blueprint, config, reference, failures
+
+    def make(self, strategy: Strategy) -> None:
+        seed, self._strategy = self._blueprint.seed, strategy
+        module = self._blueprint.build()
+        self.part = self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
+        self._reference = Reference(self.actor.module, self._of_reference) if is_adapted(module) else None
 
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def warm_start(self, pairs: Sequence[Pair], plan: WarmStart) -> dict[str, float]:
         """Learn from examples; what the last batch said."""
-        trainer = Supervised(self.actor.module, plan.trainer, self._seed, failures=self._failures)
+        trainer = Supervised(
+            self.actor.module, plan.trainer, self._blueprint.seed, failures=self._failures, strategy=self._strategy
+        )
         return deque(trainer.fit(pairs, passes=plan.passes), maxlen=1).pop()
 
     @dispatch("split")
@@ -103,9 +137,9 @@ class ActorWorker(LearnerWorker):
         assert self._reference is not None
         return self._reference.logprobs(batch).select(["ref_logprobs"])
 
-    @dispatch("split", gather=lambda metrics: metrics[0])
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step."""
+        """One train step; what it says is of all ranks."""
         return self.actor.train(batch)
 
     @dispatch("rank_zero")
@@ -136,16 +170,22 @@ class CriticWorker(LearnerWorker):
     """A critic, with a model of its own."""
 
     def __init__(self, blueprint: Blueprint, config: CriticConfig, failures: Path | None) -> None:
-        self.part = self.critic = Critic(blueprint.build(other=1), config, blueprint.seed, failures=failures)
+        self._blueprint, self._config, self._failures = blueprint, config, failures
+
+    def make(self, strategy: Strategy) -> None:
+        module = self._blueprint.build(other=1)
+        self.part = self.critic = Critic(
+            module, self._config, self._blueprint.seed, failures=self._failures, strategy=strategy
+        )
 
     @dispatch("split")
     def values(self, batch: DataProto) -> DataProto:
         """The column `values`."""
         return self.critic.values(batch).select(["values"])
 
-    @dispatch("split", gather=lambda metrics: metrics[0])
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step."""
+        """One train step; what it says is of all ranks."""
         return self.critic.train(batch)
 
 

@@ -2,9 +2,9 @@
 
 Invariant: an update happens whole or not at all. Losses of micro-batches are added up as gradients; when one of them or
 the gradient is not finite, or anything raises on the way, the gradients are dropped and the weights stay as they were
-before that update. The batch at fault is saved for whoever wants to look at it.
+before that update, on all ranks. The batch at fault is saved for whoever wants to look at it.
 ```
-rows --mini_batches--> rows of one update --packed--> micro-batch --loss--> backward ...--> clip, step
+rows --mini_batches--> rows of one update --share--> --packed--> micro-batch --loss--> backward ...--> clip, step
 ```
 """
 
@@ -28,6 +28,7 @@ from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
 from cadenza.training.packing import Packed, Packing, pack
 from cadenza.training.rows import Array, Rows
 from cadenza.training.settings import refuse_idle
+from cadenza.training.strategy import Strategy, shares
 
 
 class LearnerConfig(OptimConfig):
@@ -104,9 +105,13 @@ class Learner:
         head: nn.Module | None = None,
         dropout: bool = False,
         failures: Path | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         """`head` is trained besides the module. Without `dropout`, an update sees the function that evaluation sees.
-        `failures` is the directory for batches with a loss that is not finite."""
+        `failures` is the directory for batches with a loss that is not finite. `strategy` is how ranks train together;
+        without one, this process is the only rank."""
+        self.strategy = strategy or Strategy()
+        self.strategy.wrap(module)
         self.module = module
         self.config = config
         self.seed = seed
@@ -133,6 +138,17 @@ class Learner:
             parts += [active[part] for part in mini_batches(trajectories[active], self.config.mini_batches, rng)]
         return parts
 
+    def share(self, rows: Rows, updates: list[Array], working: Array | None = None) -> Array:
+        """[N]: whether this rank computes the row, in all epochs. Each update of the first epoch is shared evenly, by
+        tokens; rows that are not `working` cost nothing."""
+        peers = self.strategy.peers
+        owners = np.zeros(len(rows), np.int64)
+        costs = rows.lengths if working is None else rows.lengths * working
+        for chosen in updates[: len(updates) // self.config.epochs]:
+            owners[chosen] = shares(costs[chosen], peers.size)
+        mine: Array = owners == peers.rank
+        return mine
+
     def packed(self, rows: Rows, chosen: Array) -> Iterator[Packed]:
         """The chosen rows as micro-batches."""
         for part in micro_batches(rows, chosen, self.config.token_budget, self.packing):
@@ -146,19 +162,24 @@ class Learner:
             switch_off_dropout(self.module)
         total = 0.0
         seen: list[Array] = []
+        error: Exception | None = None
         try:
-            for part in losses:
-                seen.append(part.rows)
-                value = float(part.loss.detach())
-                if not math.isfinite(value):
-                    raise self._failure(f"the loss is {value}", batch, part.rows)
-                part.loss.backward()  # type: ignore[no-untyped-call]
-                total += value
+            try:
+                for part in losses:
+                    seen.append(part.rows)
+                    value = float(part.loss.detach())
+                    if not math.isfinite(value):
+                        raise self._failure(f"the loss is {value}", batch, part.rows)
+                    part.loss.backward()  # type: ignore[no-untyped-call]
+                    total += value
+            except Exception as own:  # noqa: BLE001 - raised again when all ranks know of it
+                error = own
+            total = self.strategy.collect(self.optimizer.parameters, total, error)
             update = self.optimizer.apply()
-        except BaseException as error:
+        except BaseException as failed:
             self.optimizer.clear()
-            if isinstance(error, NonFiniteGradient):
-                raise self._failure(str(error), batch, np.concatenate(seen)) from None
+            if isinstance(failed, NonFiniteGradient):  # of the sum, so that all ranks are here
+                self._refuse(str(failed), batch, seen)
             raise
         return {"loss": total, "grad_norm": update.grad_norm, "lr": update.lr}
 
@@ -173,6 +194,13 @@ class Learner:
         tensors = {k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}
         self.optimizer.load(tensors, state.values["updates"])
         self.version = state.values["version"]
+
+    def _refuse(self, what: str, batch: DataProto, seen: list[Array]) -> None:
+        """Raise the same on all ranks; the first one saves the batch."""
+        peers = self.strategy.peers
+        rows = np.concatenate([part for parts in peers.exchange(seen) for part in parts])
+        error = self._failure(what, batch, rows) if peers.rank == 0 else None
+        raise next(found for found in peers.exchange(error) if found is not None) from None
 
     def _failure(self, what: str, batch: DataProto, rows: Array) -> NonFiniteLoss:
         step = self.optimizer.step

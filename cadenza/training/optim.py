@@ -93,10 +93,10 @@ class Optimizer:
         self._named = {name: p for name, p in parameters if p.requires_grad}
         if not self._named:
             raise ValueError("nothing to train: no parameter requires a gradient")
-        self._parameters = list(self._named.values())
+        self.parameters = list(self._named.values())
         groups = [
-            {"params": [p for p in self._parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self._parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in self.parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in self.parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         kind: Any = getattr(torch.optim, config.optimizer)
         arguments = {"lr": config.lr, **config.optimizer_args}
@@ -106,13 +106,13 @@ class Optimizer:
 
     def apply(self) -> Update:
         """Make the update that the gradients ask for, and clear them."""
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             raise NonFiniteGradient(f"the gradient norm is {grad_norm}")
         limit = self.config.max_grad_norm
         if limit is not None and grad_norm > limit:
-            nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
+            nn.utils.clip_grads_with_norm_(self.parameters, limit, norm)
         lr = self.config.lr_at(self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
