@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Self
 
-SECONDS = 110.0
+SECONDS = 250.0
+"""For anything on a busy machine."""
+GRACE = 30.0
+"""For the other ranks, after one that raised."""
 
 
 class Ranks:
     """So many processes in one group, on this machine."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, tensor_ranks: int = 1) -> None:
         context = multiprocessing.get_context("spawn")
         pairs = [context.Pipe() for _ in range(size)]
         self._pipes = [mine for mine, _ in pairs]
         self._processes = [
-            context.Process(target=_serve, args=(theirs, rank, size), daemon=True)
+            context.Process(target=_serve, args=(theirs, rank, size, tensor_ranks), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
 
@@ -43,10 +46,8 @@ class Ranks:
             process.join(10)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(peers, *args)` gives in each rank; the exception of the first that raises."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        answers = [self._answer(rank) for rank in range(len(self._pipes))]
+        """What `function(peers, *args)` gives in each rank; the exception of one that raises."""
+        answers = self._ask(function, args)
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
@@ -54,27 +55,38 @@ class Ranks:
 
     def errors(self, function: Callable[..., Any], *args: Any) -> list[Exception]:
         """The exceptions of all ranks."""
-        for pipe in self._pipes:
-            pipe.send((function, args))
-        found = [self._answer(rank) for rank in range(len(self._pipes))]
+        found = self._ask(function, args)
         assert all(isinstance(error, Exception) for error in found), found
         return found
 
-    def first(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What the first rank gives or raises, whatever becomes of the others."""
+    def _ask(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """By rank. After one that raises, the others have a little time; those that are stuck or dead are left out."""
         for pipe in self._pipes:
             pipe.send((function, args))
-        answer = self._answer(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        found: dict[int, Any] = {}
+        seconds = SECONDS
+        while waiting := [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]:
+            ready = wait(waiting, seconds)
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                try:
+                    answer = pipe.recv()
+                except EOFError:
+                    answer = None
+                found[self._pipes.index(pipe)] = answer
+                if isinstance(answer, Exception):
+                    seconds = GRACE
+            if not ready:
+                break
+        assert found, "no rank says anything"
+        return [found[rank] for rank in sorted(found)]
 
     def _answer(self, rank: int) -> Any:
         assert self._pipes[rank].poll(SECONDS), f"rank {rank} says nothing"
         return self._pipes[rank].recv()
 
 
-def _serve(pipe: Connection, rank: int, size: int) -> None:
+def _serve(pipe: Connection, rank: int, size: int, tensor_ranks: int) -> None:
     import torch
 
     from cadenza.training.peers import Group, Meeting
@@ -86,7 +98,7 @@ def _serve(pipe: Connection, rank: int, size: int) -> None:
         pipe.send(where.address)
     else:
         where = pipe.recv()
-    peers = Group(where, rank, [f"rank {i}" for i in range(size)])
+    peers = Group(where, rank, [f"rank {i}" for i in range(size)], tensor_ranks=tensor_ranks)
     while True:
         function, args = pipe.recv()
         try:

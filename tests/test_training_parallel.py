@@ -25,7 +25,7 @@ from cadenza.training import Actor, ActorConfig, Critic, CriticConfig, NonFinite
 from cadenza.training.peers import Address, Group, Meeting, Peers, VersionsDiffer
 from cadenza.training.strategy import Strategy, shares
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Weights = dict[str, Tensor]
 ADAM = {"lr": 1e-2, "max_grad_norm": 0.05}
 """Every gradient is clipped."""
@@ -204,7 +204,7 @@ def die(peers: Peers, rank: int) -> None:
 
 def test_the_death_of_a_rank_is_heard_by_the_others() -> None:
     with Ranks(2) as ranks, pytest.raises(PeerLost, match="rank 0 lost the connection to another rank"):
-        ranks.first(die, 1)
+        ranks.run(die, 1)
 
 
 # -- the meeting -------------------------------------------------------------------------------------------------------

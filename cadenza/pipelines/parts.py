@@ -126,7 +126,8 @@ class Parts:
     async def _trainers(self, role: str, worker: type[LearnerWorker], **init: Any) -> Cluster[Any]:
         """Workers that train one model together."""
         cluster = await self._cluster(role, worker, **init)
-        where = await cluster.meet() if cluster.world_size > 1 else None
+        shards = self.config.backend == "ray" and init["config"].strategy == "fsdp2"
+        where = await cluster.meet() if shards or cluster.world_size > 1 else None
         await cluster.build(where, [str(place) for place in cluster.places])
         return cluster
 

@@ -38,7 +38,7 @@ from cadenza.training import (
 )
 from cadenza.training.checkpoint import Part, load_part, load_weights, save_part
 from cadenza.training.models import is_adapted, save_model
-from cadenza.training.peers import Address, Group, Meeting, Peers
+from cadenza.training.peers import Address, Group, Meeting
 from cadenza.training.strategy import Strategy
 from cadenza.training.supervised import Pair
 
@@ -69,8 +69,9 @@ class LearnerWorker(Worker):
     """What workers that train have in common. They are made in two steps: `meet`, then `build`."""
 
     part: Part
+    _config: ActorConfig | CriticConfig
+    _strategy: Strategy
     _meeting: Meeting | None = None
-    _peers: Peers | None = None
 
     @dispatch("rank_zero")
     def meet(self) -> Address:
@@ -81,42 +82,76 @@ class LearnerWorker(Worker):
     @dispatch("broadcast")
     def build(self, where: Address | None, members: Sequence[str]) -> None:
         """Join the others and make the model; alone if there is no meeting."""
+        self._strategy = Strategy()
         if where is not None:
-            self._peers = Group(self._meeting or where, self.place.rank, members)
-        self.make(Strategy(self._peers))
+            place = self.place
+            peers = Group(self._meeting or where, place.rank, members, tensor_ranks=place.tensor_ranks)
+            self._strategy = self._together(peers)
+        try:
+            self.part = self.make(self._strategy)
+        except ConfigError:
+            raise
+        except ValueError as error:  # the model does not fit the ranks
+            raise ConfigError(f"{self.place.role}: {error}") from error
 
-    def make(self, strategy: Strategy) -> None:
-        """Make the model."""
+    def make(self, strategy: Strategy) -> Part:
+        """Make the model, and what trains it."""
         raise NotImplementedError
 
-    @dispatch("rank_zero")
+    @dispatch("broadcast")
     def save(self, directory: Path) -> None:
         """Write weights and training state, as a part of a checkpoint."""
-        save_part(directory, self.part)
+        if self._strategy.whole:
+            _sharded().Saving(directory, self.part, self._strategy).wait()
+        elif self._strategy.is_first:
+            save_part(directory, self.part)
 
     @dispatch("broadcast")
     def load_state(self, directory: Path) -> None:
         """Go on from what `save` wrote."""
-        load_part(directory, self.part)
+        if self._strategy.whole:
+            _sharded().load(directory, self.part, self._strategy)
+        else:
+            load_part(directory, self.part)
+
+    @dispatch("broadcast", gather=sum)
+    def offload(self) -> int:
+        """Free the devices until `reload`; the bytes."""
+        return self.part.offload()
+
+    @dispatch("broadcast")
+    def reload(self) -> None:
+        """Take weights and optimizer back to the devices."""
+        self.part.reload()
 
     def close(self) -> None:
-        if self._peers is not None:
-            self._peers.close()
+        if hasattr(self, "_strategy"):
+            self._strategy.peers.close()
+
+    def _together(self, peers: Group) -> Strategy:
+        if self._config.strategy == "torch":
+            return Strategy(peers)
+        from cadenza.training.fsdp import Fsdp2  # heavy, and rarely used
+
+        return Fsdp2(peers, bf16=self._config.precision == "bf16")
 
 
 class ActorWorker(LearnerWorker):
     """The policy that is trained, and under an adapter the reference too."""
+
+    _config: ActorConfig
 
     def __init__(
         self, blueprint: Blueprint, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
     ) -> None:
         self._blueprint, self._config, self._of_reference, self._failures = blueprint, config, reference, failures
 
-    def make(self, strategy: Strategy) -> None:
-        seed, self._strategy = self._blueprint.seed, strategy
-        module = self._blueprint.build()
-        self.part = self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
-        self._reference = Reference(self.actor.module, self._of_reference) if is_adapted(module) else None
+    def make(self, strategy: Strategy) -> Actor:
+        module, seed = self._blueprint.build(), self._blueprint.seed
+        self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
+        adapted = is_adapted(module)
+        self._reference = Reference(module, self._of_reference, strategy=strategy) if adapted else None
+        return self.actor
 
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def warm_start(self, pairs: Sequence[Pair], plan: WarmStart) -> dict[str, float]:
@@ -147,21 +182,26 @@ class ActorWorker(LearnerWorker):
         """The live module, for an engine in the same process."""
         return self.actor.module
 
-    @dispatch("rank_zero")
+    @dispatch("broadcast", gather=lambda found: found[0])
     def weights(self) -> dict[str, Tensor]:
-        """What is published: in the same process the live tensors, elsewhere copies of them."""
-        return self.actor.weights()
+        """What is published: in the same process the live tensors, elsewhere copies of them. Those with shards gather
+        them; the first answers."""
+        found = self.actor.weights()
+        return found if self._strategy.is_first else {}
 
     @dispatch("broadcast")
     def load_weights(self, directory: Path) -> None:
         """Those of a checkpoint, without its training state."""
         load_weights(directory, self.actor.module)
 
-    @dispatch("rank_zero")
+    @dispatch("broadcast")
     def save_model(self, directory: Path) -> None:
         """Write the policy as it is now, for a reference."""
+        weights = self._strategy.full(self.actor.module.state_dict(keep_vars=True))
+        if not self._strategy.is_first:
+            return
         try:
-            save_model(directory, self.actor.module)
+            save_model(directory, self.actor.module, weights)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"the reference could not be saved to {directory}: {error}") from error
 
@@ -169,14 +209,15 @@ class ActorWorker(LearnerWorker):
 class CriticWorker(LearnerWorker):
     """A critic, with a model of its own."""
 
+    _config: CriticConfig
+
     def __init__(self, blueprint: Blueprint, config: CriticConfig, failures: Path | None) -> None:
         self._blueprint, self._config, self._failures = blueprint, config, failures
 
-    def make(self, strategy: Strategy) -> None:
-        module = self._blueprint.build(other=1)
-        self.part = self.critic = Critic(
-            module, self._config, self._blueprint.seed, failures=self._failures, strategy=strategy
-        )
+    def make(self, strategy: Strategy) -> Critic:
+        module, seed = self._blueprint.build(other=1), self._blueprint.seed
+        self.critic = Critic(module, self._config, seed, failures=self._failures, strategy=strategy)
+        return self.critic
 
     @dispatch("split")
     def values(self, batch: DataProto) -> DataProto:
@@ -218,6 +259,12 @@ class InferenceWorker(ReplicaWorker):
 
     def close(self) -> None:
         self._replica.close()
+
+
+def _sharded() -> Any:
+    from cadenza.training import sharded  # heavy, and rarely used
+
+    return sharded
 
 
 def engine_options(engine: EngineConfig, eos_token_ids: frozenset[int]) -> Mapping[str, Any]:

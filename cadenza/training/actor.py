@@ -41,11 +41,10 @@ from cadenza.algorithms import (
 from cadenza.config import load
 from cadenza.data import DataProto
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
-from cadenza.training.models import adapter_weights
 from cadenza.training.packing import Packed
 from cadenza.training.rows import Array, Rows
 from cadenza.training.settings import refuse_idle
-from cadenza.training.strategy import Strategy
+from cadenza.training.strategy import Strategy, StrategyName
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """From logprobs, old logprobs, advantages and mask [n, R]: a row's trained tokens side by side."""
@@ -54,6 +53,7 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 class ActorConfig(LearnerConfig):
     """How the policy learns from a batch."""
 
+    strategy: StrategyName = "torch"
     temperature: float = Field(default=1.0, gt=0)
     """That of the sampler, so that logprobs are those of the distribution that was sampled from. What top-p or top-k
     cut off is not: their logprobs differ from these, and `correction` sees it as a mismatch."""
@@ -161,7 +161,7 @@ class Actor:
         columns = self._columns(batch, rows)
         working = self._working(columns)
         mine = self._learner.share(rows, updates, working)
-        self._recall(rows, columns, updates[0], working & mine)
+        self._recall(rows, columns, updates[0], working, mine)
         told = []
         skipped = 0
         for chosen in updates:
@@ -188,8 +188,15 @@ class Actor:
 
     def weights(self) -> dict[str, Tensor]:
         """What is published: all parameters and buffers, or with LoRA the adapter alone. The live tensors, not copies:
-        whoever keeps them beyond the next `train` copies them."""
-        return adapter_weights(self.module) or {name: t.detach() for name, t in self.module.state_dict().items()}
+        whoever keeps them beyond the next `train` copies them. With shards, whole copies on the first rank; all ask."""
+        return self._learner.weights()
+
+    def offload(self) -> int:
+        """Free the device; see `Learner.offload`."""
+        return self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def state(self) -> TrainingState:
         """What a checkpoint needs besides the weights."""
@@ -233,12 +240,13 @@ class Actor:
         works = columns.mask if not self.config.skips else columns.mask & (columns.advantages != 0)
         return works.any(1).numpy()
 
-    def _recall(self, rows: Rows, columns: Columns, first: Array, working: Array) -> None:
-        """Old logprobs for the rows whose first pass comes after the weights have changed."""
+    def _recall(self, rows: Rows, columns: Columns, first: Array, working: Array, mine: Array) -> None:
+        """Old logprobs for the rows whose first pass comes after the weights have changed: those of this rank, but all
+        ranks look, because some compute in step."""
         later = columns.pending & working
         later[first] = False
         if later.any():
-            columns.old = rows.pad(self._logprobs(rows, np.flatnonzero(later)))
+            columns.old = rows.pad(self._logprobs(rows, np.flatnonzero(later & mine)))
             columns.pending[later] = False
 
     def _losses(

@@ -29,12 +29,13 @@ from cadenza.training.forward import evaluating
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
 from cadenza.training.packing import Packed
 from cadenza.training.rows import Array, Rows
-from cadenza.training.strategy import Strategy
+from cadenza.training.strategy import Strategy, StrategyName
 
 
 class CriticConfig(LearnerConfig):
     """How the critic learns from a batch."""
 
+    strategy: StrategyName = "torch"
     value_clip: float | None = Field(default=0.2, gt=0)
     """How far a value may move from the old one before moving gains nothing; None does not bound it."""
 
@@ -101,6 +102,13 @@ class Critic:
         ]
         foreseen = explained_variance(columns["values"], columns["returns"], mask)
         return merge_metrics(parts) | {"explained_variance": foreseen, "lr": parts[-1][0]["lr"]}
+
+    def offload(self) -> int:
+        """Free the device; see `Learner.offload`."""
+        return self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def state(self) -> TrainingState:
         """What a checkpoint needs besides the weights of the module: the value head is part of it."""

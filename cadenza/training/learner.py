@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 from cadenza.algorithms import Aggregation
 from cadenza.data import DataProto
-from cadenza.training.batching import micro_batches, mini_batches
-from cadenza.training.forward import Forward, Precision
+from cadenza.training.batching import mini_batches
+from cadenza.training.forward import Forward, Precision, Use
+from cadenza.training.models import adapter_weights
+from cadenza.training.offload import Offloaded
 from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
-from cadenza.training.packing import Packed, Packing, pack
+from cadenza.training.packing import Packed, Packing
 from cadenza.training.rows import Array, Rows
 from cadenza.training.settings import refuse_idle
 from cadenza.training.strategy import Strategy, shares
@@ -115,12 +117,14 @@ class Learner:
         self.module = module
         self.config = config
         self.seed = seed
-        self.forward = Forward(module, precision=config.precision)
+        self.forward = Forward(module, precision=config.precision, strategy=self.strategy)
         self.packing = self.forward.resolve(config.packing)
         self.version = 0
         """Batches trained on."""
         self._dropout = dropout
         self._failures = failures
+        self._use: Use = "scores" if head is None else "hidden"
+        self._resting: Offloaded | None = None
         heads = [] if head is None else list(head.named_parameters(prefix="head"))
         self.optimizer = Optimizer([*module.named_parameters(), *heads], config)
 
@@ -151,8 +155,7 @@ class Learner:
 
     def packed(self, rows: Rows, chosen: Array) -> Iterator[Packed]:
         """The chosen rows as micro-batches."""
-        for part in micro_batches(rows, chosen, self.config.token_budget, self.packing):
-            yield pack(rows, part, self.packing).to(self.forward.device)
+        return self.forward.batches(rows, chosen, self.config.token_budget, self.packing, self._use)
 
     def update(self, batch: DataProto, losses: Iterable[MicroLoss]) -> dict[str, float]:
         """One update from the losses, each made and taken apart before the next."""
@@ -169,12 +172,16 @@ class Learner:
                     seen.append(part.rows)
                     value = float(part.loss.detach())
                     if not math.isfinite(value):
-                        raise self._failure(f"the loss is {value}", batch, part.rows)
+                        error = error or self._failure(f"the loss is {value}", batch, part.rows)
+                        if not self.strategy.whole:
+                            break
                     part.loss.backward()  # type: ignore[no-untyped-call]
                     total += value
-            except Exception as own:  # noqa: BLE001 - raised again when all ranks know of it
+            except Exception as own:
+                if self.strategy.whole:  # the others are in the middle of a pass, and nobody can be told
+                    raise
                 error = own
-            total = self.strategy.collect(self.optimizer.parameters, total, error)
+            total = self.strategy.collect(self.optimizer.named, total, error)
             update = self.optimizer.apply()
         except BaseException as failed:
             self.optimizer.clear()
@@ -182,6 +189,27 @@ class Learner:
                 self._refuse(str(failed), batch, seen)
             raise
         return {"loss": total, "grad_norm": update.grad_norm, "lr": update.lr}
+
+    def offload(self) -> int:
+        """Move weights and optimizer memory to the host; the bytes that this frees. Nothing can be computed before
+        `reload`."""
+        if self._resting is None:
+            self.strategy.rest(self.module)
+            self._resting = Offloaded([*self.module.parameters(), *self.optimizer.tensors().values()])
+            self.forward.resting = True
+        return self._resting.bytes
+
+    def reload(self) -> None:
+        """Take them back."""
+        if self._resting is not None:
+            self._resting.reload()
+            self._resting, self.forward.resting = None, False
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published, on the first rank: all parameters and buffers, or with LoRA the adapter alone. The live
+        tensors, unless there are shards to gather."""
+        self.forward.check()
+        return self.strategy.full(adapter_weights(self.module) or self.module.state_dict(keep_vars=True))
 
     def state(self) -> TrainingState:
         return TrainingState(

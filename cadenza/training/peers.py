@@ -45,6 +45,8 @@ class Peers:
     """The number of its share of each batch."""
     size = 1
     """Shares of each batch."""
+    number = 0
+    """Among all ranks. Those that hold one copy of the model together have the same share."""
 
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks, by rank. They are pickled."""
@@ -83,10 +85,18 @@ class Group(Peers):
     """Ranks in processes of their own, one group to a process."""
 
     def __init__(
-        self, where: Meeting | Address, rank: int, members: Sequence[str], *, seconds: float = JOIN_SECONDS
+        self,
+        where: Meeting | Address,
+        rank: int,
+        members: Sequence[str],
+        *,
+        tensor_ranks: int = 1,
+        seconds: float = JOIN_SECONDS,
     ) -> None:
-        """Comes back when all have come. `members` are the names of the ranks, for messages."""
-        self.rank, self.size, self._members = rank, len(members), list(members)
+        """Comes back when all have come. `members` are the names of the ranks, for messages; as many neighbours as
+        `tensor_ranks` hold one copy of the model together."""
+        self.number, self._members, self.tensor_ranks = rank, list(members), tensor_ranks
+        self.rank, self.size = rank // tensor_ranks, len(members) // tensor_ranks
         ends = time.monotonic() + seconds
         store = where.store if isinstance(where, Meeting) else self._reach(where, seconds)
         self._greet(store, ends)
@@ -96,23 +106,24 @@ class Group(Peers):
                 kind,
                 store=dist.PrefixStore("group", store),
                 rank=rank,
-                world_size=self.size,
+                world_size=len(members),
                 timeout=timedelta(seconds=TALK_SECONDS),
             )
+            self._data, self._tensor = self._groups()
         self._store = store
 
     def exchange(self, value: T) -> list[T]:
-        found: list[Any] = [None] * self.size
+        found: list[Any] = [None] * len(self._members)
         with self._talking():
             dist.all_gather_object(found, value)
-        return found
+        return found[self.number % self.tensor_ranks :: self.tensor_ranks]
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            with self._talking():
-                dist.all_reduce(flat)
-            _scatter(flat, bucket)
+        self._add_up(tensors, self._data)
+
+    def add_up_copy(self, tensors: Sequence[Tensor]) -> None:
+        """The same over the ranks that hold one copy of the model together."""
+        self._add_up(tensors, self._tensor)
 
     def copy_first(self, tensors: Sequence[Tensor]) -> None:
         for bucket in _buckets(tensors):
@@ -121,9 +132,31 @@ class Group(Peers):
                 dist.broadcast(flat, 0)
             _scatter(flat, bucket)
 
+    def another(self) -> Any:
+        """One more process group of all ranks, for whoever talks at the same time."""
+        with self._talking():
+            return dist.new_group(backend="gloo")
+
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _add_up(self, tensors: Sequence[Tensor], group: Any) -> None:
+        for bucket in _buckets(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            with self._talking():
+                dist.all_reduce(flat, group=group)
+            _scatter(flat, bucket)
+
+    def _groups(self) -> tuple[Any, Any]:
+        """Of the ranks with the same part of the model, and of those with the same share of the batch; None is all."""
+        if self.tensor_ranks == 1:
+            return None, None
+        ranks = range(len(self._members))
+        columns = [[r for r in ranks if r % self.tensor_ranks == i] for i in range(self.tensor_ranks)]
+        rows = [[r for r in ranks if r // self.tensor_ranks == i] for i in range(self.size)]
+        data, tensor = ([dist.new_group(members) for members in groups] for groups in (columns, rows))
+        return data[self.number % self.tensor_ranks], tensor[self.rank]
 
     def _reach(self, where: Address, seconds: float) -> Any:
         try:
@@ -132,27 +165,27 @@ class Group(Peers):
             )
         except (RuntimeError, OSError) as error:  # RuntimeError is what torch.distributed raises
             raise DeadlinePassed(
-                f"{self._members[self.rank]} cannot reach {self._members[0]} at {where.host}:{where.port} within "
+                f"{self._members[self.number]} cannot reach {self._members[0]} at {where.host}:{where.port} within "
                 f"{seconds:g} s: {error}"
             ) from error
 
     def _greet(self, store: Any, ends: float) -> None:
         """Wait for all ranks, and compare what they run on."""
-        store.set(f"here/{self.rank}", json.dumps({"torch": str(torch.__version__)}))
+        store.set(f"here/{self.number}", json.dumps({"torch": str(torch.__version__)}))
         for rank, member in enumerate(self._members):
             left = max(ends - time.monotonic(), 0.001)
             try:
                 store.wait([f"here/{rank}"], timedelta(seconds=left))
             except RuntimeError as error:
                 raise DeadlinePassed(
-                    f"{self._members[self.rank]} waits for {member} to train together with it, which did not come in "
+                    f"{self._members[self.number]} waits for {member} to train together with it, which did not come in "
                     f"time; does it run, and can it reach {self._members[0]}? ({error})"
                 ) from error
             theirs, mine = json.loads(store.get(f"here/{rank}"))["torch"], str(torch.__version__)
             if theirs.partition("+")[0] != mine.partition("+")[0]:  # builds for other devices are fine
                 raise VersionsDiffer(
-                    f"torch {theirs} in {member}, but torch {mine} in {self._members[self.rank]}: install the same on "
-                    "all nodes"
+                    f"torch {theirs} in {member}, but torch {mine} in {self._members[self.number]}: install the same "
+                    "on all nodes"
                 )
 
     @contextmanager
@@ -161,7 +194,7 @@ class Group(Peers):
             yield
         except RuntimeError as error:
             raise PeerLost(
-                f"{self._members[self.rank]} lost the connection to another rank, or one did not come within "
+                f"{self._members[self.number]} lost the connection to another rank, or one did not come within "
                 f"{TALK_SECONDS:g} s: {error}"
             ) from error
 

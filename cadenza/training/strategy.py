@@ -8,15 +8,19 @@ computes its share of the rows; every rank takes part in every update, also with
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cadenza.training.peers import Peers
 from cadenza.training.rows import Array
+
+StrategyName = Literal["torch", "fsdp2"]
+"""torch: every rank holds all weights. fsdp2: every rank holds a shard of them (fsdp.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,9 @@ class Report:
 class Strategy:
     """Every rank holds all weights, and gradients are added up over the ranks."""
 
+    whole = False
+    """Whether the module must be called as a whole, by all ranks in step."""
+
     def __init__(self, peers: Peers | None = None) -> None:
         self.peers = peers or Peers()
 
@@ -39,9 +46,25 @@ class Strategy:
         """Make the module ready; before it has an optimizer. All ranks begin with the weights of the first."""
         self.peers.copy_first([*module.parameters(), *module.buffers()])
 
-    def collect(self, parameters: Sequence[nn.Parameter], loss: float, error: Exception | None) -> float:
+    def rounds(self, passes: int) -> int:
+        """How many passes to make where this rank has work for so many."""
+        return passes
+
+    def full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as one rank alone would have them, on the first rank; others may get nothing. All ask."""
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def rest(self, module: nn.Module) -> None:
+        """Give up whatever the module holds of other ranks' weights."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.peers.number == 0
+
+    def collect(self, named: Mapping[str, nn.Parameter], loss: float, error: Exception | None) -> float:
         """The loss of the update, with its gradient in all parameters; or the error of the first rank that has one."""
-        touched = bytes(parameter.grad is not None for parameter in parameters)
+        touched = bytes(parameter.grad is not None for parameter in named.values())
         reports = self.peers.exchange(Report(loss, None if error is None else _portable(error), touched))
         for rank, report in enumerate(reports):
             if report.error is not None:
@@ -49,14 +72,15 @@ class Strategy:
                     raise error
                 report.error.add_note(f"it happened on rank {rank}")
                 raise report.error
-        if self.peers.size > 1:
-            some = np.any([np.frombuffer(report.touched, bool) for report in reports], axis=0)
-            self._add_up([parameter for parameter, wanted in zip(parameters, some, strict=True) if wanted])
+        some = np.any([np.frombuffer(report.touched, bool) for report in reports], axis=0)
+        self._add_up({name: parameter for (name, parameter), wanted in zip(named.items(), some, strict=True) if wanted})
         return sum(report.loss for report in reports)
 
-    def _add_up(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _add_up(self, named: Mapping[str, nn.Parameter]) -> None:
+        if self.peers.size == 1:
+            return
         gradients = []
-        for parameter in parameters:
+        for parameter in named.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
