@@ -229,7 +229,10 @@ def test_settings_that_contradict_each_other(overrides: list[str], said: str) ->
     [
         ("devices.acter=0", "this run has no role 'acter'; it has actor, inference"),
         ("devices.critic=0", "this run has no role 'critic'"),
-        ("devices.actor=0-1", "devices.actor: one device for each role so far, got 0-1"),
+        ("devices.actor=0-1", "devices.actor: 0-1 are 2 ranks that compute together, each in a process of its own"),
+        ("devices.actor={devices: 0-1, tensor_parallel: 2}", "set backend=ray, or name one device"),
+        ("actor.strategy=fsdp2", "actor.strategy 'fsdp2' needs ranks in processes of their own: set backend=ray"),
+        ("devices.inference=0-1", "devices.inference: 0-1: one device for inference so far"),
         ("devices.actor=auto", "devices 'auto' have no numbers"),
         ("devices.actor={devices: 0, gpus: 2}", "RoleConfig has no key 'gpus'"),
         ("backend=rai", "backend"),
@@ -238,6 +241,22 @@ def test_settings_that_contradict_each_other(overrides: list[str], said: str) ->
 def test_devices_that_cannot_be(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(TINY, [override])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "devices.actor={devices: 0-1, tensor_parallel: 2}",
+            "tensor_parallel 2 needs shards: set actor.strategy=fsdp2",
+        ),
+        ("devices.actor={devices: 0-1, devices_per_worker: 2}", "0-1: a rank that trains has one device"),
+    ],
+)
+def test_devices_of_ranks_that_cannot_be(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(TINY, ["backend=ray", override])
     assert said in str(caught.value)
 
 

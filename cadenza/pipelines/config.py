@@ -212,13 +212,33 @@ class RunConfig(Config):
         for role, config in self.devices.items():
             if role not in self.roles:
                 raise ValueError(f"devices: this run has no role '{role}'; it has {', '.join(self.roles)}")
-            if len(config.numbers) != 1:
-                raise ValueError(
-                    f"devices.{role}: one device for each role so far, got {format_devices(config.numbers)}"
-                )
+            if role == "inference" and len(config.numbers) != 1:
+                named = f"devices.{role}: {format_devices(config.numbers)}"
+                raise ValueError(f"{named}: one device for inference so far")
+        self._check_trainers()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self
+
+    def _check_trainers(self) -> None:
+        """Ranks that train have a device and a process each."""
+        for role, learner in (("actor", self.actor), ("critic", self.critic), ("reference", None)):
+            sharded = learner is not None and learner.strategy == "fsdp2"
+            if sharded and self.backend == "embedded":
+                raise ValueError(f"{role}.strategy 'fsdp2' needs ranks in processes of their own: set backend=ray")
+            if (config := self.devices.get(role)) is None:
+                continue
+            named = f"devices.{role}: {format_devices(config.numbers)}"
+            if len(config.numbers) > 1 and self.backend == "embedded":
+                raise ValueError(
+                    f"{named} are {len(config.numbers)} ranks that compute together, each in a process of its own: "
+                    "set backend=ray, or name one device"
+                )
+            if config.devices_per_worker > 1:
+                raise ValueError(f"{named}: a rank that trains has one device: leave out devices_per_worker")
+            if config.tensor_parallel > 1 and not sharded:
+                way_out = "leave it out" if learner is None else f"set {role}.strategy=fsdp2"
+                raise ValueError(f"{named}: tensor_parallel {config.tensor_parallel} needs shards: {way_out}")
 
     @property
     def needs_reference(self) -> bool:

@@ -27,6 +27,7 @@ from cadenza.pipelines.workers import (
     Blueprint,
     CriticWorker,
     InferenceWorker,
+    LearnerWorker,
     ReferenceWorker,
     engine_options,
 )
@@ -99,11 +100,11 @@ class Parts:
         reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
         resources, self._map = self._placed()
         self._stack.push_async_callback(resources.shutdown)
-        self.actor = await self._cluster(
+        self.actor = await self._trainers(
             "actor", ActorWorker, config=policy, reference=reference, failures=self._failures
         )
         if config.critic is not None:
-            self.critic = await self._cluster("critic", CriticWorker, config=config.critic, failures=self._failures)
+            self.critic = await self._trainers("critic", CriticWorker, config=config.critic, failures=self._failures)
         if "reference" in self._map:
             self.reference = await self._cluster("reference", ReferenceWorker, config=reference)
 
@@ -121,6 +122,14 @@ class Parts:
     async def _cluster(self, role: str, worker: type[Worker], **init: Any) -> Cluster[Any]:
         cluster = Cluster(role, worker, self._map[role], blueprint=self._blueprint, **init)
         return await self._stack.enter_async_context(cluster)
+
+    async def _trainers(self, role: str, worker: type[LearnerWorker], **init: Any) -> Cluster[Any]:
+        """Workers that train one model together."""
+        cluster = await self._cluster(role, worker, **init)
+        shards = self.config.backend == "ray" and init["config"].strategy == "fsdp2"
+        where = await cluster.meet() if shards or cluster.world_size > 1 else None
+        await cluster.build(where, [str(place) for place in cluster.places])
+        return cluster
 
     # -- what the controller asks for ------------------------------------------------------------------------------
 

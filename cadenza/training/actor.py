@@ -1,7 +1,8 @@
 """The policy that is trained.
 
 Invariant: the loss of an update is a sum over its trained tokens divided by one count for the whole update, so the
-result is the same however the rows are cut into micro-batches; rows marked `is_padding` count nowhere.
+result is the same however the rows are cut into micro-batches or shared among ranks, each of which is given the whole
+batch; rows marked `is_padding` count nowhere.
 ```
 advantages, logprobs of the past --> token loss (ppo_clip ...) * importance weights --+
 entropy, reference logprobs      --> entropy bonus, KL                              --+--> sum / count --> update
@@ -13,7 +14,7 @@ Dropout is off in every pass: with it, a policy would differ from its own past b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,7 +28,6 @@ from cadenza.algorithms import (
     LOSSES,
     TokenLoss,
     denominator,
-    effective_sample_size,
     entropy_bonus,
     kl,
     kl_loss,
@@ -41,10 +41,10 @@ from cadenza.algorithms import (
 from cadenza.config import load
 from cadenza.data import DataProto
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
-from cadenza.training.models import adapter_weights
 from cadenza.training.packing import Packed
 from cadenza.training.rows import Array, Rows
 from cadenza.training.settings import refuse_idle
+from cadenza.training.strategy import Strategy, StrategyName
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """From logprobs, old logprobs, advantages and mask [n, R]: a row's trained tokens side by side."""
@@ -53,6 +53,7 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 class ActorConfig(LearnerConfig):
     """How the policy learns from a batch."""
 
+    strategy: StrategyName = "torch"
     temperature: float = Field(default=1.0, gt=0)
     """That of the sampler, so that logprobs are those of the distribution that was sampled from. What top-p or top-k
     cut off is not: their logprobs differ from these, and `correction` sees it as a mismatch."""
@@ -131,9 +132,17 @@ class Columns:
 class Actor:
     """Trains a policy."""
 
-    def __init__(self, module: nn.Module, config: ActorConfig, seed: int, *, failures: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ActorConfig,
+        seed: int,
+        *,
+        failures: Path | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
         self.config = config
-        self._learner = Learner(module, config, seed, failures=failures)
+        self._learner = Learner(module, config, seed, failures=failures, strategy=strategy)
         self._loss = _policy_loss(config)
 
     @property
@@ -151,18 +160,24 @@ class Actor:
         updates = self._learner.updates(batch, rows)
         columns = self._columns(batch, rows)
         working = self._working(columns)
-        self._recall(rows, columns, updates[0], working)
-        parts = []
+        mine = self._learner.share(rows, updates, working)
+        self._recall(rows, columns, updates[0], working, mine)
+        told = []
         skipped = 0
         for chosen in updates:
             computed = chosen[working[chosen]]
             if not len(computed):
                 computed = chosen[:1]  # an update without gradient is still one: the optimizer's momentum goes on
             tally = Tally()
-            metrics = self._learner.update(batch, self._losses(rows, columns, chosen, computed, tally))
-            parts.append((metrics | tally.metrics(), float(rows.counts[chosen].sum())))
+            losses = self._losses(rows, columns, chosen, computed[mine[computed]], tally)
+            told.append((self._learner.update(batch, losses), tally))
             skipped += len(chosen) - len(computed)
         self._learner.version += 1
+        of_all_ranks = zip(*self._learner.strategy.peers.exchange([tally for _, tally in told]), strict=True)
+        parts = [
+            (metrics | Tally.metrics(tallies), float(rows.counts[chosen].sum()))
+            for (metrics, _), tallies, chosen in zip(told, of_all_ranks, updates, strict=True)
+        ]
         totals = {"tokens": len(rows.trained), "updates": len(updates), "skipped_rows": skipped}
         return merge_metrics(parts) | {"lr": parts[-1][0]["lr"]} | {name: float(n) for name, n in totals.items()}
 
@@ -173,8 +188,15 @@ class Actor:
 
     def weights(self) -> dict[str, Tensor]:
         """What is published: all parameters and buffers, or with LoRA the adapter alone. The live tensors, not copies:
-        whoever keeps them beyond the next `train` copies them."""
-        return adapter_weights(self.module) or {name: t.detach() for name, t in self.module.state_dict().items()}
+        whoever keeps them beyond the next `train` copies them. With shards, whole copies on the first rank; all ask."""
+        return self._learner.weights()
+
+    def offload(self) -> int:
+        """Free the device; see `Learner.offload`."""
+        return self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def state(self) -> TrainingState:
         """What a checkpoint needs besides the weights."""
@@ -218,18 +240,19 @@ class Actor:
         works = columns.mask if not self.config.skips else columns.mask & (columns.advantages != 0)
         return works.any(1).numpy()
 
-    def _recall(self, rows: Rows, columns: Columns, first: Array, working: Array) -> None:
-        """Old logprobs for the rows whose first pass comes after the weights have changed."""
+    def _recall(self, rows: Rows, columns: Columns, first: Array, working: Array, mine: Array) -> None:
+        """Old logprobs for the rows whose first pass comes after the weights have changed: those of this rank, but all
+        ranks look, because some compute in step."""
         later = columns.pending & working
         later[first] = False
         if later.any():
-            columns.old = rows.pad(self._logprobs(rows, np.flatnonzero(later)))
+            columns.old = rows.pad(self._logprobs(rows, np.flatnonzero(later & mine)))
             columns.pending[later] = False
 
     def _losses(
         self, rows: Rows, columns: Columns, chosen: Array, computed: Array, tally: Tally
     ) -> Iterator[MicroLoss]:
-        """The loss of each micro-batch of the computed rows, over the count of all the chosen ones."""
+        """The loss of each micro-batch of the rows that are computed here, over the count of all the chosen ones."""
         config = self.config
         trajectories = None if columns.trajectories is None else columns.trajectories[chosen]
         count = denominator(
@@ -289,24 +312,28 @@ MISMATCH_METRICS = ("mismatch_kl", "logprob_gap_mean", "logprob_gap_max", "weigh
 
 
 class Tally:
-    """The metrics of one update, merged over its micro-batches to what one pass would have given."""
+    """What micro-batches say of one update; tallies merge to what one pass would have given."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[dict[str, float], float]] = []
-        self._samples: list[Tensor] = []
         self._pg_loss = 0.0
+        self._samples: list[tuple[float, float, float]] = []
+        """Number, sum, and sum of squares of the importance weights."""
 
     def add(self, metrics: dict[str, float], tokens: int, pg_loss: float, samples: Tensor) -> None:
         self._parts.append((metrics, float(tokens)))
         self._pg_loss += pg_loss
-        self._samples.append(samples)
+        weights = samples.detach().double()
+        total, squares = torch.stack([weights.sum(), (weights**2).sum()]).tolist()
+        self._samples.append((float(len(weights)), total, squares))
 
-    def metrics(self) -> dict[str, float]:
-        merged = merge_metrics(self._parts)
+    @staticmethod
+    def metrics(tallies: Sequence[Tally]) -> dict[str, float]:
+        merged = merge_metrics(part for tally in tallies for part in tally._parts)
         merged["clip_fraction"] = sum(value for name, value in merged.items() if name.startswith("clip_fraction_"))
-        samples = torch.cat(self._samples)
-        merged["ess"] = effective_sample_size(samples, torch.ones_like(samples, dtype=torch.bool))
-        return merged | {"pg_loss": self._pg_loss}
+        count, total, squares = (sum(of) for of in zip(*(s for tally in tallies for s in tally._samples), strict=True))
+        merged["ess"] = total**2 / (squares * count) if squares else 0.0
+        return merged | {"pg_loss": sum(tally._pg_loss for tally in tallies)}
 
 
 def _select(columns: Columns, packed: Packed) -> Columns:

@@ -2,9 +2,9 @@
 
 Invariant: an update happens whole or not at all. Losses of micro-batches are added up as gradients; when one of them or
 the gradient is not finite, or anything raises on the way, the gradients are dropped and the weights stay as they were
-before that update. The batch at fault is saved for whoever wants to look at it.
+before that update, on all ranks. The batch at fault is saved for whoever wants to look at it.
 ```
-rows --mini_batches--> rows of one update --packed--> micro-batch --loss--> backward ...--> clip, step
+rows --mini_batches--> rows of one update --share--> --packed--> micro-batch --loss--> backward ...--> clip, step
 ```
 """
 
@@ -22,12 +22,15 @@ from torch import Tensor, nn
 
 from cadenza.algorithms import Aggregation
 from cadenza.data import DataProto
-from cadenza.training.batching import micro_batches, mini_batches
-from cadenza.training.forward import Forward, Precision
+from cadenza.training.batching import mini_batches
+from cadenza.training.forward import Forward, Precision, Use
+from cadenza.training.models import adapter_weights
+from cadenza.training.offload import Offloaded
 from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
-from cadenza.training.packing import Packed, Packing, pack
+from cadenza.training.packing import Packed, Packing
 from cadenza.training.rows import Array, Rows
 from cadenza.training.settings import refuse_idle
+from cadenza.training.strategy import Strategy, shares
 
 
 class LearnerConfig(OptimConfig):
@@ -104,18 +107,24 @@ class Learner:
         head: nn.Module | None = None,
         dropout: bool = False,
         failures: Path | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         """`head` is trained besides the module. Without `dropout`, an update sees the function that evaluation sees.
-        `failures` is the directory for batches with a loss that is not finite."""
+        `failures` is the directory for batches with a loss that is not finite. `strategy` is how ranks train together;
+        without one, this process is the only rank."""
+        self.strategy = strategy or Strategy()
+        self.strategy.wrap(module)
         self.module = module
         self.config = config
         self.seed = seed
-        self.forward = Forward(module, precision=config.precision)
+        self.forward = Forward(module, precision=config.precision, strategy=self.strategy)
         self.packing = self.forward.resolve(config.packing)
         self.version = 0
         """Batches trained on."""
         self._dropout = dropout
         self._failures = failures
+        self._use: Use = "scores" if head is None else "hidden"
+        self._resting: Offloaded | None = None
         heads = [] if head is None else list(head.named_parameters(prefix="head"))
         self.optimizer = Optimizer([*module.named_parameters(), *heads], config)
 
@@ -133,10 +142,20 @@ class Learner:
             parts += [active[part] for part in mini_batches(trajectories[active], self.config.mini_batches, rng)]
         return parts
 
+    def share(self, rows: Rows, updates: list[Array], working: Array | None = None) -> Array:
+        """[N]: whether this rank computes the row, in all epochs. Each update of the first epoch is shared evenly, by
+        tokens; rows that are not `working` cost nothing."""
+        peers = self.strategy.peers
+        owners = np.zeros(len(rows), np.int64)
+        costs = rows.lengths if working is None else rows.lengths * working
+        for chosen in updates[: len(updates) // self.config.epochs]:
+            owners[chosen] = shares(costs[chosen], peers.size)
+        mine: Array = owners == peers.rank
+        return mine
+
     def packed(self, rows: Rows, chosen: Array) -> Iterator[Packed]:
         """The chosen rows as micro-batches."""
-        for part in micro_batches(rows, chosen, self.config.token_budget, self.packing):
-            yield pack(rows, part, self.packing).to(self.forward.device)
+        return self.forward.batches(rows, chosen, self.config.token_budget, self.packing, self._use)
 
     def update(self, batch: DataProto, losses: Iterable[MicroLoss]) -> dict[str, float]:
         """One update from the losses, each made and taken apart before the next."""
@@ -146,21 +165,51 @@ class Learner:
             switch_off_dropout(self.module)
         total = 0.0
         seen: list[Array] = []
+        error: Exception | None = None
         try:
-            for part in losses:
-                seen.append(part.rows)
-                value = float(part.loss.detach())
-                if not math.isfinite(value):
-                    raise self._failure(f"the loss is {value}", batch, part.rows)
-                part.loss.backward()  # type: ignore[no-untyped-call]
-                total += value
+            try:
+                for part in losses:
+                    seen.append(part.rows)
+                    value = float(part.loss.detach())
+                    if not math.isfinite(value):
+                        error = error or self._failure(f"the loss is {value}", batch, part.rows)
+                        if not self.strategy.whole:
+                            break
+                    part.loss.backward()  # type: ignore[no-untyped-call]
+                    total += value
+            except Exception as own:
+                if self.strategy.whole:  # the others are in the middle of a pass, and nobody can be told
+                    raise
+                error = own
+            total = self.strategy.collect(self.optimizer.named, total, error)
             update = self.optimizer.apply()
-        except BaseException as error:
+        except BaseException as failed:
             self.optimizer.clear()
-            if isinstance(error, NonFiniteGradient):
-                raise self._failure(str(error), batch, np.concatenate(seen)) from None
+            if isinstance(failed, NonFiniteGradient):  # of the sum, so that all ranks are here
+                self._refuse(str(failed), batch, seen)
             raise
         return {"loss": total, "grad_norm": update.grad_norm, "lr": update.lr}
+
+    def offload(self) -> int:
+        """Move weights and optimizer memory to the host; the bytes that this frees. Nothing can be computed before
+        `reload`."""
+        if self._resting is None:
+            self.strategy.rest(self.module)
+            self._resting = Offloaded([*self.module.parameters(), *self.optimizer.tensors().values()])
+            self.forward.resting = True
+        return self._resting.bytes
+
+    def reload(self) -> None:
+        """Take them back."""
+        if self._resting is not None:
+            self._resting.reload()
+            self._resting, self.forward.resting = None, False
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published, on the first rank: all parameters and buffers, or with LoRA the adapter alone. The live
+        tensors, unless there are shards to gather."""
+        self.forward.check()
+        return self.strategy.full(adapter_weights(self.module) or self.module.state_dict(keep_vars=True))
 
     def state(self) -> TrainingState:
         return TrainingState(
@@ -173,6 +222,13 @@ class Learner:
         tensors = {k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}
         self.optimizer.load(tensors, state.values["updates"])
         self.version = state.values["version"]
+
+    def _refuse(self, what: str, batch: DataProto, seen: list[Array]) -> None:
+        """Raise the same on all ranks; the first one saves the batch."""
+        peers = self.strategy.peers
+        rows = np.concatenate([part for parts in peers.exchange(seen) for part in parts])
+        error = self._failure(what, batch, rows) if peers.rank == 0 else None
+        raise next(found for found in peers.exchange(error) if found is not None) from None
 
     def _failure(self, what: str, batch: DataProto, rows: Array) -> NonFiniteLoss:
         step = self.optimizer.step

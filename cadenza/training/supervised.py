@@ -19,6 +19,7 @@ from cadenza.algorithms import denominator, loss_sum, merge_metrics, token_weigh
 from cadenza.data import DataProto, Ragged
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
 from cadenza.training.rows import Array, Rows
+from cadenza.training.strategy import Strategy
 
 Pair = tuple[npt.ArrayLike, npt.ArrayLike]
 """Prompt tokens and response tokens."""
@@ -34,10 +35,18 @@ class SupervisedConfig(LearnerConfig):
 class Supervised:
     """Trains a language model on examples."""
 
-    def __init__(self, module: nn.Module, config: SupervisedConfig, seed: int, *, failures: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: SupervisedConfig,
+        seed: int,
+        *,
+        failures: Path | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
         self.config = config
         self.seed = seed
-        self._learner = Learner(module, config, seed, dropout=True, failures=failures)
+        self._learner = Learner(module, config, seed, dropout=True, failures=failures, strategy=strategy)
 
     @property
     def module(self) -> nn.Module:
@@ -52,8 +61,10 @@ class Supervised:
         """Learn from a batch with the columns `input_ids` and `response_mask`."""
         rows = Rows.of(batch)
         parts = []
-        for chosen in self._learner.updates(batch, rows):
-            metrics = self._learner.update(batch, self._losses(rows, chosen))
+        updates = self._learner.updates(batch, rows)
+        mine = self._learner.share(rows, updates)
+        for chosen in updates:
+            metrics = self._learner.update(batch, self._losses(rows, chosen, chosen[mine[chosen]]))
             parts.append((metrics, float(rows.counts[chosen].sum())))
         self._learner.version += 1
         return merge_metrics(parts) | {"tokens": float(len(rows.trained)), "lr": parts[-1][0]["lr"]}
@@ -72,12 +83,12 @@ class Supervised:
     def load_state(self, state: TrainingState) -> None:
         self._learner.load_state(state)
 
-    def _losses(self, rows: Rows, chosen: Array) -> Iterator[MicroLoss]:
+    def _losses(self, rows: Rows, chosen: Array, computed: Array) -> Iterator[MicroLoss]:
         by = self.config.aggregation
         mask = rows.pad(np.ones(len(rows.trained), bool))
         weights = token_weights(mask, by)
         count = denominator(mask[chosen], by, constant_length=self.config.constant_length)
-        for packed in self._learner.packed(rows, chosen):
+        for packed in self._learner.packed(rows, computed):
             logprobs = packed.by_row(self._learner.forward.scores(packed).logprobs)
             weight = weights[packed.rows, : packed.shape[1]].to(logprobs.device)
             yield MicroLoss(loss_sum(-logprobs, weight) / count, packed.rows)
