@@ -18,9 +18,9 @@ LAKE = Path(__file__).parents[1] / "examples" / "frozenlake.yaml"
 PROGRAM = "import sys; from cadenza.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
-def on_ray(directory: Path, *arguments: str | Path, program: str = PROGRAM) -> Done:
+def on_ray(directory: Path, *arguments: str | Path, program: str = PROGRAM, **variables: str) -> Done:
     """A command in a process of its own, so that its Ray ends with it."""
-    environment = {"RAY_raylet_start_wait_time_s": "120", **os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {"RAY_raylet_start_wait_time_s": "120", **os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         cwd=directory, capture_output=True, text=True, timeout=300, check=False, env=environment,

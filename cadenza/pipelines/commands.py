@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,9 @@ def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
 def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json: bool) -> int:
     with run, Display(config.name, config.steps, target=config.target, quiet=as_json) as display:
         try:
-            progress = asyncio.run(_trained(config, run, checkpoint, display))
+            # Envs may print, and Ray passes on what its workers print: with --json, stdout is for the figures alone.
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                progress = asyncio.run(_trained(config, run, checkpoint, display))
         except BaseException:
             with suppress(OSError):  # the error before is the one to tell
                 write_report(run.path)

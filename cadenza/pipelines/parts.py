@@ -97,8 +97,7 @@ class Parts:
         temperature = {"temperature": config.envs.sampling.temperature or 1.0}
         policy = config.actor.model_copy(update=temperature)
         reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
-        resources, self._map = self._placed()
-        self._stack.push_async_callback(resources.shutdown)
+        self._map = self._placed()
         self.actor = await self._cluster(
             "actor", ActorWorker, config=policy, reference=reference, failures=self._failures
         )
@@ -107,14 +106,15 @@ class Parts:
         if "reference" in self._map:
             self.reference = await self._cluster("reference", ReferenceWorker, config=reference)
 
-    def _placed(self) -> tuple[ResourceManager, DeviceMap]:
-        """The devices, and who gets which."""
+    def _placed(self) -> DeviceMap:
+        """Who gets which devices."""
         config = self.config
         roles = {role: config.devices.get(role, "0") for role in config.roles}
         on_ray = config.backend == "ray"
         try:
             resources = ResourceManager.on_ray() if on_ray else ResourceManager(config.device_count)
-            return resources, resources.place(roles)
+            self._stack.push_async_callback(resources.shutdown)
+            return resources.place(roles)
         except PlacementError as error:
             raise ConfigError(f"devices: {error}") from error
 
