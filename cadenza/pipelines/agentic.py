@@ -24,7 +24,8 @@ from cadenza.data import DataProto
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.config import ConfigError, RunConfig
 from cadenza.pipelines.episodes import Episodes, Mode, sample_of
-from cadenza.pipelines.parts import Inference, Parts, everywhere
+from cadenza.pipelines.parts import Parts, everywhere
+from cadenza.pipelines.replicas import Inference
 from cadenza.rollout import journal
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
@@ -150,9 +151,11 @@ class AgenticPipeline:
         if version == sampler.version:
             return
         with self._timed("publish"):
+            with self._timed("deliver"):  # generation goes on meanwhile
+                weights = await self.inference.weights()
             await self.rollouts.suspend()
             self._mark_boundary()
-            await sampler.load_weights(version, await self.parts.actor.weights())
+            await sampler.load_weights(version, weights)
             await self.rollouts.resume()
 
     async def validate(self, step: int, *, last: bool = False) -> None:
@@ -373,7 +376,7 @@ async def validation(config: RunConfig, checkpoint: Path) -> tuple[DataProto, in
         await parts.actor.load_weights(everywhere(checkpoint))
         async with parts.inference() as inference:
             if version:
-                await inference.sampler.load_weights(version, await parts.actor.weights())
+                await inference.sampler.load_weights(version, await inference.weights())
             scheduler = scheduler_for("val", config, inference)
             try:
                 batch = await scheduler.get_batch(_request(version), -1)

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from cadenza.cluster import Worker, dispatch
 from cadenza.cluster.remote_replica import ReplicaWorker
+from cadenza.cluster.shipping import Broadcast, Layout, Lines, Stored
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.pipelines.config import ConfigError, EngineConfig, WarmStart
@@ -83,6 +84,7 @@ class ActorWorker(LearnerWorker):
         self, blueprint: Blueprint, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
     ) -> None:
         self._seed, self._failures = blueprint.seed, failures
+        self._lines = Lines()
         self.part = self.actor = Actor(blueprint.build(), config, blueprint.seed, failures=failures)
         self._reference = Reference(self.actor.module, reference) if is_adapted(self.actor.module) else None
 
@@ -114,9 +116,19 @@ class ActorWorker(LearnerWorker):
         return self.actor.module
 
     @dispatch("rank_zero")
-    def weights(self) -> dict[str, Tensor]:
-        """What is published: in the same process the live tensors, elsewhere copies of them."""
-        return self.actor.weights()
+    def store_weights(self) -> Stored:
+        """Put what is published into the object store."""
+        return Stored.put(self.actor.weights())
+
+    @dispatch("rank_zero")
+    def open_broadcast(self, receivers: int) -> Broadcast:
+        """Where so many others hear what is published."""
+        return self._lines.open(Layout.of(self.actor.weights()), receivers)
+
+    @dispatch("rank_zero")
+    def send_weights(self, broadcast: Broadcast) -> None:
+        """Send what is published to everybody who waits there for it."""
+        broadcast.send(self.actor.weights(), self._lines)
 
     @dispatch("broadcast")
     def load_weights(self, directory: Path) -> None:
@@ -171,7 +183,7 @@ class InferenceWorker(ReplicaWorker):
     """A replica in a process of its own. It has no weights to speak of before some are loaded."""
 
     def __init__(self, blueprint: Blueprint, engine: EngineConfig, eos_token_ids: frozenset[int]) -> None:
-        name = f"torch-{self.place.rank}"
+        name = f"torch-{self.place.data_rank}"
         options = engine_options(engine, eos_token_ids)
         self._replica = TorchReplica(blueprint.build(), name=name, devices=self.place.devices, **options)
         super().__init__(self._replica)
