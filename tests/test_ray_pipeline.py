@@ -46,6 +46,21 @@ def test_the_example_is_the_same_run_on_ray(tmp_path: Path) -> None:
     same(tmp_path / embedded.run, tmp_path / remote.run)
 
 
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray declares one device here")
+def test_two_replicas_are_the_same_run_and_one_that_dies_does_not_end_it(tmp_path: Path) -> None:
+    embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    path = config_file(tmp_path)
+    options = ("steps=3", "samples=8", "backend=ray", "devices={actor: 0, inference: 0-1}", "--json")
+    remote = on_ray(tmp_path, "train", path, *options, "name=remote")
+    assert remote.code == 0, remote.err
+    same(embedded.run, tmp_path / remote.run)
+    bereft = on_ray(tmp_path, "train", path, *options, "name=bereft", program=f"import mortal; {PROGRAM}", MORTAL="1")
+    assert bereft.code == 0, bereft.err
+    assert "replica torch-1 is given up" in bereft.err
+    same(embedded.run, tmp_path / bereft.run)
+
+
 def test_all_roles_in_their_own_processes_are_the_same_run_and_it_resumes(tmp_path: Path) -> None:
     options = ("samples=8", "preset=ppo", "actor.kl_coef=0.1", "checkpoint.every=2")
     embedded = trained(tmp_path, "steps=3", "name=embedded", *options)
@@ -77,7 +92,7 @@ class Mortal(workers.InferenceWorker):
     turns = 0
     async def exchange(self, requests, aborts):
         self.turns += len(requests)
-        if self.turns > 40:
+        if self.turns > 40 and self.place.data_rank == int(os.environ.get("MORTAL", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().exchange(requests, aborts)
 parts.InferenceWorker = Mortal

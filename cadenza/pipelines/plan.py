@@ -91,7 +91,7 @@ def plan(path: Path, overrides: Sequence[str], given: Asked, *, as_json: bool) -
         print(f"{role}: {layout.when(role)}")
     print()
     if layout.plan is not None:
-        planning.show(layout.plan)
+        planning.show(layout.plan, layout.why)
     else:
         print(layout.why)
     return 0

@@ -39,7 +39,7 @@ def plan(gpus: int | None, workload: str | None, alpha: str | None, model_cost: 
     return 0
 
 
-def show(made: Plan) -> None:
+def show(made: Plan, why: str = "") -> None:
     console = wide_console()
     load = made.workload
     title = f"{load.name} {load.like}, {load.groups} x {load.group_size} a batch, {load.gpus} GPUs"
@@ -69,4 +69,4 @@ def show(made: Plan) -> None:
         "how many were simulated and counted[/]",
         soft_wrap=True,
     )
-    console.print(f"\n[bold]chosen[/] {escape(made.why)}", soft_wrap=True)
+    console.print(f"\n[bold]chosen[/] {escape(why or made.why)}", soft_wrap=True)
