@@ -305,6 +305,20 @@ def simulator(*, json: Flag = False) -> int:
 
 
 @bench.command
+def update(*, json: Flag = False) -> int:
+    """Seconds and copies of weights on their way from a trainer to replicas on Ray.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.model_update import update as measure
+
+    return measure(json)
+
+
+@bench.command
 def trl(*, rounds: Count = 3, json: Flag = False) -> int:
     """CPU time per sample against TRL's GRPOTrainer, which gets an environment of its own; takes 15 minutes.
 

@@ -186,8 +186,10 @@ def test_a_broadcast_that_a_replica_misses_goes_through_the_object_store_and_the
         assert isinstance(way, ByBroadcast)
         missed = way._last
         assert missed is not None
-        way._last = missed[0], replace(missed[1], layout=Layout(missed[1].layout.entries[:-1], BUCKET))
-        assert isinstance(await running.weights(), Stored)  # it was of other weights than the engines have
+        *entries, last = missed[1].layout.entries
+        other = Layout((*entries, last._replace(shape=(2, last.shape[0] // 2))), BUCKET)
+        way._last = missed[0], replace(missed[1], layout=other)  # the engines will not have it
+        assert isinstance(await running.weights(), Stored)
         assert "the broadcast of weights failed" in caplog.text
         dead.kill("for the test")
         weights = await running.weights()

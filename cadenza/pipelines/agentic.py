@@ -303,13 +303,19 @@ class AgenticPipeline:
                 costs = {**stats.costs._asdict(), **limits}
         return RunStep(
             step=self.progress.step,
-            gpus=1 if self.config.rollout.alpha == 0 else 2,
+            gpus=self._gpus(),
             seconds=metrics["time/step"],
             wait_seconds=metrics["time/wait"],
             publish_seconds=metrics.get("time/publish", 0.0),
             groups=groups,
             cost=costs,
         ).encode()
+
+    def _gpus(self) -> int:
+        """Devices that work at the same time."""
+        actor = self.config.devices.get("actor")
+        training, generating = len(actor.numbers) if actor else 1, len(self.inference.sampler.devices)
+        return max(training, generating) if self.config.rollout.alpha == 0 else training + generating
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
