@@ -46,16 +46,24 @@ def test_the_example_is_the_same_run_on_ray(tmp_path: Path) -> None:
     same(tmp_path / embedded.run, tmp_path / remote.run)
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray declares one device here")
-def test_two_replicas_are_the_same_run_and_one_that_dies_does_not_end_it(tmp_path: Path) -> None:
+TWO = ("steps=3", "samples=8", "backend=ray", "devices={actor: 0, inference: 0-1}", "--json")
+needs_two = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray declares one device here")
+
+
+@needs_two
+def test_two_replicas_are_the_same_run_as_one(tmp_path: Path) -> None:
     embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
-    (tmp_path / "mortal.py").write_text(MORTAL)
-    path = config_file(tmp_path)
-    options = ("steps=3", "samples=8", "backend=ray", "devices={actor: 0, inference: 0-1}", "--json")
-    remote = on_ray(tmp_path, "train", path, *options, "name=remote")
+    remote = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=remote")
     assert remote.code == 0, remote.err
     same(embedded.run, tmp_path / remote.run)
-    bereft = on_ray(tmp_path, "train", path, *options, "name=bereft", program=f"import mortal; {PROGRAM}", MORTAL="1")
+
+
+@needs_two
+def test_a_replica_that_dies_does_not_end_or_change_a_run_that_has_another(tmp_path: Path) -> None:
+    embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    program = f"import mortal; {PROGRAM}"
+    bereft = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=bereft", program=program, MORTAL="1")
     assert bereft.code == 0, bereft.err
     assert "replica torch-1 is given up" in bereft.err
     same(embedded.run, tmp_path / bereft.run)

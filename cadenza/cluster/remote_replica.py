@@ -108,7 +108,7 @@ class ReplicaWorker(Worker):
     async def prepare(self, shipment: Stored | Broadcast) -> None:
         """Fetch weights and make them ready to be loaded."""
         if isinstance(shipment, Stored):
-            weights = await as_async(shipment.receive)()
+            weights = await shipment.fetch()
         else:
             weights = await as_async(shipment.receive)(self._lines)
         prepare = getattr(self._engine, "prepare", None)  # an engine without it does all the work when it loads

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.inference.replica import ReplicaError
+from cadenza.off_loop import as_async
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,7 +154,17 @@ class Stored:
         try:
             return self.layout.unpacked(ray.get(ref) for ref in self.refs)
         except ray.exceptions.RayError as error:
-            raise ShipmentLost(f"weights are gone from the object store: {' '.join(str(error).split())}") from error
+            raise _gone(error) from error
+
+    async def fetch(self) -> dict[str, Tensor]:
+        """`receive` for whoever has a loop, in which Ray must be awaited."""
+        ray: Any = import_module("ray")
+        try:
+            buckets = [await ref for ref in self.refs]
+        except ray.exceptions.RayError as error:
+            raise _gone(error) from error
+        tensors: dict[str, Tensor] = await as_async(self.layout.unpacked)(buckets)
+        return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +242,10 @@ class Lines:
             raise ShipmentLost(f"{broadcast.size} processes did not meet at {address}: {error}") from error
         self._line = broadcast.line
         return self._group
+
+
+def _gone(error: Exception) -> ShipmentLost:
+    return ShipmentLost(f"weights are gone from the object store: {' '.join(str(error).split())}")
 
 
 def _passed(group: Any, data: Tensor) -> None:
