@@ -22,9 +22,9 @@ ON_FOUR = f"import ray; ray.init('local', num_cpus=4, include_dashboard=False); 
 """With so many devices, wherever the test runs."""
 
 
-def on_ray(directory: Path, *arguments: str | Path, program: str = PROGRAM) -> Done:
+def on_ray(directory: Path, *arguments: str | Path, program: str = PROGRAM, **variables: str) -> Done:
     """A command in a process of its own, so that its Ray ends with it."""
-    environment = {"RAY_raylet_start_wait_time_s": "120", **os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {"RAY_raylet_start_wait_time_s": "120", **os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         cwd=directory, capture_output=True, text=True, timeout=500, check=False, env=environment,
@@ -50,6 +50,29 @@ def test_the_example_is_the_same_run_on_ray(tmp_path: Path) -> None:
     assert (embedded.code, remote.code, two.code) == (0, 0, 0), remote.err + two.err
     same(tmp_path / embedded.run, tmp_path / remote.run)
     same(tmp_path / embedded.run, tmp_path / two.run)
+
+
+TWO = ("steps=3", "samples=8", "backend=ray", "devices={actor: 0, inference: 0-1}", "--json")
+needs_two = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray declares one device here")
+
+
+@needs_two
+def test_two_replicas_are_the_same_run_as_one(tmp_path: Path) -> None:
+    embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
+    remote = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=remote")
+    assert remote.code == 0, remote.err
+    same(embedded.run, tmp_path / remote.run)
+
+
+@needs_two
+def test_a_replica_that_dies_does_not_end_or_change_a_run_that_has_another(tmp_path: Path) -> None:
+    embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
+    (tmp_path / "mortal.py").write_text(MORTAL)
+    program = f"import mortal; {PROGRAM}"
+    bereft = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=bereft", program=program, MORTAL="1")
+    assert bereft.code == 0, bereft.err
+    assert "replica torch-1 is given up" in bereft.err
+    same(embedded.run, tmp_path / bereft.run)
 
 
 def test_all_roles_in_their_own_processes_are_the_same_run_and_it_resumes(tmp_path: Path) -> None:
@@ -116,7 +139,7 @@ class Mortal(workers.InferenceWorker):
     turns = 0
     async def exchange(self, requests, aborts):
         self.turns += len(requests)
-        if self.turns > 40:
+        if self.turns > 40 and self.place.data_rank == int(os.environ.get("MORTAL", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().exchange(requests, aborts)
 parts.InferenceWorker = Mortal

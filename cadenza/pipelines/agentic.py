@@ -24,7 +24,8 @@ from cadenza.data import DataProto
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.config import ConfigError, RunConfig
 from cadenza.pipelines.episodes import Episodes, Mode, sample_of
-from cadenza.pipelines.parts import Inference, Parts, everywhere
+from cadenza.pipelines.parts import Parts, everywhere
+from cadenza.pipelines.replicas import Inference
 from cadenza.rollout import journal
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
@@ -150,9 +151,11 @@ class AgenticPipeline:
         if version == sampler.version:
             return
         with self._timed("publish"):
+            with self._timed("deliver"):  # generation goes on meanwhile
+                weights = await self.inference.weights()
             await self.rollouts.suspend()
             self._mark_boundary()
-            await sampler.load_weights(version, await self.parts.actor.weights())
+            await sampler.load_weights(version, weights)
             await self.rollouts.resume()
 
     async def validate(self, step: int, *, last: bool = False) -> None:
@@ -300,13 +303,19 @@ class AgenticPipeline:
                 costs = {**stats.costs._asdict(), **limits}
         return RunStep(
             step=self.progress.step,
-            gpus=1 if self.config.rollout.alpha == 0 else 2,
+            gpus=self._gpus(),
             seconds=metrics["time/step"],
             wait_seconds=metrics["time/wait"],
             publish_seconds=metrics.get("time/publish", 0.0),
             groups=groups,
             cost=costs,
         ).encode()
+
+    def _gpus(self) -> int:
+        """Devices that work at the same time."""
+        actor = self.config.devices.get("actor")
+        training, generating = len(actor.numbers) if actor else 1, len(self.inference.sampler.devices)
+        return max(training, generating) if self.config.rollout.alpha == 0 else training + generating
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -373,7 +382,7 @@ async def validation(config: RunConfig, checkpoint: Path) -> tuple[DataProto, in
         await parts.actor.load_weights(everywhere(checkpoint))
         async with parts.inference() as inference:
             if version:
-                await inference.sampler.load_weights(version, await parts.actor.weights())
+                await inference.sampler.load_weights(version, await inference.weights())
             scheduler = scheduler_for("val", config, inference)
             try:
                 batch = await scheduler.get_batch(_request(version), -1)

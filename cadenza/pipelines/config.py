@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cadenza import envs, rewards
 from cadenza.cluster import RoleConfig
-from cadenza.cluster.placement import format_devices
+from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import Config, load
 from cadenza.inference.replica import Sampling
 from cadenza.rollout import plays
@@ -150,7 +150,7 @@ class RunConfig(Config):
     """Where the workers run: in this process, or each in one of its own on Ray."""
     devices: dict[str, RoleConfig] = Field(default_factory=dict)
     """By role: actor, critic, reference, inference. A role that is not named shares device 0. `actor: 1` is short for
-    `actor: {devices: [1]}`."""
+    `actor: {devices: [1]}`. Every device of `inference` is a replica."""
     threads: int | None = Field(default=None, gt=0)
     """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
     samples: int = Field(default=2, ge=0)
@@ -160,6 +160,8 @@ class RunConfig(Config):
     @field_validator("devices", mode="before")
     @classmethod
     def _in_full(cls, devices: Any) -> Any:
+        if devices == AUTO:
+            return {"actor": {"devices": AUTO}, "inference": {"devices": AUTO}}
         if not isinstance(devices, dict):
             return devices
         short = {role: [given] if isinstance(given, int) else given for role, given in devices.items()}
@@ -212,9 +214,11 @@ class RunConfig(Config):
         for role, config in self.devices.items():
             if role not in self.roles:
                 raise ValueError(f"devices: this run has no role '{role}'; it has {', '.join(self.roles)}")
-            if role == "inference" and len(config.numbers) != 1:
-                named = f"devices.{role}: {format_devices(config.numbers)}"
-                raise ValueError(f"{named}: one device for inference so far")
+            if role == "inference" and config.devices_per_replica != 1:
+                raise ValueError(
+                    "devices.inference: the torch engine runs on one device: leave devices_per_worker and "
+                    "tensor_parallel out, and every device is a replica"
+                )
         self._check_trainers()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
@@ -253,7 +257,8 @@ class RunConfig(Config):
     @property
     def device_count(self) -> int:
         """Devices that there must be."""
-        return max((number for config in self.devices.values() for number in config.numbers), default=0) + 1
+        named = [config.numbers for config in self.devices.values() if config.devices != AUTO]
+        return max((number for numbers in named for number in numbers), default=0) + 1
 
     @property
     def is_exact(self) -> bool:

@@ -5,9 +5,8 @@ Each role is a cluster of workers (workers.py), in this process or on Ray; the e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,32 +14,15 @@ from typing import Any, Self
 import torch
 
 from cadenza.cluster import Cluster, DeviceMap, PlacementError, ResourceManager, Worker
-from cadenza.cluster.remote_replica import RemoteReplica
+from cadenza.cluster.placement import AUTO
 from cadenza.data import DataProto
-from cadenza.inference.codec import TextCodec, TokenizerNotFound, load_codec
-from cadenza.inference.torch_engine import TorchReplica
+from cadenza.inference.codec import TokenizerNotFound, load_codec
 from cadenza.off_loop import as_async
 from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
+from cadenza.pipelines.replicas import Inference, Plan, inference
 from cadenza.pipelines.warm_start import warm_start_pairs
-from cadenza.pipelines.workers import (
-    ActorWorker,
-    Blueprint,
-    CriticWorker,
-    InferenceWorker,
-    LearnerWorker,
-    ReferenceWorker,
-    engine_options,
-)
-from cadenza.rollout.sampler import Sampler
+from cadenza.pipelines.workers import ActorWorker, Blueprint, CriticWorker, LearnerWorker, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Inference:
-    """The inference cluster, as the schedulers want it."""
-
-    sampler: Sampler
-    codec: TextCodec
 
 
 class Parts:
@@ -98,8 +80,7 @@ class Parts:
         temperature = {"temperature": config.envs.sampling.temperature or 1.0}
         policy = config.actor.model_copy(update=temperature)
         reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
-        resources, self._map = self._placed()
-        self._stack.push_async_callback(resources.shutdown)
+        self._map = self._placed()
         self.actor = await self._trainers(
             "actor", ActorWorker, config=policy, reference=reference, failures=self._failures
         )
@@ -108,14 +89,19 @@ class Parts:
         if "reference" in self._map:
             self.reference = await self._cluster("reference", ReferenceWorker, config=reference)
 
-    def _placed(self) -> tuple[ResourceManager, DeviceMap]:
-        """The devices, and who gets which."""
+    def _placed(self) -> DeviceMap:
+        """Who gets which devices."""
         config = self.config
         roles = {role: config.devices.get(role, "0") for role in config.roles}
+        if open_roles := [role for role, given in config.devices.items() if given.devices == AUTO]:
+            raise ConfigError(
+                f"devices: 'auto' of {', '.join(open_roles)} is for `cadenza plan CONFIG`, which says what to name here"
+            )
         on_ray = config.backend == "ray"
         try:
             resources = ResourceManager.on_ray() if on_ray else ResourceManager(config.device_count)
-            return resources, resources.place(roles)
+            self._stack.push_async_callback(resources.shutdown)
+            return resources.place(roles)
         except PlacementError as error:
             raise ConfigError(f"devices: {error}") from error
 
@@ -183,40 +169,10 @@ class Parts:
         if self.critic is not None:
             await self.critic.load_state(everywhere(directory) / "critic")
 
-    @asynccontextmanager
-    async def inference(self) -> AsyncIterator[Inference]:
-        """The engine with the policy in it."""
-        start = self._remote_replica if self.config.backend == "ray" else self._replica
-        async with start() as replica:
-            sampler = Sampler([replica], self.config.sampler)
-            try:
-                yield Inference(sampler, self.codec)
-            finally:
-                await sampler.close()
-
-    @asynccontextmanager
-    async def _replica(self) -> AsyncIterator[TorchReplica]:
-        options = engine_options(self.config.engine, self.codec.eos_token_ids)
-        replica = TorchReplica(await self.actor.module(), devices=self._map["inference"].devices, **options)
-        try:
-            yield replica
-        finally:
-            replica.close()
-
-    @asynccontextmanager
-    async def _remote_replica(self) -> AsyncIterator[RemoteReplica]:
-        cluster = Cluster(
-            "inference",
-            InferenceWorker,
-            self._map["inference"],
-            blueprint=self._blueprint,
-            engine=self.config.engine,
-            eos_token_ids=self.codec.eos_token_ids,
-        )
-        async with cluster:
-            replica = await RemoteReplica.of(cluster)
-            await replica.load_weights(0, await self.actor.weights())
-            yield replica
+    def inference(self) -> AbstractAsyncContextManager[Inference]:
+        """The engines with the policy in them."""
+        config = self.config
+        return inference(Plan(self.actor, self._map, self.codec, self._blueprint, config.engine, config.sampler))
 
 
 def everywhere(directory: Path) -> Path:

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from cadenza.cluster import Worker, dispatch
 from cadenza.cluster.remote_replica import ReplicaWorker
+from cadenza.cluster.shipping import Broadcast, Layout, Lines, Stored
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.pipelines.config import ConfigError, EngineConfig, WarmStart
@@ -145,6 +146,7 @@ class ActorWorker(LearnerWorker):
         self, blueprint: Blueprint, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
     ) -> None:
         self._blueprint, self._config, self._of_reference, self._failures = blueprint, config, reference, failures
+        self._lines = Lines()
 
     def make(self, strategy: Strategy) -> Actor:
         module, seed = self._blueprint.build(), self._blueprint.seed
@@ -183,11 +185,23 @@ class ActorWorker(LearnerWorker):
         return self.actor.module
 
     @dispatch("broadcast", gather=lambda found: found[0])
-    def weights(self) -> dict[str, Tensor]:
-        """What is published: in the same process the live tensors, elsewhere copies of them. Those with shards gather
-        them; the first answers."""
-        found = self.actor.weights()
-        return found if self._strategy.is_first else {}
+    def store_weights(self) -> Stored | None:
+        """Put what is published into the object store. Ranks with shards gather them, and the first one answers."""
+        weights = self.actor.weights()
+        return Stored.put(weights) if self._strategy.is_first else None
+
+    @dispatch("broadcast", gather=lambda found: found[0])
+    def open_broadcast(self, receivers: int) -> Broadcast | None:
+        """Where so many others hear what is published."""
+        weights = self.actor.weights()
+        return self._lines.open(Layout.of(weights), receivers) if self._strategy.is_first else None
+
+    @dispatch("broadcast", gather=lambda found: found[0])
+    def send_weights(self, broadcast: Broadcast) -> None:
+        """Send what is published to everybody who waits there for it."""
+        weights = self.actor.weights()
+        if self._strategy.is_first:
+            broadcast.send(weights, self._lines)
 
     @dispatch("broadcast")
     def load_weights(self, directory: Path) -> None:
@@ -252,7 +266,7 @@ class InferenceWorker(ReplicaWorker):
     """A replica in a process of its own. It has no weights to speak of before some are loaded."""
 
     def __init__(self, blueprint: Blueprint, engine: EngineConfig, eos_token_ids: frozenset[int]) -> None:
-        name = f"torch-{self.place.rank}"
+        name = f"torch-{self.place.data_rank}"
         options = engine_options(engine, eos_token_ids)
         self._replica = TorchReplica(blueprint.build(), name=name, devices=self.place.devices, **options)
         super().__init__(self._replica)
