@@ -65,8 +65,9 @@ class Supervised:
         mine = self._learner.share(rows, updates)
         mask = rows.pad(np.ones(len(rows.trained), bool))
         by, length = self.config.aggregation, self.config.constant_length
+        weights = token_weights(mask, by)
         for chosen in updates:
-            losses = self._losses(rows, token_weights(mask, by), chosen[mine[chosen]])
+            losses = self._losses(rows, weights, chosen[mine[chosen]])
             metrics = self._learner.update(batch, losses, denominator(mask[chosen], by, constant_length=length))
             parts.append((metrics, float(rows.counts[chosen].sum())))
         self._learner.version += 1
