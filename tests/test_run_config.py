@@ -216,12 +216,44 @@ def test_what_must_be_there() -> None:
         (["model.path=x"], "model: layers=1 does nothing with the path 'x'"),
         (["critic.aggregation=sequence_sum", "preset=ppo"], "'sequence_sum' needs constant_length"),
         (["warm_start.trainer.aggregation=sequence_sum"], "'sequence_sum' needs constant_length"),
+        (["batch_parts=3"], "batch_parts must be at most the groups of a batch, 2, got 3"),
+        (
+            ["batch_parts=2", "actor.epochs=2"],
+            "the actor makes 2 of them: leave actor.epochs and actor.mini_batches at 1",
+        ),
+        (["batch_parts=2", "actor.mini_batches=2"], "or set batch_parts=1"),
+        (["batch_parts=2", "preset=ppo"], "a critic is trained on whole batches: take an estimator without critic"),
+        (["batch_parts=2", "preset=reinforce++"], "estimator.name='reinforce++' may need all groups at once: take one"),
+        (
+            ["batch_parts=2", "estimator.name=reinforce++-baseline"],
+            "estimator.name='reinforce++-baseline' may need all",
+        ),
+        (
+            ["batch_parts=2", "preset=step", "estimator.over=batch"],
+            "estimator.over='batch' may need all groups at once",
+        ),
+        (
+            ["batch_parts=2", "estimator.score_norm=running", "estimator.score_clip=2"],
+            "estimator.score_norm='running' may need all groups at once: take one that compares within groups",
+        ),
+        (["batch_parts=2", "estimator.name=my:own"], "estimator.name='my:own' may need all groups at once"),
     ],
 )
 def test_settings_that_contradict_each_other(overrides: list[str], said: str) -> None:
     text = refusal(overrides)
     assert said in text
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("parts", "sizes"), [(1, [28]), (2, [12, 16]), (3, [8, 8, 12]), (7, [4] * 7)])
+def test_parts_of_a_batch_are_whole_groups_and_as_even_as_these_allow(parts: int, sizes: list[int]) -> None:
+    config = build(TINY, ["rollout.batch_size=28", f"batch_parts={parts}"])
+    assert config.part_sizes == sizes
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gigpo", "step"])
+def test_estimators_that_compare_within_groups_go_with_parts(name: str) -> None:
+    assert build(TINY, [f"estimator.name={name}", "batch_parts=2"]).part_sizes == [4, 4]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,17 @@ def act(peers: Peers, model: str, batches: list[DataProto], config: dict[str, An
     return whole(fsdp, actor.module), told
 
 
+def act_in_parts(peers: Peers, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
+    fsdp = strategy(peers)
+    actor = Actor(double(model), ActorConfig(**config), 0, strategy=fsdp)
+    told = []
+    for batch in batches:
+        for part in (batch[:4], batch[4:]):
+            actor.add(part)
+        told.append(actor.finish())
+    return whole(fsdp, actor.module), told
+
+
 def criticise(peers: Peers, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
     fsdp = strategy(peers)
     critic = Critic(double(model), CriticConfig(**config), 0, strategy=fsdp)
@@ -144,6 +155,16 @@ ONE_ROW.batch["advantages"] = np.ones(1, np.float32)
 @pytest.mark.parametrize("cut", [{"token_budget": 25}, {"packing": "packed", "token_budget": 40}])
 def test_shards_learn_what_one_would(two: Ranks, config: dict[str, Any], cut: dict[str, Any]) -> None:
     assert_as_one(two, act, THREE, {**ADAM, **config, **cut})
+
+
+def test_shards_learn_from_parts_what_one_would_from_the_whole(two: Ranks) -> None:
+    config = {**ADAM, "aggregation": "sequence_mean", "token_budget": 25}
+    weights, told = act(Peers(), "tiny", THREE, config)
+    (first, metrics), (_, same) = two.run(act_in_parts, "tiny", THREE, config)
+    assert_same_parameters(first, weights, atol=1e-5)
+    assert same == metrics
+    for mine, alone in zip(metrics, told, strict=True):
+        assert mine == pytest.approx(alone, abs=1e-5)
 
 
 def test_the_gradient_is_a_sum_and_not_a_mean(two: Ranks) -> None:

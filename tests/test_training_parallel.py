@@ -104,6 +104,29 @@ def test_two_ranks_go_on_with_momentum_where_nothing_is_to_learn(ranks: Ranks) -
     assert_as_one(ranks, act, [random_batch(12), idle], {**ADAM, "mini_batches": 2}, 1e-9)
 
 
+def act_in_parts(peers: Peers, batches: list[DataProto], config: dict[str, Any]) -> tuple[Weights, list[Any]]:
+    actor = Actor(tiny_model(double=True), ActorConfig(**config), 0, strategy=Strategy(peers))
+    told = []
+    for batch in batches:
+        for part in (batch[:2], batch[2:3], batch[3:]):
+            actor.add(part)
+        told.append(actor.finish())
+    return parameters(actor.module), told
+
+
+@pytest.mark.parametrize("config", [config for config in EVERYTHING if "epochs" not in config])
+def test_two_actors_learn_from_parts_what_one_would_from_the_whole(ranks: Ranks, config: dict[str, Any]) -> None:
+    batches = [without(random_batch(seed), "old_logprobs") for seed in (11, 12)]
+    config = {**ADAM, **config, "token_budget": 25}
+    weights, told = act(Peers(), batches, config)
+    (first, metrics), (second, same) = ranks.run(act_in_parts, batches, config)
+    assert_same_parameters(first, weights, atol=1e-7)
+    assert_same_parameters(second, first, atol=0)
+    assert same == metrics
+    for mine, alone in zip(metrics, told, strict=True):
+        assert mine == pytest.approx(alone, abs=1e-6)
+
+
 def other_weights(peers: Peers) -> Weights:
     return parameters(Actor(tiny_model(peers.rank), ActorConfig(), 0, strategy=Strategy(peers)).module)
 
@@ -186,6 +209,40 @@ def test_a_loss_that_raises_on_one_rank_stops_all(ranks: Ranks, tmp_path: Path) 
     assert str(first) == "RuntimeError Unspeakable: bad luck ['it happened on rank 1']"
     assert str(second) == "Unspeakable bad luck []"
     assert ranks.run(act, [random_batch(11)], PLAIN)
+
+
+def fail_in_parts(peers: Peers, batch: DataProto, failures: Path) -> Weights:
+    """The last part is unlucky on one rank; then all learn from the parts before it."""
+    actor = Actor(
+        tiny_model(), ActorConfig(**PLAIN, loss=unlucky_when_told), 0, failures=failures, strategy=Strategy(peers)
+    )
+    for part in (batch[:4], batch[4:]):
+        actor.add(part)
+    with pytest.raises(Exception, match="bad luck"):
+        actor.add(bad_luck(batch))
+    assert all(parameter.grad is None for parameter in actor.module.parameters())
+    actor.add(batch)
+    actor.finish()
+    return parameters(actor.module)
+
+
+def bad_luck(batch: DataProto) -> DataProto:
+    told = batch.select()
+    told.batch["advantages"] = np.full(len(batch), 1e9, np.float32)
+    return told
+
+
+def unlucky_when_told(logprobs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> TokenLoss:
+    return (unlucky if float(advantages.max()) > 1e8 else ppo_clip)(logprobs, old, advantages, mask)
+
+
+def test_a_part_that_raises_on_one_rank_drops_the_parts_of_all(ranks: Ranks, tmp_path: Path) -> None:
+    batch = random_batch(11)
+    first, second = ranks.run(fail_in_parts, batch, tmp_path)
+    alone = Actor(tiny_model(), ActorConfig(**PLAIN), 0)
+    alone.train(batch)
+    assert_same_parameters(first, parameters(alone.module), atol=1e-5)
+    assert_same_parameters(second, first, atol=0)
 
 
 def hear(peers: Peers, batch: DataProto, failures: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +130,8 @@ class RunConfig(Config):
     """Of everything: weights, tasks, sampling, shuffling."""
     steps: int = Field(gt=0)
     """Train steps."""
+    batch_parts: int = Field(default=1, gt=0)
+    """A batch is trained in so many parts, each as soon as its groups are whole; together they are one update."""
     target: float | None = Field(default=None, ge=0, le=1)
     """Stop when the success in validation, or without one in training, reaches this."""
     preset: str | None = None
@@ -220,6 +223,7 @@ class RunConfig(Config):
                     "tensor_parallel out, and every device is a replica"
                 )
         self._check_trainers()
+        self._check_parts()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self
@@ -244,6 +248,31 @@ class RunConfig(Config):
                 way_out = "leave it out" if learner is None else f"set {role}.strategy=fsdp2"
                 raise ValueError(f"{named}: tensor_parallel {config.tensor_parallel} needs shards: {way_out}")
 
+    def _check_parts(self) -> None:
+        """Parts must come to what their batch would."""
+        parts, updates = self.batch_parts, self.actor.epochs * self.actor.mini_batches
+        if parts == 1:
+            return
+        if parts > (groups := self.rollout.groups_per_batch):
+            raise ValueError(f"batch_parts must be at most the groups of a batch, {groups}, got {parts}")
+        for problem, way_out in (
+            (updates > 1 and f"the actor makes {updates} of them", "leave actor.epochs and actor.mini_batches at 1"),
+            (self.critic is not None and "a critic is trained on whole batches", "take an estimator without critic"),
+            (
+                self.estimator.over_batch and f"estimator.{self.estimator.over_batch} may need all groups at once",
+                "take one that compares within groups (grpo, rloo, gigpo, step)",
+            ),
+        ):
+            if problem:
+                raise ValueError(f"batch_parts {parts} are one update, but {problem}: {way_out}, or set batch_parts=1")
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Trajectories of each part of a batch, in whole groups."""
+        groups, parts = self.rollout.groups_per_batch, self.batch_parts
+        ends = [groups * part // parts * self.rollout.group_size for part in range(parts + 1)]
+        return [end - start for start, end in pairwise(ends)]
+
     @property
     def needs_reference(self) -> bool:
         return self.estimator.needs_reference or self.actor.kl_coef > 0
@@ -262,7 +291,8 @@ class RunConfig(Config):
 
     @property
     def is_exact(self) -> bool:
-        """On-policy: the same seed gives the same run, also when it is killed and resumed."""
+        """On-policy: the same seed gives the same run, also when it is killed and resumed. With `batch_parts` the same
+        rows, which are added up in the order in which they are there."""
         return self.rollout.alpha == 0
 
 

@@ -5,7 +5,7 @@ Each role is a cluster of workers (workers.py), in this process or on Ray; the e
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -150,12 +150,24 @@ class Parts:
         return found
 
     async def learn(self, batch: DataProto) -> dict[str, float]:
-        """One train step."""
+        """One train step, or a part of one, which says nothing before its end."""
         batch = _numbers(batch)
+        if self.config.batch_parts > 1:
+            await self.actor.add(batch)
+            return {}
         metrics: dict[str, float] = await self.actor.train(batch)
         if self.critic is not None:
             metrics |= {f"critic_{name}": value for name, value in (await self.critic.train(batch)).items()}
         return metrics
+
+    async def finish(self, parts: Sequence[DataProto]) -> dict[str, float]:
+        """The end of a train step that came in these parts; what is to be said of them together."""
+        if self.config.batch_parts == 1:
+            return {}
+        metrics: dict[str, float] = await self.actor.finish()
+        whole = DataProto.concat([_numbers(part) for part in parts])
+        told: dict[str, float] = await as_async(self.estimator.metrics)(whole)
+        return metrics | told
 
     async def save(self, directory: Path) -> None:
         """Their parts of a checkpoint."""

@@ -179,6 +179,16 @@ class ActorWorker(LearnerWorker):
         """One train step; what it says is of all ranks."""
         return self.actor.train(batch)
 
+    @dispatch("broadcast")
+    def add(self, part: DataProto) -> None:
+        """A part of a train step."""
+        self.actor.add(part)
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def finish(self) -> dict[str, float]:
+        """The end of a train step that came in parts; what it says is of all ranks."""
+        return self.actor.finish()
+
     @dispatch("rank_zero")
     def module(self) -> nn.Module:
         """The live module, for an engine in the same process."""

@@ -90,8 +90,10 @@ class Critic:
         mine = self._learner.share(rows, updates)
         done: list[dict[str, float]] = []
         told: list[list[tuple[dict[str, float], float]]] = [[] for _ in updates]
+        by, length = self.config.aggregation, self.config.constant_length
         for chosen, about in zip(updates, told, strict=True):
-            metrics = self._learner.update(batch, self._losses(rows, columns, chosen, chosen[mine[chosen]], about))
+            count = denominator(mask[chosen], by, constant_length=length)
+            metrics = self._learner.update(batch, self._losses(rows, columns, chosen[mine[chosen]], about), count)
             metrics["value_loss"] = metrics.pop("loss")
             done.append(metrics)
         self._learner.version += 1
@@ -126,21 +128,17 @@ class Critic:
         self,
         rows: Rows,
         columns: Mapping[str, Tensor],
-        chosen: Array,
         computed: Array,
         told: list[tuple[dict[str, float], float]],
     ) -> Iterator[MicroLoss]:
-        """The loss of each micro-batch of the rows that are computed here, over the count of all the chosen ones."""
-        count = denominator(
-            columns["mask"][chosen], self.config.aggregation, constant_length=self.config.constant_length
-        )
+        """The loss of each micro-batch of the rows that are computed here."""
         for packed in self._learner.packed(rows, computed):
             values = packed.by_row(self._values(packed))
             index = torch.from_numpy(packed.rows)
             part = {name: t[index, : packed.shape[1]].to(values.device) for name, t in columns.items()}
             loss = value_clip(values, part["values"], part["returns"], part["mask"], clip=self.config.value_clip)
             told.append((loss.metrics, float(loss.tokens)))
-            yield MicroLoss(loss_sum(loss.values, part["weights"]) / count, packed.rows)
+            yield MicroLoss(loss_sum(loss.values, part["weights"]), packed.rows)
 
     def _values(self, packed: Packed) -> Tensor:
         """[K]"""

@@ -106,8 +106,12 @@ class Optimizer:
             arguments.setdefault("fused", True)
         self._optimizer: torch.optim.Optimizer = kind([g for g in groups if g["params"]], **arguments)
 
-    def apply(self) -> Update:
-        """Make the update that the gradients ask for, and clear them."""
+    def apply(self, count: float = 1.0) -> Update:
+        """Make the update that the gradients, divided by `count`, ask for, and clear them."""
+        if count != 1.0:
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(count)
         norm = self._norm()
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):

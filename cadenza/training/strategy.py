@@ -25,12 +25,10 @@ StrategyName = Literal["torch", "fsdp2"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank says of its share of an update."""
+    """What a rank says of its share of some rows."""
 
     loss: float
     error: Exception | None
-    touched: bytes
-    """For each parameter, whether it has a gradient."""
 
 
 class Strategy:
@@ -62,19 +60,22 @@ class Strategy:
         """Whether this rank speaks for all."""
         return self.peers.number == 0
 
-    def collect(self, named: Mapping[str, nn.Parameter], loss: float, error: Exception | None) -> float:
-        """The loss of the update, with its gradient in all parameters; or the error of the first rank that has one."""
-        touched = bytes(parameter.grad is not None for parameter in named.values())
-        reports = self.peers.exchange(Report(loss, None if error is None else _portable(error), touched))
+    def agree(self, loss: float, error: Exception | None) -> float:
+        """The sum of the losses of all ranks; or the error of the first rank that has one."""
+        reports = self.peers.exchange(Report(loss, None if error is None else _portable(error)))
         for rank, report in enumerate(reports):
             if report.error is not None:
                 if rank == self.peers.rank and error is not None:
                     raise error
                 report.error.add_note(f"it happened on rank {rank}")
                 raise report.error
-        some = np.any([np.frombuffer(report.touched, bool) for report in reports], axis=0)
-        self._add_up({name: parameter for (name, parameter), wanted in zip(named.items(), some, strict=True) if wanted})
         return sum(report.loss for report in reports)
+
+    def collect(self, named: Mapping[str, nn.Parameter]) -> None:
+        """The gradients of all ranks, added up in all parameters that any of them has one for."""
+        touched = bytes(parameter.grad is not None for parameter in named.values())
+        some = np.any([np.frombuffer(flags, bool) for flags in self.peers.exchange(touched)], axis=0)
+        self._add_up({name: parameter for (name, parameter), wanted in zip(named.items(), some, strict=True) if wanted})
 
     def _add_up(self, named: Mapping[str, nn.Parameter]) -> None:
         if self.peers.size == 1:
