@@ -234,7 +234,7 @@ class RunConfig(Config):
             sharded = learner is not None and learner.strategy == "fsdp2"
             if sharded and self.backend == "embedded":
                 raise ValueError(f"{role}.strategy 'fsdp2' needs ranks in processes of their own: set backend=ray")
-            if (config := self.devices.get(role)) is None:
+            if (config := self.devices.get(role)) is None or config.devices == AUTO:
                 continue
             named = f"devices.{role}: {format_devices(config.numbers)}"
             if len(config.numbers) > 1 and self.backend == "embedded":
