@@ -127,24 +127,35 @@ def simulate(
 
 @app.command
 def plan(
-    *,
+    config: Path | None = None,
+    *overrides: str,
     gpus: Count | None = None,
-    workload: str = "W2",
-    alpha: str = "0,0.5,1,2,4",
+    nodes: Count | None = None,
+    workload: str | None = None,
+    alpha: str | None = None,
     model_cost: str | None = None,
     json: Flag = False,
 ) -> int:
     """Choose how many GPUs train and how far generation runs ahead, by simulating the production scheduler.
 
+    With a config: say who sits where and when, choose where it says 'devices: auto', and predict the steps.
+
     Parameters
     ----------
+    config
+        A YAML file of `cadenza train`.
+    overrides
+        key=value, as in devices=auto.
     gpus
-        All of them, those that train among them; those of the workload unless given. The batch stays that of the
-        workload: `--workload W2x64` has the batch of 64 GPUs.
+        All of them, those that train among them; those of the workload, or that the config names, unless given. The
+        batch stays that of the workload or config: `--workload W2x64` has the batch of 64 GPUs.
+    nodes
+        With a config: the nodes that have these GPUs, equally many each; one unless given.
     workload
-        W1 to W6, W4:3 (another sigma), W2x64 (on so many GPUs), a trace file (.json), or the directory of a run.
+        W1 to W6, W4:3 (another sigma), W2x64 (on so many GPUs), a trace file (.json), or the directory of a run; W2
+        unless given, and with a config what its own run measured before.
     alpha
-        Asynchronous ratios to choose from, with commas.
+        Asynchronous ratios to choose from, with commas; 0, 0.5, 1, 2 and 4 unless given, and with a config its own.
     model_cost
         h100-qwen3-8b, h100-qwen2.5-7b, a100-qwen2.5-7b, or a=..,b=..,c=..,p=..,kv=..,running=..,train=.. in seconds and
         tokens (docs/simulation.md), or a name and then what differs; that of the workload unless given.
@@ -155,6 +166,13 @@ def plan(
     from cadenza.simulation.asked import BadRequest
 
     try:
+        if config is not None:
+            from cadenza.pipelines import plan as layout
+
+            given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost)
+            return layout.plan(config, overrides, given, as_json=json)
+        if nodes is not None:
+            raise BadRequest("--nodes is for the plan of a config: name its file")
         return planning.plan(gpus, workload, alpha, model_cost, as_json=json)
     except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza plan --help", 2)
@@ -282,6 +300,20 @@ def simulator(*, json: Flag = False) -> int:
         Print one JSON object and nothing else.
     """
     from cadenza.benchmarks.simulator import simulator as measure
+
+    return measure(json)
+
+
+@bench.command
+def update(*, json: Flag = False) -> int:
+    """Seconds and copies of weights on their way from a trainer to replicas on Ray.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.model_update import update as measure
 
     return measure(json)
 

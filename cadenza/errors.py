@@ -12,6 +12,10 @@ class DeadlinePassed(InfrastructureError):
     """Something did not answer in time."""
 
 
+class PeerLost(InfrastructureError):
+    """A rank lost the others that it computes together with. Why, only the lost one could tell."""
+
+
 class EnvError(Exception):
     """An env broke its contract."""
 

@@ -18,7 +18,7 @@ from cadenza.cluster import Place, WorkerError, dispatch
 from cadenza.cluster.crew import Launch
 from cadenza.cluster.dispatch import Mark, Mode, Trip
 from cadenza.data import IS_PADDING, Ragged
-from cadenza.errors import DeadlinePassed
+from cadenza.errors import DeadlinePassed, PeerLost
 
 
 class Adder(Worker):
@@ -413,6 +413,24 @@ def test_the_first_failure_ends_a_call_while_others_hang() -> None:
             "in pair.work, pair rank 1 on node-0, device 1",
             "pair rank 2 on node-0, device 2 failed too: ZeroDivisionError: ",
         ]
+
+    simulate(main)
+
+
+@pytest.mark.parametrize(("seconds", "named"), [(9.0, 2), (1e6, 0)])
+def test_the_rank_that_failed_is_named_rather_than_those_that_lost_it(seconds: float, named: int) -> None:
+    class Trio(Worker):
+        @dispatch("broadcast")
+        async def work(self) -> None:
+            await asyncio.sleep(seconds if self.place.rank == 2 else self.place.rank)
+            raise ZeroDivisionError if self.place.rank == 2 else PeerLost("where is everybody?")
+
+    async def main() -> None:
+        plan = ResourceManager(3).place({"trio": "0-2"})
+        async with Cluster("trio", Trio, plan["trio"]) as trio:
+            with pytest.raises((ZeroDivisionError, PeerLost)) as caught:
+                await trio.work()
+        assert caught.value.__notes__[0] == f"in trio.work, trio rank {named} on node-0, device {named}"
 
     simulate(main)
 

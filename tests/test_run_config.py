@@ -69,12 +69,38 @@ def test_an_engine_is_told_nothing_that_it_does_not_heed(overrides: list[str], s
     assert said in refusal(overrides)
 
 
+CHECKPOINT = {**TINY, "model": {"path": "some/model"}, "warm_start": None}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["engine.kind=vllm", "backend=ray", "devices.inference={devices: 0-3, tensor_parallel: 2}"],
+            "one worker of vLLM drives all devices of its replica: set devices_per_worker=2",
+        ),
+        (
+            ["engine.kind=http", "engine.servers=[{url: http://x}]", "devices.inference=1"],
+            "devices.inference does nothing with engine.kind 'http'",
+        ),
+        (
+            ["engine.kind=http", "engine.servers=[{url: http://x}]", "model.lora={r: 4}"],
+            "model.lora does not go with engine.kind 'http'",
+        ),
+    ],
+)
+def test_an_engine_gets_a_model_and_devices_that_it_can_use(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(CHECKPOINT, overrides)
+    assert said in str(caught.value)
+
+
 def test_an_engine_is_chosen_by_its_kind() -> None:
-    checkpoint = {**TINY, "model": {"path": "some/model"}, "warm_start": None}
-    vllm = build(checkpoint, ["engine.kind=vllm", "backend=ray", "engine.python=/x/python", "engine.options={seed: 3}"])
+    vllm = build(CHECKPOINT, ["engine.kind=vllm", "backend=ray", "engine.python=/x/python", "engine.options={seed: 3}"])
     assert (vllm.engine.python, vllm.engine.options) == ("/x/python", {"seed": 3})
+    build(dump(vllm), ["devices.inference={devices: 0-3, devices_per_worker: 2}"])
     assert build(dump(vllm)).engine == vllm.engine
-    served = build(checkpoint, ["engine.kind=http", "engine.servers=[{url: 'http://x:1'}, {url: 'http://x:2'}]"])
+    served = build(CHECKPOINT, ["engine.kind=http", "engine.servers=[{url: 'http://x:1'}, {url: 'http://x:2'}]"])
     assert [server.url for server in served.engine.servers] == ["http://x:1", "http://x:2"]
 
 
@@ -245,6 +271,27 @@ def test_what_must_be_there() -> None:
         (["model.path=x"], "model: layers=1 does nothing with the path 'x'"),
         (["critic.aggregation=sequence_sum", "preset=ppo"], "'sequence_sum' needs constant_length"),
         (["warm_start.trainer.aggregation=sequence_sum"], "'sequence_sum' needs constant_length"),
+        (["batch_parts=3"], "batch_parts must be at most the groups of a batch, 2, got 3"),
+        (
+            ["batch_parts=2", "actor.epochs=2"],
+            "the actor makes 2 of them: leave actor.epochs and actor.mini_batches at 1",
+        ),
+        (["batch_parts=2", "actor.mini_batches=2"], "or set batch_parts=1"),
+        (["batch_parts=2", "preset=ppo"], "a critic is trained on whole batches: take an estimator without critic"),
+        (["batch_parts=2", "preset=reinforce++"], "estimator.name='reinforce++' may need all groups at once: take one"),
+        (
+            ["batch_parts=2", "estimator.name=reinforce++-baseline"],
+            "estimator.name='reinforce++-baseline' may need all",
+        ),
+        (
+            ["batch_parts=2", "preset=step", "estimator.over=batch"],
+            "estimator.over='batch' may need all groups at once",
+        ),
+        (
+            ["batch_parts=2", "estimator.score_norm=running", "estimator.score_clip=2"],
+            "estimator.score_norm='running' may need all groups at once: take one that compares within groups",
+        ),
+        (["batch_parts=2", "estimator.name=my:own"], "estimator.name='my:own' may need all groups at once"),
     ],
 )
 def test_settings_that_contradict_each_other(overrides: list[str], said: str) -> None:
@@ -253,13 +300,26 @@ def test_settings_that_contradict_each_other(overrides: list[str], said: str) ->
     assert len(text.splitlines()) == 1
 
 
+@pytest.mark.parametrize(("parts", "sizes"), [(1, [28]), (2, [12, 16]), (3, [8, 8, 12]), (7, [4] * 7)])
+def test_parts_of_a_batch_are_whole_groups_and_as_even_as_these_allow(parts: int, sizes: list[int]) -> None:
+    config = build(TINY, ["rollout.batch_size=28", f"batch_parts={parts}"])
+    assert config.part_sizes == sizes
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gigpo", "step"])
+def test_estimators_that_compare_within_groups_go_with_parts(name: str) -> None:
+    assert build(TINY, [f"estimator.name={name}", "batch_parts=2"]).part_sizes == [4, 4]
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("devices.acter=0", "this run has no role 'acter'; it has actor, inference"),
         ("devices.critic=0", "this run has no role 'critic'"),
-        ("devices.actor=0-1", "devices.actor: one device for each role so far, got 0-1"),
-        ("devices.actor=auto", "devices 'auto' have no numbers"),
+        ("devices.actor=0-1", "devices.actor: 0-1 are 2 ranks that compute together, each in a process of its own"),
+        ("devices.actor={devices: 0-1, tensor_parallel: 2}", "set backend=ray, or name one device"),
+        ("actor.strategy=fsdp2", "actor.strategy 'fsdp2' needs ranks in processes of their own: set backend=ray"),
+        ("devices.inference={devices: 0-1, tensor_parallel: 2}", "the torch engine runs on one device"),
         ("devices.actor={devices: 0, gpus: 2}", "RoleConfig has no key 'gpus'"),
         ("backend=rai", "backend"),
     ],
@@ -267,6 +327,22 @@ def test_settings_that_contradict_each_other(overrides: list[str], said: str) ->
 def test_devices_that_cannot_be(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(TINY, [override])
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "devices.actor={devices: 0-1, tensor_parallel: 2}",
+            "tensor_parallel 2 needs shards: set actor.strategy=fsdp2",
+        ),
+        ("devices.actor={devices: 0-1, devices_per_worker: 2}", "0-1: a rank that trains has one device"),
+    ],
+)
+def test_devices_of_ranks_that_cannot_be(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(TINY, ["backend=ray", override])
     assert said in str(caught.value)
 
 

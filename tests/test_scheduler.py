@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections import Counter
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -317,6 +319,28 @@ def test_a_batch_may_be_taken_in_halves(alpha: int) -> None:
             assert fates(scheduler).keys() == {"trained"}
 
     simulate(main)
+
+
+@pytest.mark.parametrize("shuffle", range(5))
+@pytest.mark.parametrize("alpha", [0, 0.5, 1, 2])
+def test_a_batch_may_be_taken_in_parts_of_any_size_that_are_trained_one_by_one(alpha: float, shuffle: int) -> None:
+    rng = random.Random(shuffle)
+
+    async def main() -> None:
+        async with playing(batch_size=16, group_size=2, slots=12, alpha=alpha) as scheduler:
+            for version in range(8):
+                ends = [0, *sorted(rng.sample(range(1, 8), 3)), 8]
+                for start, end in pairwise(ends):
+                    batch = await got(scheduler, 2 * (end - start), version)
+                    assert len(batch) == 2 * (end - start)
+                    assert batch.meta_info["version"] == version
+                    await asyncio.sleep(rng.choice([0.0, 0.5, 5.0]))
+                await publish(scheduler, version + 1)
+            assert scheduler.metrics()["staleness/max"] <= math.ceil(alpha)
+            assert fates(scheduler).keys() <= {"trained"}
+            assert fates(scheduler)["trained"] == 8 * 16
+
+    simulate(main, shuffle=shuffle)
 
 
 def test_two_calls_at_once_get_two_batches_without_a_trajectory_in_common() -> None:

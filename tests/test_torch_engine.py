@@ -657,7 +657,7 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
                     engine.add(Sequence(request, text(i), frozenset(), count, i))
             if step in loads:
                 version += 1
-                engine.load(version, tiny(seed=version))
+                engine.load(version, engine.decoder.pack(tiny(seed=version)))
             if (gone := engine.abort(aborts.get(step, -1))) is not None:
                 done[gone.request.id] = gone
             if engine.prepare(1 << 30):

@@ -15,12 +15,14 @@ from typing import Any, Protocol, TypeAlias
 from cadenza.cluster.dispatch import Call
 from cadenza.cluster.placement import Place, Placement
 from cadenza.cluster.worker import Worker, WorkerLost
-from cadenza.errors import DeadlinePassed
+from cadenza.errors import DeadlinePassed, PeerLost
 
 LOOK_SECONDS = 5.0
 """Between two looks at what carries the workers, while nothing comes from them."""
 GRACE_SECONDS = 1.0
-"""After the first failure: the rank that died is named rather than those that lost their connection to it."""
+"""After the first failure, for others that come with it."""
+PEER_SECONDS = 15.0
+"""After a rank lost its peers: the one that died is named rather than those that lost their connection to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,7 @@ async def answers(
         pause = min(LOOK_SECONDS, max(ends - loop.time(), 0.0))
         done, waiting = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_EXCEPTION)
         if any(_error(future) for future in done):
-            if waiting:
-                await asyncio.wait(waiting, timeout=GRACE_SECONDS)
+            await _explained(futures)
             raise _failure(what, places, futures)
         if waiting and loop.time() >= ends:
             late = [str(place) for place, future in zip(places, futures, strict=True) if future in waiting]
@@ -103,14 +104,28 @@ async def answers(
     return [future.result() for future in futures]
 
 
+async def _explained(futures: Sequence[asyncio.Future[Any]]) -> None:
+    """Wait a little for the failures that come with the first one, and longer where those so far explain nothing."""
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + PEER_SECONDS
+    while waiting := [future for future in futures if not future.done()]:
+        errors = [_error(future) for future in futures if future.done()]
+        is_open = all(error is None or isinstance(error, PeerLost) for error in errors)
+        if not is_open or loop.time() >= ends:
+            await asyncio.wait(waiting, timeout=GRACE_SECONDS)
+            return
+        await asyncio.wait(waiting, timeout=ends - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+
+
 def _failure(what: str, places: Sequence[Place], futures: Sequence[asyncio.Future[Any]]) -> BaseException:
-    """The failure that explains the others: a worker that is lost, else the one of the lowest rank."""
+    """The failure that explains the others: a worker that is lost, else the one of the lowest rank; the loss of a peer
+    explains nothing."""
     failures = [
         (place, error)
         for place, future in zip(places, futures, strict=True)
         if future.done() and (error := _error(future)) is not None
     ]
-    failures.sort(key=lambda failure: not isinstance(failure[1], WorkerLost))
+    failures.sort(key=lambda failure: (not isinstance(failure[1], WorkerLost), isinstance(failure[1], PeerLost)))
     place, error = failures[0]
     error.add_note(f"in {what}, {place}")
     for other, consequence in failures[1:4]:

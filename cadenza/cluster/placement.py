@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import combinations, pairwise
 from typing import Protocol
@@ -110,6 +110,8 @@ class Place:
 
     def __str__(self) -> str:
         parts = f" (data {self.data_rank}, tensor {self.tensor_rank})" if self.tensor_ranks > 1 else ""
+        if self.world_size < self.data_ranks * self.tensor_ranks:
+            parts = f" of replica {self.data_rank}"
         noun = "device" if len(self.devices) == 1 else "devices"
         return f"{self.role} rank {self.rank}{parts} on {self.node}, {noun} {format_devices(self.devices)}"
 
@@ -125,7 +127,19 @@ class Placement:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        return self.map.roles[self.role].numbers
+        return tuple(device for place in self.places for device in place.devices)
+
+    def replicas(self) -> list[Placement]:
+        """The replicas of the role, each for a cluster of its own: one that dies leaves the others alone."""
+        size = self.places[0].tensor_ranks
+        return [
+            Placement(
+                self.role,
+                tuple(replace(place, rank=place.tensor_rank, world_size=size) for place in self.places[start:][:size]),
+                self.map,
+            )
+            for start in range(0, len(self.places), size)
+        ]
 
 
 class DeviceMap:

@@ -7,18 +7,21 @@ node ---- placement group (STRICT_PACK, bound to the node)
 device -- bundle {GPU: 1} -- shares of 1/k for k roles
 worker -- actor in the bundle of its first device
 ```
-Invariant: one map at a time. Its devices are set aside when the first cluster starts, and given back by `shutdown`.
+Invariant: one map at a time. Its devices are set aside when the first cluster starts, and given back by `shutdown`. A
+connection to Ray that was made here, and a Ray that was started for it, end there too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from threading import current_thread, main_thread
 from typing import Any, ClassVar
 
 from cadenza.cluster.placement import DeviceMap, Node, PlacementError, format_devices
@@ -38,6 +41,9 @@ LOOKS = 3
 SHUTDOWN_SECONDS = 30.0
 SLACK_SECONDS = 30.0
 """Ray may overrun the deadlines that it is given."""
+SETTINGS = b"\x04"
+"""The kind of the frame with which both sides of HTTP/2, which gRPC is carried by, begin."""
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + SETTINGS + b"\0\0\0\0\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,14 @@ class RayResources(ResourceManager):
 
     backend: ClassVar[str] = "ray"
 
-    def __init__(self, nodes: Sequence[Node], kind: str, address: str) -> None:
+    def __init__(self, nodes: Sequence[Node], kind: str, address: str, *, is_ours: bool = False) -> None:
+        """`is_ours`: the connection to Ray was made for these resources, and ends with them."""
         self.nodes = tuple(nodes)
         self.kind = kind
         """'GPU', or 'CPU' where no node has GPUs."""
         self.address = address
         """Of the head."""
+        self._is_ours = is_ours
         self._map: DeviceMap | None = None
         self._bundles: dict[int, Bundle] = {}
         self._groups: list[Any] = []
@@ -108,9 +116,14 @@ class RayResources(ResourceManager):
         raise HeadLost(f"the Ray head at {self.address} does not answer: is the machine, or its 'ray start', gone?")
 
     async def shutdown(self) -> None:
-        """Give the devices back."""
+        """Give the devices back, and the connection to Ray if it was made for them."""
         async with self._turn:
-            await self._give_back()
+            try:
+                await self._give_back()
+            finally:
+                if self._is_ours:
+                    self._is_ours = False
+                    await within(SHUTDOWN_SECONDS, as_async(ray.shutdown)(), "shutdown seconds")
 
     async def _give_back(self) -> None:
         groups, self._groups, self._bundles, self._map = self._groups, [], {}, None
@@ -153,13 +166,28 @@ class RayResources(ResourceManager):
 
 def connect(address: str | None) -> RayResources:
     """Join a Ray cluster, or start one on this machine; see `ResourceManager.on_ray`."""
-    if not ray.is_initialized():
+    is_ours = not ray.is_initialized()
+    if is_ours:
         address = address or os.environ.get("RAY_ADDRESS")
         _refuse_dead(address)
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, log_to_driver=True)
-        except (ConnectionError, ray.exceptions.RayError) as error:
+        except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
             raise HeadLost(f"there is no Ray cluster at {address or 'this machine'}: {error}") from error
+        finally:
+            if current_thread() is main_thread():  # Ray takes the signal for itself, and exits on it
+                signal.signal(signal.SIGTERM, handler)
+    try:
+        return _resources(is_ours)
+    except BaseException:
+        if is_ours:
+            ray.shutdown()
+        raise
+
+
+def _resources(is_ours: bool) -> RayResources:
+    """What the cluster declares that this process is connected to."""
     context = ray.get_runtime_context()
     alive = [node for node in ray.nodes() if node["Alive"]]
     kind = "GPU" if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else "CPU"
@@ -177,18 +205,24 @@ def connect(address: str | None) -> RayResources:
         first += count
     if not nodes:
         raise PlacementError("no node of the Ray cluster declares a GPU or a CPU: start them with --num-gpus=N")
-    return RayResources(nodes, kind, context.gcs_address)
+    return RayResources(nodes, kind, context.gcs_address, is_ours=is_ours)
 
 
 def _refuse_dead(address: str | None) -> None:
-    """Ray itself would try for a minute, and then end the process."""
+    """Raise if nobody at an address speaks HTTP/2: Ray itself would try for minutes, and then end the process."""
     host, separator, port = (address or "").rpartition(":")
-    if not separator or "://" in host or not port.isdigit():
+    if "://" in host:
+        raise HeadLost(f"{address} is an address of Ray Client: run the controller on a node of the cluster instead")
+    if not separator or not port.isdigit() or os.environ.get("RAY_USE_TLS", "0") != "0":
         return
     try:
-        socket.create_connection((host, int(port)), LOOK_SECONDS).close()
+        with socket.create_connection((host, int(port)), LOOK_SECONDS) as connection:
+            connection.sendall(PREFACE)
+            greeting = connection.recv(9)
     except OSError as error:
         raise HeadLost(f"the Ray head at {address} does not answer: {error}") from error
+    if greeting[3:4] != SETTINGS:
+        raise HeadLost(f"what answers at {address} is no Ray head: is that the port of another program?")
 
 
 def _accelerator(bundle: Bundle, seconds: float) -> str:

@@ -8,6 +8,9 @@ futures <------ all answers that are there <---------- waits for one, a newer ca
 ```
 A call that is lost is a replica that is lost: every future that was handed out fails with `ReplicaLost`. Control calls
 have no deadline of their own; the sampler has one for each.
+
+Weights come as a shipment (shipping.py): `prepare` fetches them beside the generation, `load_weights` swaps them in. A
+shipment that was not prepared is fetched when it is loaded, if it can be.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 from cadenza.cluster.cluster import Cluster
 from cadenza.cluster.crew import Tasks
 from cadenza.cluster.dispatch import dispatch
+from cadenza.cluster.shipping import Broadcast, Lines, Stored
 from cadenza.cluster.worker import Worker
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import (
@@ -33,6 +37,7 @@ from cadenza.inference.replica import (
     ReplicaStats,
     Request,
 )
+from cadenza.off_loop import as_async
 
 POLL_SECONDS = 30.0
 """After which a call comes back empty: no wait is endless."""
@@ -59,8 +64,11 @@ class ReplicaWorker(Worker):
     def __init__(self, replica: Replica) -> None:
         self._engine = replica
         self._running: dict[int, asyncio.Future[Generation]] = {}
-        self._ready: list[Answer] = []
+        self._answers: list[Answer] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._lines = Lines()
+        self._ready: tuple[str, object] | None = None
+        """The shipment that waits to be loaded, and what the engine takes for it."""
 
     @dispatch("rank_zero")
     async def about(self) -> tuple[str, tuple[int, ...], int]:
@@ -78,11 +86,11 @@ class ReplicaWorker(Worker):
                 self._running[abort.id].cancel()  # so that the engine books its tokens as discarded
             self._engine.abort(abort.id, abort.cause)
         self._relieve()
-        if not self._ready:
+        if not self._answers:
             self._waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiter], timeout=POLL_SECONDS)
-        ready, self._ready = self._ready, []
-        return ready
+        answers, self._answers = self._answers, []
+        return answers
 
     @dispatch("rank_zero")
     async def flights(self) -> Sequence[Flight]:
@@ -97,8 +105,27 @@ class ReplicaWorker(Worker):
         await self._engine.resume()
 
     @dispatch("rank_zero")
+    async def prepare(self, shipment: Stored | Broadcast) -> None:
+        """Fetch weights and make them ready to be loaded."""
+        if isinstance(shipment, Stored):
+            weights = await shipment.fetch()
+        else:
+            weights = await as_async(shipment.receive)(self._lines)
+        prepare = getattr(self._engine, "prepare", None)  # an engine without it does all the work when it loads
+        self._ready = shipment.id, weights if prepare is None else await prepare(weights)
+
+    @dispatch("rank_zero")
     async def load_weights(self, version: int, weights: object) -> None:
-        await self._engine.load_weights(version, weights)
+        if not isinstance(weights, Stored | Broadcast):
+            await self._engine.load_weights(version, weights)
+            return
+        if self._ready is None or self._ready[0] != weights.id:
+            if isinstance(weights, Broadcast):
+                raise ReplicaError(f"{self._engine.name} has no part in the broadcast of version {version}")
+            await self.prepare(weights)
+            assert self._ready is not None
+        await self._engine.load_weights(version, self._ready[1])
+        self._ready = None
 
     @dispatch("rank_zero")
     async def sleep(self) -> None:
@@ -119,7 +146,7 @@ class ReplicaWorker(Worker):
         error = future.exception()
         if error is not None and not isinstance(error, ReplicaError):
             error = ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
-        self._ready.append((id, error or future.result()))
+        self._answers.append((id, error or future.result()))
         self._relieve()
 
     def _relieve(self) -> None:
@@ -153,6 +180,10 @@ class RemoteReplica:
         if cluster.world_size != 1:
             raise ValueError(f"a remote replica is one worker, '{cluster.role}' has {cluster.world_size}")
         return cls(cluster, *await cluster.about())
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost.done()
 
     # -- the replica protocol --------------------------------------------------------------------------------------
 
@@ -189,6 +220,10 @@ class RemoteReplica:
 
     async def resume(self) -> None:
         await self._ask(self._cluster.resume)
+
+    async def prepare(self, shipment: Stored | Broadcast) -> None:
+        """Have weights fetched, beside the generation."""
+        await self._ask(self._cluster.prepare, shipment)
 
     async def load_weights(self, version: int, weights: object) -> None:
         await self._ask(self._cluster.load_weights, version, weights)

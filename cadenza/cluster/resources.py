@@ -38,7 +38,8 @@ class ResourceManager:
     @staticmethod
     def on_ray(address: str | None = None) -> ResourceManager:
         """The GPUs that the nodes of a Ray cluster declare, or if none of them does, their CPUs. Without an address it
-        is the cluster that this process is connected to, or that RAY_ADDRESS names, or a new one on this machine."""
+        is the cluster that this process is connected to, or that RAY_ADDRESS names, or a new one on this machine.
+        `shutdown` ends a connection that was made here, and with it a cluster that was started here."""
         return cast("ResourceManager", import_module("cadenza.cluster.ray_resources").connect(address))
 
     @property

@@ -1,7 +1,8 @@
 """The forward pass, over the rows of a KV cache.
 
 Invariant: the weights of a decoder are its own. What a trainer does to the module is seen at the next `load`, whole,
-and not before: training and generation may overlap, and no token is written by half of an update.
+and not before: training and generation may overlap, and no token is written by half of an update. Weights that were
+packed are never written to again, so decoders of one process may share them.
 
     fill(segments)  prompt tokens -> keys and values into the rows; no logits, and of the last layer nothing else
     step(ids)       one token per row -> its keys and values into the row -> logits of the next token
@@ -51,8 +52,16 @@ class Decoder(Protocol):
     vocab: int
     max_positions: int
 
-    def load(self, module: nn.Module) -> None:
-        """Take the weights of this module, all or, on an error, none."""
+    def pack(self, module: nn.Module) -> object:
+        """The weights of this module as `load` takes them: a copy, which nobody changes. It may run beside steps."""
+        ...
+
+    def load(self, packed: object) -> None:
+        """Use what `pack` made, here or in a decoder of the same model. It costs nothing."""
+        ...
+
+    def twin(self) -> Decoder:
+        """Another decoder with the same weights and memory of its own."""
         ...
 
     def fill(self, segments: Sequence[Segment], rows: KVRows) -> None:
@@ -172,14 +181,23 @@ class PackedDecoder:
         self._head_epsilon = torch.tensor(math.sqrt(self._norm_eps * self._dim), device=first.device)
         # [row * head, G queries and key and value, D/2]: what each is multiplied with; values with 1.
         self._factors = torch.empty(0, self._group + 2, self._dim // 2, dtype=torch.complex64, device=first.device)
-        self.load(module)
+        self._weights = self.pack(module)
         with torch.inference_mode():
             self._compare(module)
 
-    def load(self, module: nn.Module) -> None:
+    def pack(self, module: nn.Module) -> _Weights:
         module = _unwrapped(module)
         with torch.no_grad():
-            self._weights = self._packed(module)
+            return self._packed(module)
+
+    def load(self, packed: object) -> None:
+        assert isinstance(packed, _Weights)
+        self._weights = packed
+
+    def twin(self) -> PackedDecoder:
+        twin = copy.copy(self)
+        twin._factors = self._factors.new_empty(0, *self._factors.shape[1:])
+        return twin
 
     def step(self, ids: Tensor, positions: Tensor, places: Tensor, panels: Sequence[Panel], rows: KVRows) -> Tensor:
         count, heads = len(ids), self._heads
@@ -428,7 +446,7 @@ class ModuleDecoder:
     """The forward of transformers, its keys and values in our rows."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = copy.deepcopy(_unwrapped(module)).eval().requires_grad_(False)
+        self._module = _frozen(module)
         config = _found(self._module, "config").get_text_config()
         self.vocab = int(config.vocab_size)
         self.max_positions = int(getattr(config, "max_position_embeddings", 1 << 20))
@@ -437,14 +455,21 @@ class ModuleDecoder:
         with torch.inference_mode():
             self.shape = self._probe()
 
-    def load(self, module: nn.Module) -> None:
-        module = _unwrapped(module)
-        if module is not self._module:
-            own, weights = self._module.state_dict(), module.state_dict()
-            _check_names(own, weights)
-            if missing := list(own.keys() - weights.keys()):
-                raise ValueError(f"the module lacks {missing[:3]}")
-            self._module.load_state_dict(weights)
+    def pack(self, module: nn.Module) -> nn.Module:
+        own, weights = self._module.state_dict(), _unwrapped(module).state_dict()
+        _check_names(own, weights)
+        if missing := list(own.keys() - weights.keys()):
+            raise ValueError(f"the module lacks {missing[:3]}")
+        packed = _frozen(self._module)
+        packed.load_state_dict(weights)
+        return packed
+
+    def load(self, packed: object) -> None:
+        assert isinstance(packed, nn.Module)
+        self._module = packed
+
+    def twin(self) -> ModuleDecoder:
+        return copy.copy(self)
 
     def step(self, ids: Tensor, positions: Tensor, places: Tensor, panels: Sequence[Panel], rows: KVRows) -> Tensor:
         rows.mask.view(-1).index_fill_(0, places, 0.0)
@@ -524,6 +549,11 @@ class _RowsCache:
 
 
 # -- reading modules -------------------------------------------------------------------------------------------------
+
+
+def _frozen(module: nn.Module) -> nn.Module:
+    """A copy that is not trained."""
+    return copy.deepcopy(_unwrapped(module)).eval().requires_grad_(False)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

@@ -36,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from cadenza.inference.decoder import Decoder, Segment
 from cadenza.inference.kv_cache import Context, Index, KVRows, Panel, Shelf, shared, with_spare
@@ -173,9 +173,10 @@ class Engine:
         self._forget()
         return self.abort_all()
 
-    def load(self, version: int, module: nn.Module) -> None:
-        """New weights from the next step on. Without `keep_kv`, nothing that the old ones computed is used again."""
-        self.decoder.load(module)
+    def load(self, version: int, packed: object) -> None:
+        """Weights as the decoder packs them, from the next step on. Without `keep_kv`, nothing that the old ones
+        computed is used again."""
+        self.decoder.load(packed)
         self._end_plan()
         for sequence in (*self.seated.values(), *self.waiting.values()):
             sequence.mark(self.version)

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from cadenza.inference import engine
-from cadenza.inference.decoder import absorb, decoder_for
+from cadenza.inference.decoder import Decoder, absorb, decoder_for
 from cadenza.inference.engine import Engine, NotNumbers
 from cadenza.inference.kv_cache import joined
 from cadenza.inference.meter import StepMeter
@@ -44,6 +44,7 @@ from cadenza.inference.replica import (
     RequestRefused,
     StaleEpoch,
 )
+from cadenza.off_loop import as_async
 
 T = TypeVar("T")
 _FOREVER = 1 << 62
@@ -51,6 +52,16 @@ _PREFILL_WORK = 1 << 33
 """Weights times tokens that are filled in one go: about a second of one core."""
 _KV_BYTES = 1 << 30
 """What the cache may take unless its size is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Weights that can be loaded at no cost."""
+
+    module: nn.Module
+    """That they were read from."""
+    packed: object
+    """As decoders of this model take them; nobody changes it."""
 
 
 @dataclass(slots=True)
@@ -69,7 +80,8 @@ class TorchReplica:
     The replica copies the weights of `model` when it is made and at `load_weights`, and never writes to the module: a
     trainer may change it in place at any time but during these two. `load_weights(version, weights)` takes a module, a
     state dict (all of it, or what changed since the last load, adapters included), or None for the module the replica
-    was made of.
+    was made of; or what `prepare` made of one of these beside the generation, so that nothing is left to do but a swap.
+    Replicas in one process may share their weights: `twin` makes another one, and what one prepared all may load.
 
     Without `keep_kv`, new weights drop the cache, and frozen requests are prefilled again before they go on; with it,
     they go on from keys and values of the old weights. `kv_tokens` is the size of the cache, a gigabyte at most by
@@ -83,6 +95,7 @@ class TorchReplica:
         self,
         model: nn.Module,
         *,
+        decoder: Decoder | None = None,
         name: str = "torch",
         devices: Sequence[int] = (0,),
         eos_token_ids: Collection[int] | None = None,
@@ -97,7 +110,7 @@ class TorchReplica:
         for what, value, least in (*bounds, ("threads", threads, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{what} must be at least {least}, got {value}")
-        decoder = decoder_for(model)
+        decoder = decoder or decoder_for(model)
         kv_tokens = kv_tokens or min(1 << 16, max(_KV_BYTES // decoder.shape.bytes, decoder.max_positions))
         self.name = name
         self.devices = tuple(devices)
@@ -129,6 +142,7 @@ class TorchReplica:
         # The thread's own, but for reading.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._books = Lock()
+        self._preparing = Lock()
         self._paused = self._stopped = False
         self._drain_until: int | None = None
         self._pausing: list[asyncio.Future[None]] = []
@@ -213,6 +227,16 @@ class TorchReplica:
         self._die(cause, f"{self.name} was killed: {cause}")
 
     # -- around it -------------------------------------------------------------------------------------------------
+
+    async def prepare(self, weights: object) -> Prepared:
+        """Make weights ready for `load_weights`, off the loop and beside the generation. One at a time."""
+        self._alive()
+        prepared: Prepared = await as_async(self._prepared)(weights)
+        return prepared
+
+    def twin(self, **options: Any) -> TorchReplica:
+        """Another replica of the same model, with these weights and a cache of its own."""
+        return TorchReplica(self._given, decoder=self._engine.decoder.twin(), **options)
 
     def close(self, seconds: float = 10.0) -> None:
         """End the thread, within `seconds`, or else with the process. What is in flight is lost."""
@@ -409,13 +433,18 @@ class TorchReplica:
 
     def _load(self, version: int, weights: object) -> None:
         try:
-            module = self._module_with(weights)
-            self._engine.load(version, module)
+            prepared = weights if isinstance(weights, Prepared) else self._prepared(weights)
+            self._engine.load(version, prepared.packed)
         except Exception as error:
             raise ReplicaError(f"{self.name} could not load version {version}: {error}") from error
-        self._last = module
-        if module is not self._own:
+        self._last = prepared.module
+        if prepared.module is not self._own:
             self._own = None
+
+    def _prepared(self, weights: object) -> Prepared:
+        with self._preparing, torch.no_grad():
+            module = self._module_with(weights)
+            return Prepared(module, self._engine.decoder.pack(module))
 
     def _module_with(self, weights: object) -> nn.Module:
         """The given module, another one, or a copy of the last one with the state dict in it: the last one may be a

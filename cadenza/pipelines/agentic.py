@@ -2,6 +2,7 @@
 
     publish the weights -> (validate) -> a batch of whole groups -> advantages -> train -> publish ...
 
+A batch may be trained in parts, each as soon as its groups are whole: then the gradients of all parts are one update.
 With `rollout.alpha` 0 this is on-policy, and one seed is one run. With alpha above 0 the same program is asynchronous:
 the next batches are generated while one is trained.
 """
@@ -14,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +26,8 @@ from cadenza.data import DataProto
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.config import ConfigError, RunConfig
 from cadenza.pipelines.episodes import Episodes, Mode, sample_of
-from cadenza.pipelines.parts import Inference, Parts, everywhere
+from cadenza.pipelines.parts import Parts, everywhere
+from cadenza.pipelines.replicas import Inference
 from cadenza.rollout import journal
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
@@ -83,6 +86,8 @@ class AgenticPipeline:
         self._on_step = on_step or (lambda step, metrics: None)
         self._metrics: dict[str, float] = {}
         """Of the step under way."""
+        self._learned: list[DataProto] = []
+        """The parts of its batch so far."""
         self._stop = asyncio.Event()
         self._step_began = 0.0
         self._score: float | None = None
@@ -128,11 +133,12 @@ class AgenticPipeline:
             await self.publish()
             await self.validate(step)
             await self.checkpoint(step)
-            batch = await self.get_batch(step)
-            if batch is None:
+            async for part in self.batch(step):
+                part = await self.advantages(part)
+                await self.learn(part)
+            if self.progress.ended:
                 break
-            batch = await self.advantages(batch)
-            await self.learn(batch)
+            await self.update()
         if self.config.validation is not None:
             await self.publish()
             await self.validate(self.progress.step, last=True)
@@ -150,9 +156,11 @@ class AgenticPipeline:
         if version == sampler.version:
             return
         with self._timed("publish"):
+            with self._timed("deliver"):  # generation goes on meanwhile
+                weights = await self.inference.weights()
             await self.rollouts.suspend()
             self._mark_boundary()
-            await sampler.load_weights(version, await self.parts.actor.weights())
+            await sampler.load_weights(version, weights)
             await self.rollouts.resume()
 
     async def validate(self, step: int, *, last: bool = False) -> None:
@@ -177,13 +185,19 @@ class AgenticPipeline:
         self.progress.validated = step
         self._judge(episodes.success)
 
-    async def get_batch(self, step: int) -> DataProto | None:
-        """The next batch of whole groups; None when the tasks ran out."""
-        size = self.config.rollout.batch_size
-        batch = await self._unless_stopped(lambda: self.rollouts.get_batch(_request(step), size))
-        if batch is None:
-            self.progress.ended = "the tasks ran out"
-        return batch
+    async def batch(self, step: int) -> AsyncIterator[DataProto]:
+        """The next batch of whole groups, in its parts. A batch that was begun is taken to its end, which comes early
+        where the tasks run out."""
+        for size in self.config.part_sizes:
+            if self._learned:
+                part = await self.rollouts.get_batch(_request(step), size)
+            else:
+                part = await self._unless_stopped(partial(self.rollouts.get_batch, _request(step), size))
+            if part is None:
+                if not self._learned:
+                    self.progress.ended = "the tasks ran out"
+                return
+            yield part
 
     async def advantages(self, batch: DataProto) -> DataProto:
         """What the estimator makes of the scores."""
@@ -192,18 +206,23 @@ class AgenticPipeline:
         self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
         return batch
 
-    async def learn(self, batch: DataProto) -> None:
-        """One train step, and its account."""
-        episodes: Episodes = batch.meta_info["episodes"]
-        self._metrics |= batch.meta_info["metrics"] | episodes.staleness(self.progress.step)
+    async def learn(self, part: DataProto) -> None:
+        """One train step, or a part of it."""
         with self._timed("train"):
-            metrics = await self.parts.learn(batch)
+            metrics = await self.parts.learn(part)
+        self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
+        self._learned.append(part)
+
+    async def update(self) -> None:
+        """The end of a train step, and its account."""
+        with self._timed("train"):
+            metrics = await self.parts.finish(self._learned)
         self._metrics |= {f"train/{name}": value for name, value in metrics.items()}
         for stats in (await self.inference.sampler.stats()).values():
             for cause, tokens in stats.discarded.items():
                 name = f"tokens_discarded/{cause}"
                 self._metrics[name] = self._metrics.get(name, 0) + tokens
-        await self._account(batch)
+        await self._account()
 
     def stop(self) -> None:
         """End as soon as the step under way allows it."""
@@ -269,10 +288,12 @@ class AgenticPipeline:
 
     # -- the account -----------------------------------------------------------------------------------------------
 
-    async def _account(self, batch: DataProto) -> None:
+    async def _account(self) -> None:
         """Book a step: in the metrics, the samples, the display."""
-        progress, info = self.progress, batch.meta_info
-        episodes: Episodes = info["episodes"]
+        progress, infos = self.progress, [part.meta_info for part in self._learned]
+        episodes = Episodes.joined([info["episodes"] for info in infos], self.config.samples)
+        self._learned = []
+        self._metrics |= infos[-1]["metrics"] | episodes.staleness(progress.step)
         progress.step += 1
         self._show(progress.step, "train", episodes)
         progress.samples += episodes.count
@@ -281,12 +302,12 @@ class AgenticPipeline:
         self._metrics |= {
             "samples": progress.samples,
             "time/step": seconds,
-            "time/wait": info["wait_seconds"],
+            "time/wait": sum(info["wait_seconds"] for info in infos),
             "perf/tokens_per_second": episodes.tokens / seconds,
             "perf/samples_per_second": episodes.count / seconds,
         }
         self._log(progress.step, self._metrics)
-        self.run.trace(await self._shape(info["trace"]))
+        self.run.trace(await self._shape([group for info in infos for group in info["trace"]]))
         self._metrics = {}
         if self.config.validation is None:  # of the weights before: good enough to stop, not to choose a checkpoint
             self._judge(episodes.success, choose=False)
@@ -300,7 +321,7 @@ class AgenticPipeline:
                 costs = {**stats.costs._asdict(), **limits}
         return RunStep(
             step=self.progress.step,
-            gpus=1 if self.config.rollout.alpha == 0 else 2,
+            gpus=self._gpus(),
             seconds=metrics["time/step"],
             wait_seconds=metrics["time/wait"],
             publish_seconds=metrics.get("time/publish", 0.0),
@@ -308,12 +329,18 @@ class AgenticPipeline:
             cost=costs,
         ).encode()
 
+    def _gpus(self) -> int:
+        """Devices that work at the same time."""
+        actor = self.config.devices.get("actor")
+        training, generating = len(actor.numbers) if actor else 1, len(self.inference.sampler.devices)
+        return max(training, generating) if self.config.rollout.alpha == 0 else training + generating
+
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """A part of the step."""
-        began = time.monotonic()
+        """A part of the step, which may come several times."""
+        began, name = time.monotonic(), f"time/{name}"
         yield
-        self._metrics[f"time/{name}"] = time.monotonic() - began
+        self._metrics[name] = self._metrics.get(name, 0.0) + time.monotonic() - began
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(step, metrics)
@@ -373,7 +400,7 @@ async def validation(config: RunConfig, checkpoint: Path) -> tuple[DataProto, in
         await parts.actor.load_weights(everywhere(checkpoint))
         async with parts.inference() as inference:
             if version:
-                await inference.sampler.load_weights(version, await parts.actor.weights())
+                await inference.sampler.load_weights(version, await inference.weights())
             scheduler = scheduler_for("val", config, inference)
             try:
                 batch = await scheduler.get_batch(_request(version), -1)

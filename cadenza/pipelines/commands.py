@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,9 @@ def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
 def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json: bool) -> int:
     with run, Display(config.name, config.steps, target=config.target, quiet=as_json) as display:
         try:
-            progress = asyncio.run(_trained(config, run, checkpoint, display))
+            # Envs may print, and Ray passes on what its workers print: with --json, stdout is for the figures alone.
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                progress = asyncio.run(_trained(config, run, checkpoint, display))
         except BaseException:
             with suppress(OSError):  # the error before is the one to tell
                 write_report(run.path)
@@ -130,7 +132,7 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json:
     if as_json:
         print(json.dumps(summary))
     else:
-        _farewell(run.path, summary, report)
+        _farewell(run.path, summary, report, "" if config.backend == "embedded" else " of the controller")
     return 130 if progress.ended == STOPPED else 0
 
 
@@ -165,7 +167,7 @@ async def _renewed_report(run_dir: Path) -> None:
             logger.warning("the report of %s could not be written: %s", run_dir, error)
 
 
-def _farewell(run_dir: Path, summary: dict[str, Any], report: Path) -> None:
+def _farewell(run_dir: Path, summary: dict[str, Any], report: Path, whose: str) -> None:
     console = Console(highlight=False)
     points = [(r["step"], r["val/success"]) for r in read_lines(run_dir / "metrics.jsonl") if "val/success" in r]
     if len(points) > 1:
@@ -175,7 +177,7 @@ def _farewell(run_dir: Path, summary: dict[str, Any], report: Path) -> None:
     first, last = (_percent(summary[name]) for name in ("success_first", "success_last"))
     console.print(
         f"\n{summary['ended']}: success {first} -> {last} in {summary['steps']} steps, {summary['samples']} episodes, "
-        f"{summary['cpu_seconds']:.0f} CPU seconds"
+        f"{summary['cpu_seconds']:.0f} CPU seconds{whose}"
     )
     best = run_dir / "checkpoints" / "best"
     console.print(f"checkpoint  {best if best.exists() else best.with_name('last')}", soft_wrap=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cadenza import envs, rewards
 from cadenza.cluster import RoleConfig
-from cadenza.cluster.placement import format_devices
+from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import Config, load
 from cadenza.inference.replica import Sampling
 from cadenza.pipelines.engines import EngineConfig
@@ -116,6 +117,8 @@ class RunConfig(Config):
     """Of everything: weights, tasks, sampling, shuffling."""
     steps: int = Field(gt=0)
     """Train steps."""
+    batch_parts: int = Field(default=1, gt=0)
+    """A batch is trained in so many parts, each as soon as its groups are whole; together they are one update."""
     target: float | None = Field(default=None, ge=0, le=1)
     """Stop when the success in validation, or without one in training, reaches this."""
     preset: str | None = None
@@ -137,7 +140,7 @@ class RunConfig(Config):
     """Where the workers run: in this process, or each in one of its own on Ray."""
     devices: dict[str, RoleConfig] = Field(default_factory=dict)
     """By role: actor, critic, reference, inference. A role that is not named shares device 0. `actor: 1` is short for
-    `actor: {devices: [1]}`."""
+    `actor: {devices: [1]}`. Every device of `inference` is a replica; with vLLM, every `devices_per_worker` of them."""
     threads: int | None = Field(default=None, gt=0)
     """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
     samples: int = Field(default=2, ge=0)
@@ -147,6 +150,8 @@ class RunConfig(Config):
     @field_validator("devices", mode="before")
     @classmethod
     def _in_full(cls, devices: Any) -> Any:
+        if devices == AUTO:
+            return {"actor": {"devices": AUTO}, "inference": {"devices": AUTO}}
         if not isinstance(devices, dict):
             return devices
         short = {role: [given] if isinstance(given, int) else given for role, given in devices.items()}
@@ -196,23 +201,87 @@ class RunConfig(Config):
                     f"the tasks of {rows} are rows, and all of them are trained: give validation.domains rows of its "
                     "own, or set 'validation: null'"
                 )
-        for role, config in self.devices.items():
+        for role in self.devices:
             if role not in self.roles:
                 raise ValueError(f"devices: this run has no role '{role}'; it has {', '.join(self.roles)}")
-            if len(config.numbers) != 1:
-                raise ValueError(
-                    f"devices.{role}: one device for each role so far, got {format_devices(config.numbers)}"
-                )
-        needed = {"vllm": "ray", "http": "embedded"}.get(self.engine.kind, self.backend)
-        if self.backend != needed:
-            raise ValueError(f"engine.kind '{self.engine.kind}' needs backend '{needed}', got '{self.backend}'")
-        if self.engine.kind != "torch" and self.model.path is None:
-            raise ValueError(f"engine.kind '{self.engine.kind}' needs a model.path: a tiny policy is built for 'torch'")
-        if self.engine.kind == "http" and self.model.lora is not None:
-            raise ValueError("model.lora does not go with engine.kind 'http': servers are sent whole models")
+        self._check_engine()
+        self._check_trainers()
+        self._check_parts()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self
+
+    def _check_engine(self) -> None:
+        """An engine has the backend, the model and the devices that it can use."""
+        kind = self.engine.kind
+        needed = {"vllm": "ray", "http": "embedded"}.get(kind, self.backend)
+        if self.backend != needed:
+            raise ValueError(f"engine.kind '{kind}' needs backend '{needed}', got '{self.backend}'")
+        if kind != "torch" and self.model.path is None:
+            raise ValueError(f"engine.kind '{kind}' needs a model.path: a tiny policy is built for 'torch'")
+        if kind == "http" and self.model.lora is not None:
+            raise ValueError("model.lora does not go with engine.kind 'http': servers are sent whole models")
+        if (config := self.devices.get("inference")) is None:
+            return
+        if kind == "http":
+            raise ValueError(
+                "devices.inference does nothing with engine.kind 'http', its servers have theirs: remove it"
+            )
+        if kind == "torch" and config.devices_per_replica != 1:
+            raise ValueError(
+                "devices.inference: the torch engine runs on one device: leave devices_per_worker and "
+                "tensor_parallel out, and every device is a replica"
+            )
+        if kind == "vllm" and config.tensor_parallel != 1:
+            raise ValueError(
+                f"devices.inference: one worker of vLLM drives all devices of its replica: set devices_per_worker="
+                f"{config.devices_per_replica} and leave tensor_parallel out"
+            )
+
+    def _check_trainers(self) -> None:
+        """Ranks that train have a device and a process each."""
+        for role, learner in (("actor", self.actor), ("critic", self.critic), ("reference", None)):
+            sharded = learner is not None and learner.strategy == "fsdp2"
+            if sharded and self.backend == "embedded":
+                raise ValueError(f"{role}.strategy 'fsdp2' needs ranks in processes of their own: set backend=ray")
+            if (config := self.devices.get(role)) is None or config.devices == AUTO:
+                continue
+            named = f"devices.{role}: {format_devices(config.numbers)}"
+            if len(config.numbers) > 1 and self.backend == "embedded":
+                raise ValueError(
+                    f"{named} are {len(config.numbers)} ranks that compute together, each in a process of its own: "
+                    "set backend=ray, or name one device"
+                )
+            if config.devices_per_worker > 1:
+                raise ValueError(f"{named}: a rank that trains has one device: leave out devices_per_worker")
+            if config.tensor_parallel > 1 and not sharded:
+                way_out = "leave it out" if learner is None else f"set {role}.strategy=fsdp2"
+                raise ValueError(f"{named}: tensor_parallel {config.tensor_parallel} needs shards: {way_out}")
+
+    def _check_parts(self) -> None:
+        """Parts must come to what their batch would."""
+        parts, updates = self.batch_parts, self.actor.epochs * self.actor.mini_batches
+        if parts == 1:
+            return
+        if parts > (groups := self.rollout.groups_per_batch):
+            raise ValueError(f"batch_parts must be at most the groups of a batch, {groups}, got {parts}")
+        for problem, way_out in (
+            (updates > 1 and f"the actor makes {updates} of them", "leave actor.epochs and actor.mini_batches at 1"),
+            (self.critic is not None and "a critic is trained on whole batches", "take an estimator without critic"),
+            (
+                self.estimator.over_batch and f"estimator.{self.estimator.over_batch} may need all groups at once",
+                "take one that compares within groups (grpo, rloo, gigpo, step)",
+            ),
+        ):
+            if problem:
+                raise ValueError(f"batch_parts {parts} are one update, but {problem}: {way_out}, or set batch_parts=1")
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """Trajectories of each part of a batch, in whole groups."""
+        groups, parts = self.rollout.groups_per_batch, self.batch_parts
+        ends = [groups * part // parts * self.rollout.group_size for part in range(parts + 1)]
+        return [end - start for start, end in pairwise(ends)]
 
     @property
     def needs_reference(self) -> bool:
@@ -227,11 +296,13 @@ class RunConfig(Config):
     @property
     def device_count(self) -> int:
         """Devices that there must be."""
-        return max((number for config in self.devices.values() for number in config.numbers), default=0) + 1
+        named = [config.numbers for config in self.devices.values() if config.devices != AUTO]
+        return max((number for numbers in named for number in numbers), default=0) + 1
 
     @property
     def is_exact(self) -> bool:
-        """On-policy: the same seed gives the same run, also when it is killed and resumed."""
+        """On-policy: the same seed gives the same run, also when it is killed and resumed. With `batch_parts` the same
+        rows, which are added up in the order in which they are there."""
         return self.rollout.alpha == 0
 
 

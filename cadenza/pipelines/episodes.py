@@ -21,6 +21,8 @@ class Episodes:
     score: float
     success: float | None
     """Share of the episodes that the env calls a success; None where none of them is called anything."""
+    judged: int
+    """Episodes that are called something."""
     turns: float
     response_tokens: float
     tokens: int
@@ -39,11 +41,31 @@ class Episodes:
             count=count,
             score=sum(t.score for t in trajectories) / count,
             success=sum(successes) / len(successes) if successes else None,
+            judged=len(successes),
             turns=sum(len(t.turns) for t in trajectories) / count,
             response_tokens=tokens / count,
             tokens=tokens,
             oldest=tuple(versions[0] for t in trajectories if (versions := t.versions) is not None),
             shown=tuple(trajectories[:shown]),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Episodes], shown: int) -> Episodes:
+        """Those of a batch that came in parts."""
+        if len(parts) == 1:
+            return parts[0]
+        count, judged = sum(part.count for part in parts), sum(part.judged for part in parts)
+        tokens = sum(part.tokens for part in parts)
+        return cls(
+            count=count,
+            score=sum(part.score * part.count for part in parts) / count,
+            success=sum((part.success or 0.0) * part.judged for part in parts) / judged if judged else None,
+            judged=judged,
+            turns=sum(part.turns * part.count for part in parts) / count,
+            response_tokens=tokens / count,
+            tokens=tokens,
+            oldest=tuple(version for part in parts for version in part.oldest),
+            shown=tuple(trajectory for part in parts for trajectory in part.shown)[:shown],
         )
 
     def staleness(self, version: int) -> dict[str, float]:

@@ -5,9 +5,8 @@ Each role is a cluster of workers (workers.py), in this process or on Ray; the e
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -15,32 +14,15 @@ from typing import Any, Self
 import torch
 
 from cadenza.cluster import Cluster, DeviceMap, PlacementError, ResourceManager, Worker
-from cadenza.cluster.remote_replica import RemoteReplica
+from cadenza.cluster.placement import AUTO
 from cadenza.data import DataProto
-from cadenza.inference.codec import TextCodec, TokenizerNotFound, load_codec
-from cadenza.inference.replica import Replica
-from cadenza.inference.torch_engine import TorchReplica
+from cadenza.inference.codec import TokenizerNotFound, load_codec
 from cadenza.off_loop import as_async
 from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
-from cadenza.pipelines.engines import servers, torch_options, vllm_cluster
+from cadenza.pipelines.replicas import Inference, Plan, inference
 from cadenza.pipelines.warm_start import warm_start_pairs
-from cadenza.pipelines.workers import (
-    ActorWorker,
-    Blueprint,
-    CriticWorker,
-    InferenceWorker,
-    ReferenceWorker,
-)
-from cadenza.rollout.sampler import Sampler
+from cadenza.pipelines.workers import ActorWorker, Blueprint, CriticWorker, LearnerWorker, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Inference:
-    """The inference cluster, as the schedulers want it."""
-
-    sampler: Sampler
-    codec: TextCodec
 
 
 class Parts:
@@ -98,30 +80,42 @@ class Parts:
         temperature = {"temperature": config.envs.sampling.temperature or 1.0}
         policy = config.actor.model_copy(update=temperature)
         reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
-        resources, self._map = self._placed()
-        self._stack.push_async_callback(resources.shutdown)
-        self.actor = await self._cluster(
+        self._map = self._placed()
+        self.actor = await self._trainers(
             "actor", ActorWorker, config=policy, reference=reference, failures=self._failures
         )
         if config.critic is not None:
-            self.critic = await self._cluster("critic", CriticWorker, config=config.critic, failures=self._failures)
+            self.critic = await self._trainers("critic", CriticWorker, config=config.critic, failures=self._failures)
         if "reference" in self._map:
             self.reference = await self._cluster("reference", ReferenceWorker, config=reference)
 
-    def _placed(self) -> tuple[ResourceManager, DeviceMap]:
-        """The devices, and who gets which."""
+    def _placed(self) -> DeviceMap:
+        """Who gets which devices."""
         config = self.config
         roles = {role: config.devices.get(role, "0") for role in config.roles}
+        if open_roles := [role for role, given in config.devices.items() if given.devices == AUTO]:
+            raise ConfigError(
+                f"devices: 'auto' of {', '.join(open_roles)} is for `cadenza plan CONFIG`, which says what to name here"
+            )
         on_ray = config.backend == "ray"
         try:
             resources = ResourceManager.on_ray() if on_ray else ResourceManager(config.device_count)
-            return resources, resources.place(roles)
+            self._stack.push_async_callback(resources.shutdown)
+            return resources.place(roles)
         except PlacementError as error:
             raise ConfigError(f"devices: {error}") from error
 
     async def _cluster(self, role: str, worker: type[Worker], **init: Any) -> Cluster[Any]:
         cluster = Cluster(role, worker, self._map[role], blueprint=self._blueprint, **init)
         return await self._stack.enter_async_context(cluster)
+
+    async def _trainers(self, role: str, worker: type[LearnerWorker], **init: Any) -> Cluster[Any]:
+        """Workers that train one model together."""
+        cluster = await self._cluster(role, worker, **init)
+        shards = self.config.backend == "ray" and init["config"].strategy == "fsdp2"
+        where = await cluster.meet() if shards or cluster.world_size > 1 else None
+        await cluster.build(where, [str(place) for place in cluster.places])
+        return cluster
 
     # -- what the controller asks for ------------------------------------------------------------------------------
 
@@ -156,12 +150,24 @@ class Parts:
         return found
 
     async def learn(self, batch: DataProto) -> dict[str, float]:
-        """One train step."""
+        """One train step, or a part of one, which says nothing before its end."""
         batch = _numbers(batch)
+        if self.config.batch_parts > 1:
+            await self.actor.add(batch)
+            return {}
         metrics: dict[str, float] = await self.actor.train(batch)
         if self.critic is not None:
             metrics |= {f"critic_{name}": value for name, value in (await self.critic.train(batch)).items()}
         return metrics
+
+    async def finish(self, parts: Sequence[DataProto]) -> dict[str, float]:
+        """The end of a train step that came in these parts; what is to be said of them together."""
+        if self.config.batch_parts == 1:
+            return {}
+        metrics: dict[str, float] = await self.actor.finish()
+        whole = DataProto.concat([_numbers(part) for part in parts])
+        told: dict[str, float] = await as_async(self.estimator.metrics)(whole)
+        return metrics | told
 
     async def save(self, directory: Path) -> None:
         """Their parts of a checkpoint."""
@@ -175,46 +181,10 @@ class Parts:
         if self.critic is not None:
             await self.critic.load_state(everywhere(directory) / "critic")
 
-    @asynccontextmanager
-    async def inference(self) -> AsyncIterator[Inference]:
-        """The engine with the policy in it."""
-        async with self._replicas() as replicas:
-            sampler = Sampler(replicas, self.config.sampler)
-            try:
-                yield Inference(sampler, self.codec)
-            finally:
-                await sampler.close()
-
-    @asynccontextmanager
-    async def _replicas(self) -> AsyncIterator[Sequence[Replica]]:
-        engine, eos_token_ids = self.config.engine, self.codec.eos_token_ids
-        if engine.kind == "http":
-            async with servers(engine, eos_token_ids, await self.actor.weights()) as replicas:
-                yield replicas
-        elif self.config.backend == "ray":
-            async with self._inference_cluster() as cluster:
-                replica = await RemoteReplica.of(cluster)
-                await replica.load_weights(0, await self.actor.weights())
-                yield [replica]
-        else:
-            options = torch_options(engine, eos_token_ids)
-            local = TorchReplica(await self.actor.module(), devices=self._map["inference"].devices, **options)
-            try:
-                yield [local]
-            finally:
-                local.close()
-
-    def _inference_cluster(self) -> Cluster[Any]:
-        placement, engine, eos_token_ids = self._map["inference"], self.config.engine, self.codec.eos_token_ids
-        if engine.kind == "vllm":
-            model = self.config.model
-            path = str(everywhere(Path(str(model.path)))) if Path(str(model.path)).is_dir() else model.path
-            lora = (model.lora.r, model.lora.alpha) if model.lora is not None else None
-            return vllm_cluster(
-                placement, engine, model=path, eos_token_ids=eos_token_ids, dtype=model.dtype, lora=lora
-            )
-        options: dict[str, Any] = {"blueprint": self._blueprint, "engine": engine, "eos_token_ids": eos_token_ids}
-        return Cluster("inference", InferenceWorker, placement, **options)
+    def inference(self) -> AbstractAsyncContextManager[Inference]:
+        """The engines with the policy in them."""
+        config = self.config
+        return inference(Plan(self.actor, self._map, self.codec, self._blueprint, config.engine, config.sampler))
 
 
 def everywhere(directory: Path) -> Path:

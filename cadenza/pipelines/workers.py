@@ -2,6 +2,9 @@
 
 What they are sent and what they answer are numbers: a batch comes without objects and `meta_info`, and the new columns
 go back alone. Directories are named by absolute paths and must be visible from every node.
+
+Several workers of a role hold the same weights. Those that train meet before they have a model, each gets the whole
+batch and computes its share of it (training/strategy.py); columns are computed by rows that are split among them.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
 from cadenza.cluster import Worker, dispatch
 from cadenza.cluster.remote_replica import ReplicaWorker
+from cadenza.cluster.shipping import Broadcast, Layout, Lines, Stored
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.pipelines.config import ConfigError, WarmStart
@@ -35,6 +40,8 @@ from cadenza.training import (
 )
 from cadenza.training.checkpoint import Part, load_part, load_weights, save_part
 from cadenza.training.models import is_adapted, save_model
+from cadenza.training.peers import Address, Group, Meeting
+from cadenza.training.strategy import Strategy
 from cadenza.training.supervised import Pair
 
 
@@ -61,35 +68,100 @@ class Blueprint:
 
 
 class LearnerWorker(Worker):
-    """What workers that train have in common."""
+    """What workers that train have in common. They are made in two steps: `meet`, then `build`."""
 
     part: Part
+    _config: ActorConfig | CriticConfig
+    _strategy: Strategy
+    _meeting: Meeting | None = None
 
     @dispatch("rank_zero")
+    def meet(self) -> Address:
+        """Where the ranks find each other: on the node of the first."""
+        self._meeting = Meeting(self.place.node.partition("/")[0])  # what follows tells nodes of one address apart
+        return self._meeting.address
+
+    @dispatch("broadcast")
+    def build(self, where: Address | None, members: Sequence[str]) -> None:
+        """Join the others and make the model; alone if there is no meeting."""
+        self._strategy = Strategy()
+        if where is not None:
+            place = self.place
+            peers = Group(self._meeting or where, place.rank, members, tensor_ranks=place.tensor_ranks)
+            self._strategy = self._together(peers)
+        try:
+            self.part = self.make(self._strategy)
+        except ConfigError:
+            raise
+        except ValueError as error:  # the model does not fit the ranks
+            raise ConfigError(f"{self.place.role}: {error}") from error
+
+    def make(self, strategy: Strategy) -> Part:
+        """Make the model, and what trains it."""
+        raise NotImplementedError
+
+    @dispatch("broadcast")
     def save(self, directory: Path) -> None:
         """Write weights and training state, as a part of a checkpoint."""
-        save_part(directory, self.part)
+        if self._strategy.whole:
+            _sharded().Saving(directory, self.part, self._strategy).wait()
+        elif self._strategy.is_first:
+            save_part(directory, self.part)
 
     @dispatch("broadcast")
     def load_state(self, directory: Path) -> None:
         """Go on from what `save` wrote."""
-        load_part(directory, self.part)
+        if self._strategy.whole:
+            _sharded().load(directory, self.part, self._strategy)
+        else:
+            load_part(directory, self.part)
+
+    @dispatch("broadcast", gather=sum)
+    def offload(self) -> int:
+        """Free the devices until `reload`; the bytes."""
+        return self.part.offload()
+
+    @dispatch("broadcast")
+    def reload(self) -> None:
+        """Take weights and optimizer back to the devices."""
+        self.part.reload()
+
+    def close(self) -> None:
+        if hasattr(self, "_strategy"):
+            self._strategy.peers.close()
+
+    def _together(self, peers: Group) -> Strategy:
+        if self._config.strategy == "torch":
+            return Strategy(peers)
+        from cadenza.training.fsdp import Fsdp2  # heavy, and rarely used
+
+        return Fsdp2(peers, bf16=self._config.precision == "bf16")
 
 
 class ActorWorker(LearnerWorker):
     """The policy that is trained, and under an adapter the reference too."""
 
+    _config: ActorConfig
+
     def __init__(
         self, blueprint: Blueprint, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
     ) -> None:
-        self._seed, self._failures = blueprint.seed, failures
-        self.part = self.actor = Actor(blueprint.build(), config, blueprint.seed, failures=failures)
-        self._reference = Reference(self.actor.module, reference) if is_adapted(self.actor.module) else None
+        self._blueprint, self._config, self._of_reference, self._failures = blueprint, config, reference, failures
+        self._lines = Lines()
+
+    def make(self, strategy: Strategy) -> Actor:
+        module, seed = self._blueprint.build(), self._blueprint.seed
+        self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
+        adapted = is_adapted(module)
+        self._reference = Reference(module, self._of_reference, strategy=strategy) if adapted else None
+        return self.actor
 
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def warm_start(self, pairs: Sequence[Pair], plan: WarmStart) -> dict[str, float]:
         """Learn from examples; what the last batch said."""
-        trainer = Supervised(self.actor.module, plan.trainer, self._seed, failures=self._failures)
+        trainer = Supervised(
+            self.actor.module, plan.trainer, self._blueprint.seed, failures=self._failures, strategy=self._strategy
+        )
         return deque(trainer.fit(pairs, passes=plan.passes), maxlen=1).pop()
 
     @dispatch("split")
@@ -103,31 +175,58 @@ class ActorWorker(LearnerWorker):
         assert self._reference is not None
         return self._reference.logprobs(batch).select(["ref_logprobs"])
 
-    @dispatch("split", gather=lambda metrics: metrics[0])
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step."""
+        """One train step; what it says is of all ranks."""
         return self.actor.train(batch)
+
+    @dispatch("broadcast")
+    def add(self, part: DataProto) -> None:
+        """A part of a train step."""
+        self.actor.add(part)
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def finish(self) -> dict[str, float]:
+        """The end of a train step that came in parts; what it says is of all ranks."""
+        return self.actor.finish()
 
     @dispatch("rank_zero")
     def module(self) -> nn.Module:
         """The live module, for an engine in the same process."""
         return self.actor.module
 
-    @dispatch("rank_zero")
-    def weights(self) -> dict[str, Tensor]:
-        """What is published: in the same process the live tensors, elsewhere copies of them."""
-        return self.actor.weights()
+    @dispatch("broadcast", gather=lambda found: found[0])
+    def store_weights(self) -> Stored | None:
+        """Put what is published into the object store. Ranks with shards gather them, and the first one answers."""
+        weights = self.actor.weights()
+        return Stored.put(weights) if self._strategy.is_first else None
+
+    @dispatch("broadcast", gather=lambda found: found[0])
+    def open_broadcast(self, receivers: int) -> Broadcast | None:
+        """Where so many others hear what is published."""
+        weights = self.actor.weights()
+        return self._lines.open(Layout.of(weights), receivers) if self._strategy.is_first else None
+
+    @dispatch("broadcast", gather=lambda found: found[0])
+    def send_weights(self, broadcast: Broadcast) -> None:
+        """Send what is published to everybody who waits there for it."""
+        weights = self.actor.weights()
+        if self._strategy.is_first:
+            broadcast.send(weights, self._lines)
 
     @dispatch("broadcast")
     def load_weights(self, directory: Path) -> None:
         """Those of a checkpoint, without its training state."""
         load_weights(directory, self.actor.module)
 
-    @dispatch("rank_zero")
+    @dispatch("broadcast")
     def save_model(self, directory: Path) -> None:
         """Write the policy as it is now, for a reference."""
+        weights = self._strategy.full(self.actor.module.state_dict(keep_vars=True))
+        if not self._strategy.is_first:
+            return
         try:
-            save_model(directory, self.actor.module)
+            save_model(directory, self.actor.module, weights)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"the reference could not be saved to {directory}: {error}") from error
 
@@ -135,17 +234,24 @@ class ActorWorker(LearnerWorker):
 class CriticWorker(LearnerWorker):
     """A critic, with a model of its own."""
 
+    _config: CriticConfig
+
     def __init__(self, blueprint: Blueprint, config: CriticConfig, failures: Path | None) -> None:
-        self.part = self.critic = Critic(blueprint.build(other=1), config, blueprint.seed, failures=failures)
+        self._blueprint, self._config, self._failures = blueprint, config, failures
+
+    def make(self, strategy: Strategy) -> Critic:
+        module, seed = self._blueprint.build(other=1), self._blueprint.seed
+        self.critic = Critic(module, self._config, seed, failures=self._failures, strategy=strategy)
+        return self.critic
 
     @dispatch("split")
     def values(self, batch: DataProto) -> DataProto:
         """The column `values`."""
         return self.critic.values(batch).select(["values"])
 
-    @dispatch("split", gather=lambda metrics: metrics[0])
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step."""
+        """One train step; what it says is of all ranks."""
         return self.critic.train(batch)
 
 
@@ -171,10 +277,16 @@ class InferenceWorker(ReplicaWorker):
     """A replica in a process of its own. It has no weights to speak of before some are loaded."""
 
     def __init__(self, blueprint: Blueprint, engine: EngineConfig, eos_token_ids: frozenset[int]) -> None:
-        name = f"torch-{self.place.rank}"
+        name = f"torch-{self.place.data_rank}"
         options = torch_options(engine, eos_token_ids)
         self._replica = TorchReplica(blueprint.build(), name=name, devices=self.place.devices, **options)
         super().__init__(self._replica)
 
     def close(self) -> None:
         self._replica.close()
+
+
+def _sharded() -> Any:
+    from cadenza.training import sharded  # heavy, and rarely used
+
+    return sharded

@@ -50,6 +50,10 @@ class Devices(Protocol):
 Collator = Callable[[list[Trajectory]], DataProto]
 
 
+CLOCK_NOISE = 1e-6
+"""Seconds that are none: what rounding leaves of a deadline. A wait for so little may end before the clock moves."""
+
+
 class RolloutScheduler:
     """Manages the life of every single sample."""
 
@@ -255,11 +259,11 @@ class RolloutScheduler:
         with self.queue.demanding(groups):
             while (batch := self.queue.cut()) is None:
                 left = patience - (loop.time() - max(asked, self.queue.last_end, self.sampler.opened))
-                if left <= 0 and not self.sampler.suspended:
+                if left <= CLOCK_NOISE and not self.sampler.suspended:
                     self.queue.fatal(Stalled(self._stall()))
                     continue
                 either: list[asyncio.Future[Any]] = [self.queue.changed(), self._root]
-                timeout = left if left > 0 else patience
+                timeout = left if left > CLOCK_NOISE else patience
                 await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 if self._root.done():
                     self.queue.fatal(SchedulerClosed("the scheduler ended"))

@@ -14,7 +14,7 @@ Time is bounded: a plan simulates a fixed number of steps, fewer where a step ha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,13 +101,18 @@ class Plan:
         }
 
 
-def make_plan(crew: Workers, workload: Workload, alphas: Sequence[float]) -> Plan:
-    """Search the split for every alpha, and choose."""
+def make_plan(
+    crew: Workers, workload: Workload, alphas: Sequence[float], fits: Callable[[int], bool] = lambda gpus: True
+) -> Plan:
+    """Search the split for every alpha, among the numbers of training GPUs that fit, and choose."""
     if not alphas:
         raise ValueError("a plan needs at least one alpha")
     if workload.gpus == 1 and any(alphas):
         raise ValueError("with one GPU nothing can train while something generates: give more GPUs, or alpha 0")
-    search = _Search(crew, workload)
+    search = _Search(crew, workload, fits)
+    for alpha in alphas:
+        if not search.possible(alpha):
+            raise ValueError(f"no split of {workload.gpus} GPUs fits at alpha {alpha:g}")
     search.run([(alpha, gpus) for alpha in alphas for gpus in search.splits(alpha)], 0)
     search.run([(alpha, gpus) for alpha in alphas for gpus in search.around(alpha)], 1)
     if not search.frugal:
@@ -121,21 +126,25 @@ def make_plan(crew: Workers, workload: Workload, alphas: Sequence[float]) -> Pla
 class _Search:
     """What is known of the candidates so far."""
 
-    def __init__(self, crew: Workers, workload: Workload) -> None:
+    def __init__(self, crew: Workers, workload: Workload, fits: Callable[[int], bool]) -> None:
         self.found: dict[tuple[float, int], Prediction] = {}
         """By alpha and training GPUs, from the longest run of each."""
         self._crew = crew
         self._workload = workload
         self._outlook = Outlook.of(workload)
         self.frugal = self._outlook.turns > MANY_TURNS
+        self._fitting = [gpus for gpus in range(workload.gpus) if fits(gpus)]
+
+    def possible(self, alpha: float) -> list[int]:
+        """Training GPUs that can be had: none that only train when synchronous, else at least one."""
+        return [gpus for gpus in self._fitting if bool(gpus) == bool(alpha)]
 
     def splits(self, alpha: float) -> list[int]:
         """Where to begin."""
         if not alpha:
             return [0]
         guess = first_guess(self._workload, POLICY, alpha).train_gpus
-        most = self._workload.gpus - 1
-        return sorted({min(max(round(guess * f), 1), most) for f in (FEW_SPLITS if self.frugal else SPLITS)})
+        return self._nearest(alpha, (guess * f for f in (FEW_SPLITS if self.frugal else SPLITS)))
 
     def around(self, alpha: float) -> list[int]:
         """The best so far, and the middles between it and its neighbours; beyond the last one, half as far again."""
@@ -145,7 +154,11 @@ class _Search:
         at = tried.index(best)
         below = (best + tried[at - 1]) // 2 if at else round(best / 1.5)
         above = (best + tried[at + 1]) // 2 if at + 1 < len(tried) else round(best * 1.5)
-        return sorted({best, max(below, 1), min(above, self._workload.gpus - 1)})
+        return self._nearest(alpha, (best, below, above))
+
+    def _nearest(self, alpha: float, wanted: Iterable[float]) -> list[int]:
+        possible = self.possible(alpha)
+        return sorted({min(possible, key=lambda gpus: abs(gpus - round(want))) for want in wanted})
 
     def best(self, alpha: float) -> int:
         """The shortest steps among those that ran longest; of equals the one with fewer training GPUs."""

@@ -16,11 +16,14 @@ from cadenza.simulation.experiment import workers
 from cadenza.simulation.plan import Plan, make_plan
 from cadenza.simulation.simulate import wide_console
 
+ALPHAS = "0,0.5,1,2,4"
+WORKLOAD = "W2"
 
-def plan(gpus: int | None, workload: str, alpha: str, model_cost: str | None, *, as_json: bool) -> int:
+
+def plan(gpus: int | None, workload: str | None, alpha: str | None, model_cost: str | None, *, as_json: bool) -> int:
     """Make a plan and show it; returns the exit code."""
-    load = asked.workload(workload)
-    alphas = asked.alphas(alpha)
+    load = asked.workload(workload or WORKLOAD)
+    alphas = asked.alphas(alpha or ALPHAS)
     if gpus is not None:
         load = replace(load, gpus=gpus)
     if model_cost is not None:
@@ -32,11 +35,11 @@ def plan(gpus: int | None, workload: str, alpha: str, model_cost: str | None, *,
     if as_json:
         print(json.dumps(made.to_json(), indent=2))
     else:
-        _show(made)
+        show(made)
     return 0
 
 
-def _show(made: Plan) -> None:
+def show(made: Plan, why: str = "") -> None:
     console = wide_console()
     load = made.workload
     title = f"{load.name} {load.like}, {load.groups} x {load.group_size} a batch, {load.gpus} GPUs"
@@ -66,4 +69,4 @@ def _show(made: Plan) -> None:
         "how many were simulated and counted[/]",
         soft_wrap=True,
     )
-    console.print(f"\n[bold]chosen[/] {escape(made.why)}", soft_wrap=True)
+    console.print(f"\n[bold]chosen[/] {escape(why or made.why)}", soft_wrap=True)

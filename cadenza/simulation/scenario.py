@@ -169,6 +169,8 @@ class Scenario:
     odd_step: int
     odd_size: Size
     """What that step asks for."""
+    parts: int
+    """Calls in which any other step takes its batch, and trains between them."""
     patience: float
     """Seconds after which the controller takes a `get_batch` back and asks again; 0 is for ever."""
     train_seconds: float
@@ -197,7 +199,7 @@ class Scenario:
         env = max(5 * domain.seconds + domain.close_seconds + 5 * domain.reward_seconds for domain in self.domains)
         turn = 8 * (5 * self.length + 1) * (self.step_seconds + 1e-3) + self.arrival_delay + env
         attempts = 2 * (self.steps + self.bound + 2) * self.batch_size + 100
-        step = 2 * DEADLINES.control + 2 * DEADLINES.load + self.train_seconds + 5 * self.filter_seconds
+        step = 2 * DEADLINES.control + 2 * DEADLINES.load + 2 * self.train_seconds + 5 * self.filter_seconds
         return attempts * turns * turn + self.steps * step + (len(self.faults) + 1) * DEADLINES.fault
 
     @property
@@ -281,6 +283,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         prefetch=1 + mixed(seed, 1) % max(1, math.ceil(alpha)),
         odd_step=rng.randrange(steps),
         odd_size=odd_size,
+        parts=(1, 1, 1, 2, 4)[mixed(seed, 3) % 5],
         patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.5)),
         train_seconds=rng.choice((0.0, 0.25, 0.5, 1.0, 4.0)),
         validation=_validation(rng) if rng.random() < 0.25 else None,

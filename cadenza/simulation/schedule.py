@@ -16,7 +16,9 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from cadenza.data import DataProto
@@ -32,7 +34,7 @@ from cadenza.simulation.cost import CostModel
 from cadenza.simulation.envs import SimEnv, SimTrainer, SyncSimEnv, Words, World, executor_cost
 from cadenza.simulation.faults import FaultPlan, FaultyReplica, Kind
 from cadenza.simulation.monitor import Line, Livelock, Monitor, Violation, invariant_of
-from cadenza.simulation.scenario import DEADLINES, DomainPlan, Resize, Scenario, ValidationPlan, length_of
+from cadenza.simulation.scenario import DEADLINES, DomainPlan, Resize, Scenario, ValidationPlan, length_of, mixed
 from cadenza.simulation.view import View
 from cadenza.testing import LocalCluster
 
@@ -186,7 +188,9 @@ class _Driver:
             if scenario.order == "resume_first":
                 await self._resume()
             self._validate(beside, step)
-            for groups in self._sizes(step):
+            for number, groups in enumerate(self._sizes(step)):
+                if number and scenario.parts > 1:
+                    await asyncio.sleep(scenario.train_seconds / scenario.parts)
                 batch = await self._get(self.train, self.train_view, groups, step)
                 if batch is None:
                     return
@@ -253,7 +257,9 @@ class _Driver:
     def _sizes(self, step: int) -> tuple[int, ...]:
         groups = self.scenario.groups
         if step != self.scenario.odd_step:
-            return (groups,)
+            rng = Random(mixed(self.scenario.seed, step))
+            ends = sorted(rng.sample(range(1, groups), min(self.scenario.parts, groups) - 1))
+            return tuple(end - start for start, end in pairwise((0, *ends, groups)))
         match self.scenario.odd_size:
             case "double":
                 return (2 * groups,)

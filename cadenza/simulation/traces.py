@@ -181,7 +181,7 @@ class RunStep(msgspec.Struct, omit_defaults=True):
 
     step: int
     gpus: int
-    """Devices that work at the same time: 1 when synchronous, else one that generates and one that trains."""
+    """Devices that work at the same time: those that generate, and unless the run is synchronous those that train."""
     seconds: float
     """Of the whole step."""
     wait_seconds: float

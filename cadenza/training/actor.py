@@ -1,19 +1,21 @@
 """The policy that is trained.
 
 Invariant: the loss of an update is a sum over its trained tokens divided by one count for the whole update, so the
-result is the same however the rows are cut into micro-batches; rows marked `is_padding` count nowhere.
+result is the same however the rows are cut into micro-batches, shared among ranks, each of which is given the whole
+batch, or given part by part (`add` ... `finish`); rows marked `is_padding` count nowhere.
 ```
 advantages, logprobs of the past --> token loss (ppo_clip ...) * importance weights --+
 entropy, reference logprobs      --> entropy bonus, KL                              --+--> sum / count --> update
 ```
 Which logprobs are the old ones: those in the column `old_logprobs` if it is there; else those of the weights at the
-beginning of `train`. A batch that is one update needs no pass for them: they are its own logprobs, without gradient.
+beginning of `train`. A batch that is one update needs no pass for them: they are its own logprobs, without gradient;
+so do its parts, each of which finds the weights as they were.
 Dropout is off in every pass: with it, a policy would differ from its own past before it has learned anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -27,7 +29,6 @@ from cadenza.algorithms import (
     LOSSES,
     TokenLoss,
     denominator,
-    effective_sample_size,
     entropy_bonus,
     kl,
     kl_loss,
@@ -41,10 +42,11 @@ from cadenza.algorithms import (
 from cadenza.config import load
 from cadenza.data import DataProto
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
-from cadenza.training.models import adapter_weights
 from cadenza.training.packing import Packed
 from cadenza.training.rows import Array, Rows
 from cadenza.training.settings import refuse_idle
+from cadenza.training.strategy import Strategy, StrategyName
+from cadenza.training.tally import Tally
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """From logprobs, old logprobs, advantages and mask [n, R]: a row's trained tokens side by side."""
@@ -53,6 +55,7 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 class ActorConfig(LearnerConfig):
     """How the policy learns from a batch."""
 
+    strategy: StrategyName = "torch"
     temperature: float = Field(default=1.0, gt=0)
     """That of the sampler, so that logprobs are those of the distribution that was sampled from. What top-p or top-k
     cut off is not: their logprobs differ from these, and `correction` sees it as a mismatch."""
@@ -131,10 +134,22 @@ class Columns:
 class Actor:
     """Trains a policy."""
 
-    def __init__(self, module: nn.Module, config: ActorConfig, seed: int, *, failures: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ActorConfig,
+        seed: int,
+        *,
+        failures: Path | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
         self.config = config
-        self._learner = Learner(module, config, seed, failures=failures)
+        self._learner = Learner(module, config, seed, failures=failures, strategy=strategy)
         self._loss = _policy_loss(config)
+        self._tally = Tally()
+        """Of the update under way."""
+        self._sequences: set[int] = set()
+        """The trajectories in it, where each of them is one sequence."""
 
     @property
     def module(self) -> nn.Module:
@@ -147,24 +162,51 @@ class Actor:
 
     def train(self, batch: DataProto) -> dict[str, float]:
         """Learn from a batch with the columns `input_ids`, `response_mask` and `advantages` ([N, L] or [N])."""
+        self._learner.check_idle()
         rows = Rows.of(batch)
         updates = self._learner.updates(batch, rows)
         columns = self._columns(batch, rows)
         working = self._working(columns)
-        self._recall(rows, columns, updates[0], working)
-        parts = []
-        skipped = 0
-        for chosen in updates:
-            computed = chosen[working[chosen]]
-            if not len(computed):
-                computed = chosen[:1]  # an update without gradient is still one: the optimizer's momentum goes on
-            tally = Tally()
-            metrics = self._learner.update(batch, self._losses(rows, columns, chosen, computed, tally))
-            parts.append((metrics | tally.metrics(), float(rows.counts[chosen].sum())))
-            skipped += len(chosen) - len(computed)
-        self._learner.version += 1
-        totals = {"tokens": len(rows.trained), "updates": len(updates), "skipped_rows": skipped}
-        return merge_metrics(parts) | {"lr": parts[-1][0]["lr"]} | {name: float(n) for name, n in totals.items()}
+        mine = self._learner.share(rows, updates, working)
+        self._recall(rows, columns, updates[0], working, mine)
+        done = []
+        try:
+            for chosen in updates:
+                self._add(batch, rows, columns, chosen, working, mine)
+                done.append(self._update())
+        finally:
+            self.drop()
+        return self._trained(done)
+
+    def add(self, part: DataProto) -> None:
+        """Learn from a part of a batch, of which nothing is seen in the weights before `finish`. If it fails, the parts
+        before it are dropped too."""
+        try:
+            if self.config.epochs * self.config.mini_batches > 1:
+                raise ValueError(
+                    "a batch that comes in parts is one update, but epochs is "
+                    f"{self.config.epochs} and mini_batches {self.config.mini_batches}: leave them at 1, or use `train`"
+                )
+            rows = Rows.of(part)
+            columns = self._columns(part, rows)
+            chosen, working = rows.active, self._working(columns)
+            self._check_whole(columns, chosen)
+            self._add(part, rows, columns, chosen, working, self._learner.share(rows, [chosen], working))
+        except BaseException:
+            self.drop()
+            raise
+
+    def finish(self) -> dict[str, float]:
+        """The update from all parts that were added, as if they had been one batch."""
+        try:
+            return self._trained([self._update()])
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget the parts that were added."""
+        self._learner.drop()
+        self._tally, self._sequences = Tally(), set()
 
     def logprobs(self, batch: DataProto) -> DataProto:
         """The batch with the column `old_logprobs`: what the policy says of it now."""
@@ -173,14 +215,22 @@ class Actor:
 
     def weights(self) -> dict[str, Tensor]:
         """What is published: all parameters and buffers, or with LoRA the adapter alone. The live tensors, not copies:
-        whoever keeps them beyond the next `train` copies them."""
-        return adapter_weights(self.module) or {name: t.detach() for name, t in self.module.state_dict().items()}
+        whoever keeps them beyond the next `train` copies them. With shards, whole copies on the first rank; all ask."""
+        return self._learner.weights()
+
+    def offload(self) -> int:
+        """Free the device; see `Learner.offload`."""
+        return self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def state(self) -> TrainingState:
         """What a checkpoint needs besides the weights."""
         return self._learner.state()
 
     def load_state(self, state: TrainingState) -> None:
+        self.drop()
         self._learner.load_state(state)
 
     def _logprobs(self, rows: Rows, chosen: Array) -> Array:
@@ -218,26 +268,69 @@ class Actor:
         works = columns.mask if not self.config.skips else columns.mask & (columns.advantages != 0)
         return works.any(1).numpy()
 
-    def _recall(self, rows: Rows, columns: Columns, first: Array, working: Array) -> None:
-        """Old logprobs for the rows whose first pass comes after the weights have changed."""
+    def _recall(self, rows: Rows, columns: Columns, first: Array, working: Array, mine: Array) -> None:
+        """Old logprobs for the rows whose first pass comes after the weights have changed: those of this rank, but all
+        ranks look, because some compute in step."""
         later = columns.pending & working
         later[first] = False
         if later.any():
-            columns.old = rows.pad(self._logprobs(rows, np.flatnonzero(later)))
+            columns.old = rows.pad(self._logprobs(rows, np.flatnonzero(later & mine)))
             columns.pending[later] = False
 
-    def _losses(
-        self, rows: Rows, columns: Columns, chosen: Array, computed: Array, tally: Tally
-    ) -> Iterator[MicroLoss]:
-        """The loss of each micro-batch of the computed rows, over the count of all the chosen ones."""
-        config = self.config
+    def _check_whole(self, columns: Columns, chosen: Array) -> None:
+        """A sequence of several rows has one weight, so they come together."""
+        if columns.trajectories is None:
+            return
+        found = set(columns.trajectories[chosen].tolist())
+        if twice := found & self._sequences:
+            raise ValueError(
+                f"trajectory {min(twice)} has rows in two parts of an update: with sequence='trajectory' all rows of "
+                "one go into the same part"
+            )
+        self._sequences |= found
+
+    def _add(self, batch: DataProto, rows: Rows, columns: Columns, chosen: Array, working: Array, mine: Array) -> None:
+        """The chosen rows to the update under way."""
+        computed = chosen[working[chosen]]
+        if not len(computed):
+            computed = chosen[:1]  # an update without gradient is still one: the optimizer's momentum goes on
+        count = self._count(columns, chosen)
+        tally = self._tally
+        self._learner.add(batch, self._losses(rows, columns, computed[mine[computed]], tally), count)
+        tally.count += count
+        tally.tokens += int(rows.counts[chosen].sum())
+        tally.skipped += len(chosen) - len(computed)
+
+    def _update(self) -> tuple[dict[str, float], Tally]:
+        """Make the update under way; what is said of it."""
+        tally, self._tally = self._tally, Tally()
+        metrics = self._learner.finish()
+        return metrics | Tally.metrics(self._learner.strategy.peers.exchange(tally)), tally
+
+    def _trained(self, updates: Sequence[tuple[dict[str, float], Tally]]) -> dict[str, float]:
+        """A batch is done; what its updates say together."""
+        self._learner.version += 1
+        merged = merge_metrics((metrics, float(tally.tokens)) for metrics, tally in updates)
+        totals = {
+            "tokens": sum(tally.tokens for _, tally in updates) // self.config.epochs,
+            "updates": len(updates),
+            "skipped_rows": sum(tally.skipped for _, tally in updates),
+        }
+        return merged | {"lr": updates[-1][0]["lr"]} | {name: float(n) for name, n in totals.items()}
+
+    def _count(self, columns: Columns, chosen: Array) -> float:
+        """What the rows add to the denominator of their update."""
+        if not len(chosen):
+            return 0.0
         trajectories = None if columns.trajectories is None else columns.trajectories[chosen]
-        count = denominator(
-            columns.mask[chosen],
-            config.aggregation,
-            constant_length=config.constant_length,
-            traj_ids=trajectories,
+        config = self.config
+        return denominator(
+            columns.mask[chosen], config.aggregation, constant_length=config.constant_length, traj_ids=trajectories
         )
+
+    def _losses(self, rows: Rows, columns: Columns, computed: Array, tally: Tally) -> Iterator[MicroLoss]:
+        """The loss of each micro-batch of the rows that are computed here."""
+        config = self.config
         for packed in self._learner.packed(rows, computed):
             scores = self._learner.forward.scores(
                 packed, temperature=config.temperature, entropy="gradient" if config.entropy_coef else "value"
@@ -248,10 +341,10 @@ class Actor:
                 columns.old[packed.rows, : packed.shape[1]] = logprobs.detach().float().cpu()
                 columns.pending[packed.rows] = False
             part = _select(columns, packed)
-            yield MicroLoss(self._micro_loss(part, logprobs, entropies, count, tally), packed.rows)
+            yield MicroLoss(self._micro_loss(part, logprobs, entropies, tally), packed.rows)
 
-    def _micro_loss(self, part: Columns, logprobs: Tensor, entropies: Tensor, count: float, tally: Tally) -> Tensor:
-        """The share of some rows in the loss of the update."""
+    def _micro_loss(self, part: Columns, logprobs: Tensor, entropies: Tensor, tally: Tally) -> Tensor:
+        """The share of some rows in the loss of the update, before it is divided by the count of all."""
         config = self.config
         mask, old = part.mask, part.old
         policy = self._loss(logprobs, old, part.advantages, mask)
@@ -267,7 +360,7 @@ class Actor:
         metrics |= {name: correction.metrics[name] for name in MISMATCH_METRICS}
         if config.correction != "off":
             values = values * correction.weights
-        pg_loss = loss_sum(values, part.weights) / count
+        pg_loss = loss_sum(values, part.weights)
         bonus = entropy_bonus(entropies, mask, coefficient=config.entropy_coef)
         metrics |= bonus.metrics
         if config.entropy_coef:
@@ -281,32 +374,11 @@ class Actor:
         # One sample per row where a row has one weight; its first trained token speaks for all.
         samples = correction.weights[:, 0] if level == "sequence" else correction.weights[mask]
         tally.add(metrics, policy.tokens, float(pg_loss.detach()), samples)
-        return loss_sum(values, part.weights) / count
+        return loss_sum(values, part.weights)
 
 
 MISMATCH_METRICS = ("mismatch_kl", "logprob_gap_mean", "logprob_gap_max", "weight_mean", "weight_changed_fraction")
 """What is told about the distance of trainer and sampler."""
-
-
-class Tally:
-    """The metrics of one update, merged over its micro-batches to what one pass would have given."""
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[dict[str, float], float]] = []
-        self._samples: list[Tensor] = []
-        self._pg_loss = 0.0
-
-    def add(self, metrics: dict[str, float], tokens: int, pg_loss: float, samples: Tensor) -> None:
-        self._parts.append((metrics, float(tokens)))
-        self._pg_loss += pg_loss
-        self._samples.append(samples)
-
-    def metrics(self) -> dict[str, float]:
-        merged = merge_metrics(self._parts)
-        merged["clip_fraction"] = sum(value for name, value in merged.items() if name.startswith("clip_fraction_"))
-        samples = torch.cat(self._samples)
-        merged["ess"] = effective_sample_size(samples, torch.ones_like(samples, dtype=torch.bool))
-        return merged | {"pg_loss": self._pg_loss}
 
 
 def _select(columns: Columns, packed: Packed) -> Columns:

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from cadenza.training.learner import TrainingState
-from cadenza.training.models import is_adapted, without_progress_bars
+from cadenza.training.models import is_adapted, save_model, without_progress_bars
 
 FORMAT = 1
 _STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
@@ -49,6 +49,10 @@ class Part(Protocol):
     def state(self) -> TrainingState: ...
 
     def load_state(self, state: TrainingState) -> None: ...
+
+    def offload(self) -> int: ...
+
+    def reload(self) -> None: ...
 
 
 def save(
@@ -234,10 +238,7 @@ def _score(path: Path) -> float | None:
 def save_part(place: Path, part: Part) -> None:
     """Write one part of a checkpoint."""
     (place / "training").mkdir(parents=True, exist_ok=True)
-    module: Any = part.module
-    options = {"save_embedding_layers": False} if is_adapted(part.module) else {"max_shard_size": "1000GB"}
-    with without_progress_bars():
-        module.save_pretrained(place, **options)
+    save_model(place, part.module)
     state = part.state()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
     save_file(tensors, place / "training" / "tensors.safetensors")
@@ -250,6 +251,8 @@ def load_part(place: Path, part: Part) -> None:
         raise CheckpointError(
             f"the checkpoint {place.parent} has no {place.name}: go on without one, or begin a new run"
         )
+    if not (place / "training" / "tensors.safetensors").is_file():
+        raise CheckpointError(f"the checkpoint {place} is sharded: go on with the strategy 'fsdp2', which wrote it")
     load_weights(place, part.module)
     values = json.loads((place / "training" / "state.json").read_text(encoding="utf-8"))
     part.load_state(TrainingState(load_file(place / "training" / "tensors.safetensors"), values))

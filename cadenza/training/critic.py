@@ -29,11 +29,13 @@ from cadenza.training.forward import evaluating
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
 from cadenza.training.packing import Packed
 from cadenza.training.rows import Array, Rows
+from cadenza.training.strategy import Strategy, StrategyName
 
 
 class CriticConfig(LearnerConfig):
     """How the critic learns from a batch."""
 
+    strategy: StrategyName = "torch"
     value_clip: float | None = Field(default=0.2, gt=0)
     """How far a value may move from the old one before moving gains nothing; None does not bound it."""
 
@@ -41,14 +43,22 @@ class CriticConfig(LearnerConfig):
 class Critic:
     """Trains a value head and the model under it."""
 
-    def __init__(self, module: nn.Module, config: CriticConfig, seed: int, *, failures: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: CriticConfig,
+        seed: int,
+        *,
+        failures: Path | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
         """`module` is a causal language model; its head is not used."""
         self.config = config
         model: Any = module
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._learner = Learner(module, config, seed, head=self.head, failures=failures)
+        self._learner = Learner(module, config, seed, head=self.head, failures=failures, strategy=strategy)
         self.head.to(self._learner.forward.device)
 
     @property
@@ -76,15 +86,31 @@ class Critic:
         columns = {name: rows.pad(rows.read(batch, name)) for name in ("returns", "values")}
         columns["mask"] = mask = rows.pad(np.ones(len(rows.trained), bool))
         columns["weights"] = token_weights(mask, self.config.aggregation)
-        parts = []
-        for chosen in self._learner.updates(batch, rows):
-            told: list[tuple[dict[str, float], float]] = []
-            metrics = self._learner.update(batch, self._losses(rows, columns, chosen, told))
+        updates = self._learner.updates(batch, rows)
+        mine = self._learner.share(rows, updates)
+        done: list[dict[str, float]] = []
+        told: list[list[tuple[dict[str, float], float]]] = [[] for _ in updates]
+        by, length = self.config.aggregation, self.config.constant_length
+        for chosen, about in zip(updates, told, strict=True):
+            count = denominator(mask[chosen], by, constant_length=length)
+            metrics = self._learner.update(batch, self._losses(rows, columns, chosen[mine[chosen]], about), count)
             metrics["value_loss"] = metrics.pop("loss")
-            parts.append((metrics | merge_metrics(told), float(rows.counts[chosen].sum())))
+            done.append(metrics)
         self._learner.version += 1
+        of_all_ranks = zip(*self._learner.strategy.peers.exchange(told), strict=True)
+        parts = [
+            (metrics | merge_metrics(part for about in ranks for part in about), float(rows.counts[chosen].sum()))
+            for metrics, ranks, chosen in zip(done, of_all_ranks, updates, strict=True)
+        ]
         foreseen = explained_variance(columns["values"], columns["returns"], mask)
         return merge_metrics(parts) | {"explained_variance": foreseen, "lr": parts[-1][0]["lr"]}
+
+    def offload(self) -> int:
+        """Free the device; see `Learner.offload`."""
+        return self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def state(self) -> TrainingState:
         """What a checkpoint needs besides the weights of the module: the value head is part of it."""
@@ -99,18 +125,20 @@ class Critic:
         self.head.load_state_dict(heads)
 
     def _losses(
-        self, rows: Rows, columns: Mapping[str, Tensor], chosen: Array, told: list[tuple[dict[str, float], float]]
+        self,
+        rows: Rows,
+        columns: Mapping[str, Tensor],
+        computed: Array,
+        told: list[tuple[dict[str, float], float]],
     ) -> Iterator[MicroLoss]:
-        count = denominator(
-            columns["mask"][chosen], self.config.aggregation, constant_length=self.config.constant_length
-        )
-        for packed in self._learner.packed(rows, chosen):
+        """The loss of each micro-batch of the rows that are computed here."""
+        for packed in self._learner.packed(rows, computed):
             values = packed.by_row(self._values(packed))
             index = torch.from_numpy(packed.rows)
             part = {name: t[index, : packed.shape[1]].to(values.device) for name, t in columns.items()}
             loss = value_clip(values, part["values"], part["returns"], part["mask"], clip=self.config.value_clip)
             told.append((loss.metrics, float(loss.tokens)))
-            yield MicroLoss(loss_sum(loss.values, part["weights"]) / count, packed.rows)
+            yield MicroLoss(loss_sum(loss.values, part["weights"]), packed.rows)
 
     def _values(self, packed: Packed) -> Tensor:
         """[K]"""

@@ -166,6 +166,16 @@ class EstimatorConfig(Config):
         """The batch must have the column `old_logprobs`."""
         return self.kl_coef > 0 and self.kl_logprobs == "old"
 
+    @property
+    def over_batch(self) -> str | None:
+        """The setting, if any, by which a group's advantages depend on other groups of its batch. Of an estimator of
+        one's own nobody knows."""
+        if self.score_norm != "none":
+            return f"score_norm={self.score_norm!r}"
+        if self.over == "batch":
+            return "over='batch'"
+        return None if self.name in ("grpo", "rloo", "gigpo", "step") else f"name={self._known_name()!r}"
+
     def chosen(self, *settings: str) -> dict[str, Any]:
         """Those of the settings that are not left to the estimator."""
         return {name: value for name in settings if (value := getattr(self, name)) is not None}
@@ -202,9 +212,17 @@ class Estimator:
         if self.config.score_norm != "none":
             evidence.normalise(moments if self.config.score_norm == "batch" else seen)
         result = self._estimate(evidence)
-        given = evidence.rows.read(result, "advantages")
-        _check_finite(given, evidence)
+        _check_finite(evidence.rows.read(result, "advantages"), evidence)
         self._seen = seen  # only now: a batch that is given a second time after an error counts once
+        return result, self._metrics(evidence, moments, result)
+
+    def metrics(self, batch: DataProto) -> dict[str, float]:
+        """The same of a batch that has its advantages, as one whose parts were given them one by one."""
+        evidence = Evidence(batch, self.config)
+        return self._metrics(evidence, Moments.of(evidence.told, evidence.weight), batch)
+
+    def _metrics(self, evidence: Evidence, moments: Moments, result: DataProto) -> dict[str, float]:
+        given = evidence.rows.read(result, "advantages")
         metrics = {
             "score_mean": moments.mean,
             "score_std": moments.std,
@@ -217,7 +235,7 @@ class Estimator:
             metrics["reward_kl"] = _mean(evidence.kl[evidence.mask].numpy())
         if self.config.needs_critic:
             metrics["return_mean"] = _mean(evidence.rows.read(result, "returns"))
-        return result, metrics
+        return metrics
 
     def state(self) -> dict[str, float]:
         """What a restart needs, JSON-like."""

@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from cadenza.algorithms import entropy as entropy_of
 from cadenza.training.batching import micro_batches
 from cadenza.training.compact import Compact
-from cadenza.training.models import is_adapted
+from cadenza.training.models import base_model
 from cadenza.training.packing import Packed, Packing, pack
 from cadenza.training.rows import Array, Rows
+from cadenza.training.strategy import Strategy
 
 LOGITS_LIMIT = 1 << 24
 """64 MB in float32."""
@@ -31,6 +32,8 @@ Precision = Literal["fp32", "bf16"]
 """fp32: as the parameters are. bf16: matrix products in bfloat16 (autocast), parameters and softmax as they are."""
 
 EntropyNeed = Literal["none", "value", "gradient"]
+Use = Literal["scores", "hidden"]
+"""What passes are made for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +49,35 @@ class TokenScores:
 class Forward:
     """The forward pass of one module. The module may be changed by others (trained, adapted) but not rebuilt."""
 
-    def __init__(self, module: nn.Module, *, precision: Precision = "fp32", logits_limit: int = LOGITS_LIMIT) -> None:
-        """At most `logits_limit` logits exist at once; more come in chunks, and again in the backward pass."""
-        adapted: Any = module
-        base = adapted.get_base_model() if is_adapted(module) else adapted
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        precision: Precision = "fp32",
+        logits_limit: int = LOGITS_LIMIT,
+        strategy: Strategy | None = None,
+    ) -> None:
+        """At most `logits_limit` logits exist at once; more come in chunks, and again in the backward pass. Where the
+        `strategy` needs whole passes, the token budget is the only bound, and the precision is its own affair."""
+        base: Any = base_model(module)
+        strategy = strategy or Strategy()
         if not hasattr(base, "get_decoder") or not hasattr(base, "get_output_embeddings"):
             raise TypeError(f"{type(module).__name__} is no causal language model of transformers")
         self.module = module
-        self.precision = precision
+        self.precision: Precision = "fp32" if strategy.whole else precision
+        self.resting = False
+        """Whether the weights are elsewhere."""
         self.logits_limit = logits_limit
         self._base = base
         self._decoder: nn.Module = base.get_decoder()
         self._head: nn.Module = base.get_output_embeddings()
         self._vocab_size = int(base.config.get_text_config().vocab_size)
         self._compact: Compact | None = None
-        self._plain_head = True
-        self._probe()
+        self._rounds = strategy.rounds
+        self._whole = strategy.whole
+        self._plain_head = not self._whole
+        if not self._whole:
+            self._probe()
 
     @property
     def packing(self) -> Packing:
@@ -89,6 +105,25 @@ class Forward:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
+    def check(self) -> None:
+        """Raise if the weights are elsewhere."""
+        if self.resting:
+            raise RuntimeError("the weights are offloaded: reload() them before anything is computed")
+
+    def batches(self, rows: Rows, chosen: Array, budget: int, packing: Packing, use: Use) -> Iterator[Packed]:
+        """The chosen rows as micro-batches. In the end, empty passes (and their backward passes, if there are any) for
+        other ranks that have more of them."""
+        self.check()
+        parts = micro_batches(rows, chosen, budget, packing)
+        rounds = self._rounds(len(parts))
+        for part in parts:
+            yield pack(rows, part, packing).to(self.device)
+        for _ in range(rounds - len(parts)):
+            example = self._example("padded")
+            result = self.hidden(example) if use == "hidden" else self.scores(example).logprobs
+            if torch.is_grad_enabled():
+                (result.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+
     def hidden(self, packed: Packed) -> Tensor:
         """[K, D]: the hidden state before each trained token."""
         packed = packed.to(self.device)
@@ -115,9 +150,9 @@ class Forward:
         """[K] float32: the logprobs of all trained tokens of the chosen rows, 0 for the others; without gradients."""
         values = np.zeros(len(rows.trained), np.float32)
         with evaluating(self.module):
-            for part in micro_batches(rows, chosen, budget, packing):
-                scores = self.scores(pack(rows, part, packing), temperature=temperature)
-                values[rows.numbers(part)] = scores.logprobs.float().cpu().numpy()
+            for packed in self.batches(rows, chosen, budget, packing, "scores"):
+                scores = self.scores(packed, temperature=temperature)
+                values[rows.numbers(packed.rows)] = scores.logprobs.float().cpu().numpy()
         return values
 
     def _chunked(
@@ -152,14 +187,28 @@ class Forward:
         """[P, D]: the hidden states at `packed.reads`."""
         if self._compact is not None:
             return self._compact.hidden(packed)
-        output = self._decoder(**self._inputs(packed))
-        states: Tensor = output.last_hidden_state
+        states: Tensor
+        if self._whole:
+            states = self._base(**self._inputs(packed), output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
+        else:
+            states = self._decoder(**self._inputs(packed)).last_hidden_state
         return states.flatten(0, 1)[torch.from_numpy(packed.reads).to(states.device)]
 
     def _logits(self, packed: Packed) -> Tensor:
         """[P, V] from the module as a whole, for models that do more with logits than their head."""
+        if self._whole:
+            return self._kept_logits(packed)
         logits: Tensor = self._base(**self._inputs(packed)).logits
         return logits.flatten(0, 1)[torch.from_numpy(packed.reads).to(logits.device)]
+
+    def _kept_logits(self, packed: Packed) -> Tensor:
+        """[P, V] with the head computed only in columns of the input in which something is read."""
+        width = packed.grid.shape[1] if packed.packing == "padded" else len(packed.tokens)
+        row, column = np.divmod(packed.reads, width)
+        columns, place = np.unique(column, return_inverse=True)
+        keep = torch.from_numpy(columns).to(self.device)
+        logits: Tensor = self._base(**self._inputs(packed), logits_to_keep=keep).logits
+        return logits.flatten(0, 1)[torch.from_numpy(row * len(columns) + place).to(logits.device)]
 
     def _inputs(self, packed: Packed) -> dict[str, Any]:
         if packed.packing == "padded":

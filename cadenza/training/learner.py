@@ -1,10 +1,11 @@
 """One module that learns: its forward pass, its optimizer, and the way from micro-batch losses to an update.
 
-Invariant: an update happens whole or not at all. Losses of micro-batches are added up as gradients; when one of them or
-the gradient is not finite, or anything raises on the way, the gradients are dropped and the weights stay as they were
-before that update. The batch at fault is saved for whoever wants to look at it.
+Invariant: an update happens whole or not at all. Losses of micro-batches are sums and are added up as gradients, over
+all parts of the update (`add`), and divided once by the count of all of them (`finish`). When a loss or the gradient is
+not finite, or anything raises on the way, the gradients of all parts are dropped and the weights stay as they were
+before that update, on all ranks. The batch at fault is saved for whoever wants to look at it.
 ```
-rows --mini_batches--> rows of one update --packed--> micro-batch --loss--> backward ...--> clip, step
+rows --mini_batches--> rows of one update --share--> --packed--> micro-batch --loss--> backward --> divide, clip, step
 ```
 """
 
@@ -12,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -22,12 +23,15 @@ from torch import Tensor, nn
 
 from cadenza.algorithms import Aggregation
 from cadenza.data import DataProto
-from cadenza.training.batching import micro_batches, mini_batches
-from cadenza.training.forward import Forward, Precision
+from cadenza.training.batching import mini_batches
+from cadenza.training.forward import Forward, Precision, Use
+from cadenza.training.models import adapter_weights
+from cadenza.training.offload import Offloaded
 from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
-from cadenza.training.packing import Packed, Packing, pack
+from cadenza.training.packing import Packed, Packing
 from cadenza.training.rows import Array, Rows
 from cadenza.training.settings import refuse_idle
+from cadenza.training.strategy import Strategy, shares
 
 
 class LearnerConfig(OptimConfig):
@@ -86,10 +90,28 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class MicroLoss:
-    """The loss of one micro-batch: its share of the update's loss, with the global denominator."""
+    """The loss of one micro-batch: its share of the sum that is the update's loss before it is divided."""
 
     loss: Tensor
     rows: Array
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """What the parts of an update have come to so far."""
+
+    batches: list[DataProto] = field(default_factory=list)
+    computed: list[Array] = field(default_factory=list)
+    """Rows computed on this rank, numbered through all batches."""
+    loss: float = 0.0
+    """A sum, of all ranks."""
+    count: float = 0.0
+
+    @property
+    def batch(self) -> DataProto:
+        """All parts."""
+        one = len(self.batches) == 1
+        return self.batches[0] if one else DataProto.concat(self.batches, on_meta_conflict="drop")
 
 
 class Learner:
@@ -104,18 +126,25 @@ class Learner:
         head: nn.Module | None = None,
         dropout: bool = False,
         failures: Path | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         """`head` is trained besides the module. Without `dropout`, an update sees the function that evaluation sees.
-        `failures` is the directory for batches with a loss that is not finite."""
+        `failures` is the directory for batches with a loss that is not finite. `strategy` is how ranks train together;
+        without one, this process is the only rank."""
+        self.strategy = strategy or Strategy()
+        self.strategy.wrap(module)
         self.module = module
         self.config = config
         self.seed = seed
-        self.forward = Forward(module, precision=config.precision)
+        self.forward = Forward(module, precision=config.precision, strategy=self.strategy)
         self.packing = self.forward.resolve(config.packing)
         self.version = 0
         """Batches trained on."""
         self._dropout = dropout
         self._failures = failures
+        self._use: Use = "scores" if head is None else "hidden"
+        self._resting: Offloaded | None = None
+        self._under_way: UnderWay | None = None
         heads = [] if head is None else list(head.named_parameters(prefix="head"))
         self.optimizer = Optimizer([*module.named_parameters(), *heads], config)
 
@@ -133,34 +162,106 @@ class Learner:
             parts += [active[part] for part in mini_batches(trajectories[active], self.config.mini_batches, rng)]
         return parts
 
+    def share(self, rows: Rows, updates: list[Array], working: Array | None = None) -> Array:
+        """[N]: whether this rank computes the row, in all epochs. Each update of the first epoch is shared evenly, by
+        tokens; rows that are not `working` cost nothing."""
+        peers = self.strategy.peers
+        owners = np.zeros(len(rows), np.int64)
+        costs = rows.lengths if working is None else rows.lengths * working
+        for chosen in updates[: len(updates) // self.config.epochs]:
+            owners[chosen] = shares(costs[chosen], peers.size)
+        mine: Array = owners == peers.rank
+        return mine
+
     def packed(self, rows: Rows, chosen: Array) -> Iterator[Packed]:
         """The chosen rows as micro-batches."""
-        for part in micro_batches(rows, chosen, self.config.token_budget, self.packing):
-            yield pack(rows, part, self.packing).to(self.forward.device)
+        return self.forward.batches(rows, chosen, self.config.token_budget, self.packing, self._use)
 
-    def update(self, batch: DataProto, losses: Iterable[MicroLoss]) -> dict[str, float]:
-        """One update from the losses, each made and taken apart before the next."""
+    def update(self, batch: DataProto, losses: Iterable[MicroLoss], count: float) -> dict[str, float]:
+        """One update from the losses, each made and taken apart before the next, over this count."""
+        self.add(batch, losses, count)
+        return self.finish()
+
+    def add(self, batch: DataProto, losses: Iterable[MicroLoss], count: float) -> None:
+        """The gradients of one part of an update. If it fails, the parts before it are dropped too."""
         if self._dropout:
             self.module.train()
         else:
             switch_off_dropout(self.module)
+        update = self._under_way = self._under_way or UnderWay()
         total = 0.0
-        seen: list[Array] = []
+        first = sum(map(len, update.batches))
+        error: Exception | None = None
         try:
-            for part in losses:
-                seen.append(part.rows)
-                value = float(part.loss.detach())
-                if not math.isfinite(value):
-                    raise self._failure(f"the loss is {value}", batch, part.rows)
-                part.loss.backward()  # type: ignore[no-untyped-call]
-                total += value
-            update = self.optimizer.apply()
-        except BaseException as error:
-            self.optimizer.clear()
-            if isinstance(error, NonFiniteGradient):
-                raise self._failure(str(error), batch, np.concatenate(seen)) from None
+            try:
+                for part in losses:
+                    update.computed.append(part.rows + first)
+                    value = float(part.loss.detach())
+                    if not math.isfinite(value):
+                        error = error or self._failure(f"the loss is {value}", batch, part.rows)
+                        if not self.strategy.whole:
+                            break
+                    part.loss.backward()  # type: ignore[no-untyped-call]
+                    total += value
+            except Exception as own:
+                if self.strategy.whole:  # the others are in the middle of a pass, and nobody can be told
+                    raise
+                error = own
+            update.loss += self.strategy.agree(total, error)
+        except BaseException:
+            self.drop()
             raise
-        return {"loss": total, "grad_norm": update.grad_norm, "lr": update.lr}
+        update.count += count
+        update.batches.append(batch)
+
+    def finish(self) -> dict[str, float]:
+        """The update from all parts that were added."""
+        if (update := self._under_way) is None:
+            raise RuntimeError("no update is under way: add its parts first")
+        try:
+            if not update.count:
+                rows = sum(map(len, update.batches))
+                raise ValueError(f"the update of {rows} rows has no trained token: is response_mask empty?")
+            self.strategy.collect(self.optimizer.named)
+            done = self.optimizer.apply(update.count)
+        except NonFiniteGradient as failed:  # of the sum, so that all ranks are here
+            self._refuse(str(failed), update)
+        finally:
+            self.drop()
+        return {"loss": update.loss / update.count, "grad_norm": done.grad_norm, "lr": done.lr}
+
+    def drop(self) -> None:
+        """Forget the update under way, if there is one."""
+        self.optimizer.clear()
+        self._under_way = None
+
+    def check_idle(self) -> None:
+        """Raise where an update under way would be mixed up with something else."""
+        if self._under_way is not None:
+            parts = len(self._under_way.batches)
+            raise RuntimeError(f"an update of {parts} parts so far is under way: finish or drop it first")
+
+    def offload(self) -> int:
+        """Move weights and optimizer memory to the host; the bytes that this frees. Nothing can be computed before
+        `reload`."""
+        self.check_idle()
+        if self._resting is None:
+            self.strategy.rest(self.module)
+            self._resting = Offloaded([*self.module.parameters(), *self.optimizer.tensors().values()])
+            self.forward.resting = True
+        return self._resting.bytes
+
+    def reload(self) -> None:
+        """Take them back."""
+        if self._resting is not None:
+            self._resting.reload()
+            self._resting, self.forward.resting = None, False
+
+    def weights(self) -> dict[str, Tensor]:
+        """What is published, on the first rank: all parameters and buffers, or with LoRA the adapter alone. The live
+        tensors, unless there are shards to gather."""
+        self.forward.check()
+        return self.strategy.full(adapter_weights(self.module) or self.module.state_dict(keep_vars=True))
 
     def state(self) -> TrainingState:
         return TrainingState(
@@ -169,10 +270,18 @@ class Learner:
         )
 
     def load_state(self, state: TrainingState) -> None:
+        self.drop()
         prefix = "optimizer/"
         tensors = {k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}
         self.optimizer.load(tensors, state.values["updates"])
         self.version = state.values["version"]
+
+    def _refuse(self, what: str, update: UnderWay) -> NoReturn:
+        """Raise the same on all ranks; the first one saves the batch."""
+        peers = self.strategy.peers
+        rows = np.concatenate([part for parts in peers.exchange(update.computed) for part in parts])
+        error = self._failure(what, update.batch, rows) if peers.rank == 0 else None
+        raise next(found for found in peers.exchange(error) if found is not None) from None
 
     def _failure(self, what: str, batch: DataProto, rows: Array) -> NonFiniteLoss:
         step = self.optimizer.step

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -85,6 +85,13 @@ def load_model(config: ModelConfig, vocab_size: int, seed: int, *, eos_token_id:
     return trained
 
 
+def base_model(module: nn.Module) -> nn.Module:
+    """The model under the adapter, if there is one."""
+    model: Any = module
+    base: nn.Module = model.get_base_model() if is_adapted(module) else model
+    return base
+
+
 def is_adapted(module: nn.Module) -> bool:
     """Whether it is a model with a LoRA adapter."""
     return hasattr(module, "peft_config")
@@ -100,11 +107,12 @@ def adapter_weights(module: nn.Module) -> dict[str, Tensor] | None:
     return {name: tensor.detach() for name, tensor in weights.items()}
 
 
-def save_model(directory: Path, module: nn.Module) -> None:
-    """Write it as `load_model` and transformers read it."""
+def save_model(directory: Path, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write it as `load_model` and transformers read it. `weights` are its whole ones, where it has shards of them."""
     model: Any = module
+    options: dict[str, Any] = {"save_embedding_layers": False} if is_adapted(module) else {"max_shard_size": "1000GB"}
     with without_progress_bars():
-        model.save_pretrained(directory, max_shard_size="1000GB")
+        model.save_pretrained(directory, **options, **({} if weights is None else {"state_dict": dict(weights)}))
 
 
 @contextmanager

@@ -90,29 +90,36 @@ class Optimizer:
         self.config = config
         self.step = 0
         """Updates done."""
-        self._named = {name: p for name, p in parameters if p.requires_grad}
-        if not self._named:
+        self.named = {name: p for name, p in parameters if p.requires_grad}
+        if not self.named:
             raise ValueError("nothing to train: no parameter requires a gradient")
-        self._parameters = list(self._named.values())
+        self._alike = _alike(self.named.values())
         groups = [
-            {"params": [p for p in self._parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-            {"params": [p for p in self._parameters if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in alike if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay * decays}
+            for alike in self._alike
+            for decays in (True, False)
         ]
         kind: Any = getattr(torch.optim, config.optimizer)
         arguments = {"lr": config.lr, **config.optimizer_args}
-        if config.optimizer in ("Adam", "AdamW", "SGD", "Adagrad"):
+        sharded = any(hasattr(p, "device_mesh") for p in self.named.values())
+        if config.optimizer in ("Adam", "AdamW", *(() if sharded else ("SGD", "Adagrad"))):
             arguments.setdefault("fused", True)
         self._optimizer: torch.optim.Optimizer = kind([g for g in groups if g["params"]], **arguments)
 
-    def apply(self) -> Update:
-        """Make the update that the gradients ask for, and clear them."""
-        norm = nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None])
+    def apply(self, count: float = 1.0) -> Update:
+        """Make the update that the gradients, divided by `count`, ask for, and clear them."""
+        if count != 1.0:
+            for parameter in self.named.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(count)
+        norm = self._norm()
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             raise NonFiniteGradient(f"the gradient norm is {grad_norm}")
         limit = self.config.max_grad_norm
         if limit is not None and grad_norm > limit:
-            nn.utils.clip_grads_with_norm_(self._parameters, limit, norm)
+            for alike in self._alike:
+                nn.utils.clip_grads_with_norm_(alike, limit, norm)
         lr = self.config.lr_at(self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -125,12 +132,21 @@ class Optimizer:
         """Forget the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
+    def _norm(self) -> Tensor:
+        """Of the gradient, over all shards."""
+        norms = []
+        for alike in self._alike:
+            norm: Any = nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None])
+            norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        total: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        return total
+
     def tensors(self) -> dict[str, Tensor]:
         """The optimizer's memory, by 'parameter name/its name'."""
         state = self._optimizer.state
         return {
             f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-            for name, parameter in self._named.items()
+            for name, parameter in self.named.items()
             for key, value in state.get(parameter, {}).items()
             if value is not None
         }
@@ -140,9 +156,17 @@ class Optimizer:
         state: dict[Tensor, dict[str, Any]] = {}
         for place, tensor in tensors.items():
             name, _, key = place.rpartition("/")
-            if name not in self._named:
+            if name not in self.named:
                 raise ValueError(f"the optimizer state has the parameter {name!r}, which the model does not train")
-            state.setdefault(self._named[name], {})[key] = tensor.clone()
+            state.setdefault(self.named[name], {})[key] = tensor.clone()
         self._optimizer.state.clear()
         self._optimizer.state.update(state)
         self.step = step
+
+
+def _alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters that can be computed with together: whole ones, and shards on the same ranks."""
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(found.values())

@@ -20,6 +20,7 @@ from cadenza.training.forward import Forward, Precision
 from cadenza.training.models import is_adapted
 from cadenza.training.packing import Packing
 from cadenza.training.rows import Rows
+from cadenza.training.strategy import Strategy
 
 
 class ReferenceConfig(Config):
@@ -35,13 +36,16 @@ class ReferenceConfig(Config):
 class Reference:
     """Logprobs of a model that does not change."""
 
-    def __init__(self, module: nn.Module, config: ReferenceConfig | None = None) -> None:
-        """`module` is used as it is. If it has an adapter, the reference is the model under it; else it is frozen."""
+    def __init__(
+        self, module: nn.Module, config: ReferenceConfig | None = None, *, strategy: Strategy | None = None
+    ) -> None:
+        """`module` is used as it is. If it has an adapter, the reference is the model under it, and `strategy` that of
+        whoever trains it; else it is frozen."""
         self.config = config or ReferenceConfig()
         self.module = module
         if not is_adapted(module):
             module.requires_grad_(False).eval()
-        self._forward = Forward(module, precision=self.config.precision)
+        self._forward = Forward(module, precision=self.config.precision, strategy=strategy)
         self._packing = self._forward.resolve(self.config.packing)
 
     @classmethod

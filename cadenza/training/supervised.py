@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from cadenza.algorithms import denominator, loss_sum, merge_metrics, token_weights
 from cadenza.data import DataProto, Ragged
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
 from cadenza.training.rows import Array, Rows
+from cadenza.training.strategy import Strategy
 
 Pair = tuple[npt.ArrayLike, npt.ArrayLike]
 """Prompt tokens and response tokens."""
@@ -34,10 +35,18 @@ class SupervisedConfig(LearnerConfig):
 class Supervised:
     """Trains a language model on examples."""
 
-    def __init__(self, module: nn.Module, config: SupervisedConfig, seed: int, *, failures: Path | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: SupervisedConfig,
+        seed: int,
+        *,
+        failures: Path | None = None,
+        strategy: Strategy | None = None,
+    ) -> None:
         self.config = config
         self.seed = seed
-        self._learner = Learner(module, config, seed, dropout=True, failures=failures)
+        self._learner = Learner(module, config, seed, dropout=True, failures=failures, strategy=strategy)
 
     @property
     def module(self) -> nn.Module:
@@ -52,8 +61,14 @@ class Supervised:
         """Learn from a batch with the columns `input_ids` and `response_mask`."""
         rows = Rows.of(batch)
         parts = []
-        for chosen in self._learner.updates(batch, rows):
-            metrics = self._learner.update(batch, self._losses(rows, chosen))
+        updates = self._learner.updates(batch, rows)
+        mine = self._learner.share(rows, updates)
+        mask = rows.pad(np.ones(len(rows.trained), bool))
+        by, length = self.config.aggregation, self.config.constant_length
+        weights = token_weights(mask, by)
+        for chosen in updates:
+            losses = self._losses(rows, weights, chosen[mine[chosen]])
+            metrics = self._learner.update(batch, losses, denominator(mask[chosen], by, constant_length=length))
             parts.append((metrics, float(rows.counts[chosen].sum())))
         self._learner.version += 1
         return merge_metrics(parts) | {"tokens": float(len(rows.trained)), "lr": parts[-1][0]["lr"]}
@@ -72,15 +87,11 @@ class Supervised:
     def load_state(self, state: TrainingState) -> None:
         self._learner.load_state(state)
 
-    def _losses(self, rows: Rows, chosen: Array) -> Iterator[MicroLoss]:
-        by = self.config.aggregation
-        mask = rows.pad(np.ones(len(rows.trained), bool))
-        weights = token_weights(mask, by)
-        count = denominator(mask[chosen], by, constant_length=self.config.constant_length)
-        for packed in self._learner.packed(rows, chosen):
+    def _losses(self, rows: Rows, weights: Tensor, computed: Array) -> Iterator[MicroLoss]:
+        for packed in self._learner.packed(rows, computed):
             logprobs = packed.by_row(self._learner.forward.scores(packed).logprobs)
             weight = weights[packed.rows, : packed.shape[1]].to(logprobs.device)
-            yield MicroLoss(loss_sum(-logprobs, weight) / count, packed.rows)
+            yield MicroLoss(loss_sum(-logprobs, weight), packed.rows)
 
 
 def examples(pairs: Sequence[Pair]) -> DataProto:

@@ -1,0 +1,221 @@
+"""The inference side of a run: its replicas, and how weights reach them.
+
+Invariant: `Inference.weights` brings what the actor has now to every replica, beside the generation, and changes
+nothing that is generated; `sampler.load_weights` with its answer swaps it in between two steps of an engine. So no step
+ever sees two versions, and an update that fails half way leaves the old one whole.
+```
+embedded          the engines read the actor's own tensors; one packed copy serves all of them
+Ray, one node     the actor's process puts buckets into shared memory, and the replicas read them there
+Ray, more nodes   the actor's process broadcasts buckets to the replicas
+servers           each reads buckets in the shared memory of this node, when it loads them
+```
+The embedded engine is ready for the swap when weights have reached it. vLLM and servers take them in when they load
+them, and generate nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cadenza.cluster import Cluster, DeviceMap, Placement
+from cadenza.cluster.remote_replica import RemoteReplica
+from cadenza.cluster.shipping import Broadcast, ShipmentLost, Stored
+from cadenza.inference.codec import TextCodec
+from cadenza.inference.replica import Replica
+from cadenza.inference.torch_engine import Prepared, TorchReplica
+from cadenza.pipelines.engines import EngineConfig, servers, torch_options, vllm_cluster
+from cadenza.pipelines.workers import ActorWorker, Blueprint, InferenceWorker
+from cadenza.rollout.sampler import Sampler, SamplerConfig
+
+logger = logging.getLogger("cadenza")
+
+
+class Delivery(Protocol):
+    """A way for weights."""
+
+    name: str
+
+    async def weights(self) -> object:
+        """Bring them to the replicas; what `load_weights` takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """The inference cluster, as the schedulers want it."""
+
+    sampler: Sampler
+    codec: TextCodec
+    delivery: Delivery
+
+    async def weights(self) -> object:
+        """What the actor has now, brought to the replicas; `sampler.load_weights` swaps it in."""
+        return await self.delivery.weights()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What replicas are made of."""
+
+    actor: Cluster[ActorWorker]
+    devices: DeviceMap
+    codec: TextCodec
+    blueprint: Blueprint
+    engine: EngineConfig
+    sampler: SamplerConfig
+
+
+@asynccontextmanager
+async def inference(plan: Plan) -> AsyncIterator[Inference]:
+    """Replicas with the policy in them: one on each part of the role's devices, or one for each server."""
+    async with AsyncExitStack() as stack:
+        replicas: Sequence[Replica]
+        delivery: Delivery
+        if plan.engine.kind == "http":
+            delivery = FromHere(plan.actor)
+            running = servers(plan.engine, plan.codec.eos_token_ids, await delivery.weights())
+            replicas = await stack.enter_async_context(running)
+        elif plan.devices.resources.backend == "embedded":
+            replicas = local = await _embedded(plan, stack)
+            delivery = InProcess(plan.actor, local)
+        else:
+            replicas = remote = await _on_ray(plan, stack)
+            delivery = delivery_on(plan.devices)(plan.actor, remote)
+            weights = await delivery.weights()
+            await asyncio.gather(*(replica.load_weights(0, weights) for replica in remote))
+        logger.info("weights reach %d replicas %s", len(replicas), delivery.name)
+        sampler = Sampler(replicas, plan.sampler)
+        stack.push_async_callback(sampler.close)
+        yield Inference(sampler, plan.codec, delivery)
+
+
+async def _embedded(plan: Plan, stack: AsyncExitStack) -> list[TorchReplica]:
+    options = torch_options(plan.engine, plan.codec.eos_token_ids)
+    first, *others = (part.devices for part in plan.devices["inference"].replicas())
+    replicas = [TorchReplica(await plan.actor.module(), name="torch-0", devices=first, **options)]
+    stack.callback(replicas[0].close)
+    for number, devices in enumerate(others, 1):
+        replicas.append(replicas[0].twin(name=f"torch-{number}", devices=devices, **options))
+        stack.callback(replicas[-1].close)
+    return replicas
+
+
+async def _on_ray(plan: Plan, stack: AsyncExitStack) -> list[RemoteReplica]:
+    """Each is a cluster of its own, so that one that dies leaves the others alone. They start together."""
+    clusters = [_cluster(plan, part) for part in plan.devices["inference"].replicas()]
+    for cluster in clusters:
+        stack.push_async_exit(cluster)
+    started = await asyncio.gather(*(cluster.start() for cluster in clusters), return_exceptions=True)
+    for error in started:
+        if isinstance(error, BaseException):
+            raise error
+    return [await RemoteReplica.of(cluster) for cluster in clusters]
+
+
+def _cluster(plan: Plan, part: Placement) -> Cluster[Any]:
+    """The process of one replica."""
+    engine, eos_token_ids = plan.engine, plan.codec.eos_token_ids
+    if engine.kind == "torch":
+        options: dict[str, Any] = {"blueprint": plan.blueprint, "engine": engine, "eos_token_ids": eos_token_ids}
+        return Cluster("inference", InferenceWorker, part, **options)
+    model = plan.blueprint.model
+    path = Path(str(model.path))  # a directory, by a name that means the same in other processes, or a name of a hub
+    return vllm_cluster(
+        part,
+        engine,
+        model=str(path.absolute()) if path.is_dir() else str(model.path),
+        eos_token_ids=eos_token_ids,
+        dtype=model.dtype,
+        lora=None if model.lora is None else (model.lora.r, model.lora.alpha),
+    )
+
+
+# -- the ways of weights -----------------------------------------------------------------------------------------------
+
+
+class InProcess:
+    """Replicas that share their weights."""
+
+    name = "in the same process, without a copy on the way"
+
+    def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[TorchReplica]) -> None:
+        self._actor, self._replicas = actor, replicas
+
+    async def weights(self) -> Prepared:
+        return await self._replicas[0].prepare(await self._actor.module())
+
+
+class FromHere:
+    """Servers, which are sent the weights of this process when they load them."""
+
+    name = "over the shared memory of this node"
+
+    def __init__(self, actor: Cluster[ActorWorker]) -> None:
+        self._actor = actor
+
+    async def weights(self) -> dict[str, Tensor]:
+        """The live tensors: they are loaded before the next train step."""
+        weights: dict[str, Tensor] = (await self._actor.module()).state_dict()
+        return weights
+
+
+class ThroughStore:
+    """Shared memory; across nodes Ray copies it once for each."""
+
+    name = "through shared memory"
+
+    def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
+        self._actor, self._replicas = actor, replicas
+
+    async def weights(self) -> Stored:
+        """Whoever cannot prepare them is dealt with when they are loaded."""
+        stored: Stored = await self._actor.store_weights()
+        living = [replica for replica in self._replicas if not replica.is_lost]
+        await asyncio.gather(*(replica.prepare(stored) for replica in living), return_exceptions=True)
+        return stored
+
+
+class ByBroadcast:
+    """A collective of the actor and all replicas; if it fails, through the object store."""
+
+    name = "by a collective broadcast"
+
+    def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
+        self._actor, self._replicas = actor, replicas
+        self._store = ThroughStore(actor, replicas)
+        self._last: tuple[Sequence[RemoteReplica], Broadcast] | None = None
+
+    async def weights(self) -> Stored | Broadcast:
+        living = [replica for replica in self._replicas if not replica.is_lost]
+        if self._last is None or self._last[0] != living:
+            self._last = living, await self._actor.open_broadcast(len(living))
+        broadcast = self._last[1].next()
+        sent, *failures = await asyncio.gather(
+            self._actor.send_weights(broadcast),
+            *(replica.prepare(broadcast.to(rank)) for rank, replica in enumerate(living, 1)),
+            return_exceptions=True,
+        )
+        if sent is None and not any(failures):
+            self._last = living, broadcast
+            return broadcast
+        if sent is not None and not isinstance(sent, ShipmentLost):
+            raise sent
+        self._last = None
+        told = sent or next(failure for failure in failures if failure)
+        logger.warning("the broadcast of weights failed, they go through the object store: %s", told)
+        return await self._store.weights()
+
+
+def delivery_on(devices: DeviceMap) -> type[ThroughStore] | type[ByBroadcast]:
+    """Shared memory where all replicas are on the node of the actor's first rank."""
+    home = devices["actor"].places[0].node
+    is_near = all(place.node == home for place in devices["inference"].places)
+    return ThroughStore if is_near else ByBroadcast

@@ -1,0 +1,205 @@
+"""Weights from a trainer to replicas on a real Ray: on one node through shared memory, on two by a broadcast."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+ray = pytest.importorskip("ray")
+
+from ray.cluster_utils import Cluster as RayTestCluster  # noqa: E402
+
+from cadenza import Cluster, ResourceManager  # noqa: E402
+from cadenza.cluster import dispatch  # noqa: E402
+from cadenza.cluster.remote_replica import RemoteReplica  # noqa: E402
+from cadenza.cluster.shipping import Broadcast, Layout, ShipmentLost, Stored  # noqa: E402
+from cadenza.inference.replica import Generation, Request, Sampling, Tokens  # noqa: E402
+from cadenza.pipelines.config import EngineConfig  # noqa: E402
+from cadenza.pipelines.replicas import ByBroadcast, Inference, Plan, ThroughStore, inference  # noqa: E402
+from cadenza.pipelines.workers import ActorWorker, Blueprint  # noqa: E402
+from cadenza.rollout.sampler import SamplerConfig  # noqa: E402
+from cadenza.training import ActorConfig, ModelConfig, ReferenceConfig  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+PROMPT = np.arange(3, 11, dtype=np.int32)
+BUCKET = 5000
+MODEL = ModelConfig(layers=2, hidden=32, heads=2)
+
+
+class Trainer(ActorWorker):
+    """Changes as if it had learned, and says what its module writes."""
+
+    @dispatch("rank_zero")
+    def nudge(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.actor.module.parameters():
+                parameter += 0.3 * torch.randn_like(parameter)
+
+    @dispatch("rank_zero")
+    def greedy(self, tokens: Tokens, count: int) -> list[int]:
+        ids = torch.from_numpy(np.array(tokens)).long()[None]
+        with torch.no_grad():
+            for _ in range(count):
+                token = self.actor.module(input_ids=ids).logits[0, -1].argmax()
+                ids = torch.cat((ids, token[None, None]), 1)
+        return ids[0, len(tokens) :].tolist()
+
+    @dispatch("rank_zero")
+    def store_weights(self) -> Stored:
+        return Stored.put(self.actor.weights(), BUCKET)
+
+    @dispatch("rank_zero")
+    def open_broadcast(self, receivers: int) -> Broadcast:
+        return self._lines.open(Layout.of(self.actor.weights(), BUCKET), receivers)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[None]:
+    memory = 100 * 2**20
+    head = {"num_cpus": 3, "include_dashboard": False, "object_store_memory": memory}
+    cluster = RayTestCluster(initialize_head=True, head_node_args=head)
+    try:
+        cluster.add_node(num_cpus=3, object_store_memory=memory)
+        cluster.wait_for_nodes(120)
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+Work = Callable[[Any, Inference, list[RemoteReplica]], Awaitable[None]]
+
+
+def run(devices: str, work: Work) -> None:
+    """With a trainer on device 0 and replicas on these; 0 to 2 are one node, 3 to 5 the other."""
+
+    async def main() -> None:
+        resources = ResourceManager.on_ray()
+        try:
+            places = resources.place({"actor": "0", "inference": devices})
+            codec: Any = SimpleNamespace(vocab_size=64, eos_token_ids=frozenset())  # texts do not end by themselves
+            blueprint = Blueprint(MODEL, codec.vocab_size, None, 0, 1)
+            actor = Cluster(
+                "actor", Trainer, places["actor"], blueprint=blueprint, config=ActorConfig(),
+                reference=ReferenceConfig(), failures=None,
+            )  # fmt: skip
+            async with actor:
+                await actor.nudge(0)
+                plan = Plan(actor, places, codec, blueprint, EngineConfig(), SamplerConfig(balance_seconds=0))
+                async with inference(plan) as running:
+                    await work(actor, running, list(running.sampler._replicas))  # type: ignore[misc]
+        finally:
+            await resources.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+def ask(id: int, count: int = 12) -> Request:
+    return Request(id, (PROMPT,), len(PROMPT), count, Sampling(temperature=0.0), 0, 0, id, id, 0)
+
+
+async def all_say(replicas: list[RemoteReplica], expected: list[int], version: int, id: int) -> None:
+    for number, replica in enumerate(replicas):
+        answer: Generation = await replica.generate(ask(id + number, len(expected)))
+        assert answer.tokens.tolist() == expected
+        assert {span.version for span in answer.spans} == {version}
+        assert (await replica.stats()).version == version
+
+
+@pytest.mark.parametrize(("devices", "way"), [("1-2", ThroughStore), ("1,3,4", ByBroadcast)])
+def test_after_an_update_every_replica_writes_what_the_trainer_would(nodes: None, devices: str, way: type) -> None:
+    async def work(actor: Any, running: Inference, replicas: list[RemoteReplica]) -> None:
+        assert type(running.delivery) is way
+        before = await actor.greedy(PROMPT, 12)
+        await all_say(replicas, before, 0, 100)
+        for version in (1, 2):
+            await actor.nudge(version)
+            weights = await running.weights()
+            assert isinstance(weights, Stored) == (way is ThroughStore)
+            await all_say(replicas, before, version - 1, 1000 * version)  # they have it, and do not use it yet
+            await running.sampler.load_weights(version, weights)
+            after = await actor.greedy(PROMPT, 12)
+            assert after != before
+            await all_say(replicas, after, version, 1000 * version + 100)
+            before = after
+
+    run(devices, work)
+
+
+def test_a_turn_that_runs_through_an_update_has_each_token_of_one_version(nodes: None) -> None:
+    async def work(actor: Any, running: Inference, replicas: list[RemoteReplica]) -> None:
+        (replica,) = replicas
+        old = await actor.greedy(PROMPT, 400)
+        turn = replica.generate(ask(1, 400))
+        await actor.nudge(1)
+        weights = await running.weights()
+        while not (await replica.stats()).generated:  # noqa: ASYNC110 - it begins within some calls
+            await asyncio.sleep(0)
+        await running.sampler.load_weights(1, weights)
+        answer: Generation = await turn
+        first = sum(span.length for span in answer.spans if span.version == 0)
+        written = answer.tokens.tolist()
+        assert written[:first] == old[:first]
+        assert written[first:] == await actor.greedy(np.append(PROMPT, answer.tokens[:first]), 400 - first)
+        assert {span.version for span in answer.spans} in ({0, 1}, {0})  # it may have ended before
+
+    run("1", work)
+
+
+def test_an_update_that_fails_half_way_leaves_the_old_version_whole(nodes: None) -> None:
+    async def work(actor: Any, running: Inference, replicas: list[RemoteReplica]) -> None:
+        old = await actor.greedy(PROMPT, 12)
+        await actor.nudge(1)
+        good: Stored = await actor.store_weights()
+        assert len(good.refs) > 3
+        torn = replace(good, refs=(*good.refs[:2], ray.put([np.zeros(3, np.uint8)]), *good.refs[3:]))
+        for replica in replicas:
+            with pytest.raises(ShipmentLost, match="bucket 2 of the weights"):
+                await replica.prepare(torn)
+            with pytest.raises(ShipmentLost, match="bucket 2 of the weights"):
+                await replica.load_weights(1, torn)
+        await all_say(replicas, old, 0, 100)
+        await running.sampler.load_weights(1, good)
+        await all_say(replicas, await actor.greedy(PROMPT, 12), 1, 200)
+
+    run("1-2", work)
+
+
+def test_a_broadcast_that_a_replica_misses_goes_through_the_object_store_and_the_dead_cost_themselves(
+    nodes: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(actor: Any, running: Inference, replicas: list[RemoteReplica]) -> None:
+        await actor.nudge(1)
+        dead, *living = replicas
+        way = running.delivery
+        assert isinstance(way, ByBroadcast)
+        missed = way._last
+        assert missed is not None
+        entries = [
+            entry._replace(shape=(1, *entry.shape)) if entry.name == "model.norm.weight" else entry
+            for entry in missed[1].layout.entries
+        ]
+        other = Layout(tuple(entries), BUCKET)
+        way._last = missed[0], replace(missed[1], layout=other)  # the engines will not have it
+        assert isinstance(await running.weights(), Stored)
+        assert "the broadcast of weights failed" in caplog.text
+        dead.kill("for the test")
+        weights = await running.weights()
+        assert isinstance(weights, Broadcast)
+        assert weights.size == 1 + len(living)
+        await running.sampler.load_weights(1, weights)
+        assert list(running.sampler.lost) == [dead.name]
+        await all_say(living, await actor.greedy(PROMPT, 12), 1, 100)
+
+    run("1,3,4", work)
