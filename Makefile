@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray smollm2-vllm test check test-smollm2 test-vllm fuzz bench bench-trl clean
+.PHONY: help demo demo-ray smollm2-vllm test check test-smollm2 test-vllm fuzz bench bench-ray bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -41,6 +41,9 @@ fuzz: $(VENV)/.light  ## run 50,000 random schedules
 bench: $(VENV)/.dev  ## measure the control plane and the engine
 	$(BIN)/cadenza bench control-plane
 	$(BIN)/cadenza bench engine
+
+bench-ray: $(VENV)/.ray  ## measure rollouts on Ray: CPU time of all processes per trajectory and per turn
+	$(BIN)/cadenza bench ray
 
 bench-trl: $(VENV)/.models  ## measure training against TRL, which gets an environment of its own
 	$(BIN)/cadenza bench trl

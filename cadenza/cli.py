@@ -335,6 +335,20 @@ def trl(*, rounds: Count = 3, json: Flag = False) -> int:
 
 
 @bench.command
+def ray(*, json: Flag = False) -> int:
+    """CPU time of rollouts on Ray, of the whole process tree, per trajectory and turn; takes two minutes.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.ray import ray as measure
+
+    return measure(json)
+
+
+@bench.command
 def control_plane(*, json: Flag = False) -> int:
     """CPU time and memory of the scheduler per trajectory, route and batch.
 

@@ -110,6 +110,7 @@ def test_the_scenarios_cover_what_users_vary() -> None:
     assert set(seen(lambda s: s.parts)) == {1, 2, 4}
     assert set(seen(lambda s: s.play)) == {"trajectory", "step"}
     assert set(seen(lambda s: len(s.domains))) == {1, 2, 3}
+    assert set(seen(lambda s: s.workers)) == {0, 1, 2, 3}
     for flag in ("doomed", "take_all", "repeated", "keep_kv", "patience", "extra_members", "extra_groups"):
         assert set(seen(lambda s, flag=flag: bool(getattr(s, flag)))) == {True, False}
     for part in ("shuffle", "validation", "tasks"):

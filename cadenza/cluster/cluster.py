@@ -20,6 +20,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from cadenza.cluster.crew import Backend, Crew, Launch, answers
 from cadenza.cluster.dispatch import Mark, Trip, mark_of
+from cadenza.cluster.peer import Peer
 from cadenza.cluster.placement import Place, Placement
 from cadenza.cluster.worker import Worker
 from cadenza.off_loop import within
@@ -79,6 +80,13 @@ class Cluster(Generic[W]):
     @property
     def devices(self) -> list[int]:
         return sorted(self.placement.devices)
+
+    @property
+    def peers(self) -> Sequence[Peer]:
+        """Each worker by rank, to be asked by itself. On Ray they are addresses, which pickle."""
+        if self._crew is None:
+            raise RuntimeError(f"cluster '{self.role}' does not run: await its start(), or use 'async with'")
+        return self._crew.peers()
 
     async def start(self) -> Self:
         """Make the workers; all of them, or none is left."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from cadenza.cluster.dispatch import Call
 from cadenza.cluster.placement import Place, Placement
 from cadenza.cluster.worker import Worker, WorkerLost
 from cadenza.errors import DeadlinePassed, PeerLost
+
+if TYPE_CHECKING:
+    from cadenza.cluster.peer import Peer
 
 LOOK_SECONDS = 5.0
 """Between two looks at what carries the workers, while nothing comes from them."""
@@ -49,6 +52,9 @@ class Crew(Protocol):
     async def begin(self, method: str, calls: Sequence[Call]) -> Sequence[asyncio.Future[Any]]:
         """Make the calls; a future for the answer to each."""
 
+    def peers(self) -> Sequence[Peer]:
+        """Each worker, to be asked by itself, by rank."""
+
     async def look(self) -> None:
         """Raise if what carries the workers is gone."""
 
@@ -71,6 +77,12 @@ class Tasks:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_heard)
         return task
+
+    def cancel(self) -> None:
+        """Nobody is interested any more, the one who says so excepted."""
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
 
 
 async def answers(

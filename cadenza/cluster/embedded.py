@@ -8,6 +8,7 @@ from typing import Any
 
 from cadenza.cluster.crew import Launch, Tasks, answers
 from cadenza.cluster.dispatch import Call
+from cadenza.cluster.peer import LocalPeer, Peer
 from cadenza.cluster.worker import Host
 from cadenza.data import DataProto
 
@@ -29,6 +30,9 @@ class EmbeddedCrew:
 
     async def begin(self, method: str, calls: Sequence[Call]) -> list[asyncio.Task[Any]]:
         return [self._tasks.begin(self._call(method, call)) for call in calls]
+
+    def peers(self) -> list[Peer]:
+        return [LocalPeer(str(host.place), host) for host in self._hosts]
 
     async def look(self) -> None:
         """Nothing carries the workers that could be gone."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import platform
 import sys
 import traceback
@@ -83,6 +84,21 @@ class RayHost:
         ray_tensors.register()
         return answer if answers else None
 
+    async def talk(self, method: str, values: Any) -> Any:
+        """For a method that is called all the time with small things; see `packed`."""
+        try:
+            return packed(await self._host.call(method, unpacked(values), {}))
+        except Exception as error:  # noqa: BLE001 - whoever called raises it
+            return Raised.of(error)
+
+    async def talk_for_bulk(self, method: str, values: Any) -> tuple[Any, Any]:
+        """The same for a method that returns two things: they become two objects."""
+        try:
+            first, bulk = await self._host.call(method, unpacked(values), {})
+        except Exception as error:  # noqa: BLE001 - whoever called raises it
+            return Raised.of(error), None
+        return packed(first), bulk
+
     async def close(self) -> None:
         await self._host.close()
 
@@ -127,7 +143,13 @@ class RayCrew:
         ray_tensors.register()
         async with self._turn:  # so that calls arrive in the order in which they were made
             refs = await as_async(self._submit)(method, calls)
-        return [self._tasks.begin(_answer(ref)) for ref in refs]
+        return [self._tasks.begin(answer_of(ref)) for ref in refs]
+
+    def peers(self) -> list[Any]:
+        """Addresses of the workers, by rank."""
+        peer = import_module("cadenza.cluster.ray_peer").RayPeer
+        places = self._launch.places
+        return [peer(str(place), actor) for place, actor in zip(places, self._actors, strict=True)]
 
     async def look(self) -> None:
         if not ray.is_initialized():
@@ -142,12 +164,12 @@ class RayCrew:
             await self.look()
         except HeadLost:
             return  # nobody is left who could end them; they end with the job
-        closed = [self._tasks.begin(_answer(actor.close.remote())) for actor in actors]
+        closed = [self._tasks.begin(answer_of(actor.close.remote())) for actor in actors]
         await asyncio.wait(closed, timeout=CLOSE_SECONDS)
         await within(CLOSE_SECONDS, as_async(_kill)(actors), "close seconds")
 
     async def _all(self, what: str, refs: Sequence[Any], seconds: float) -> list[Any]:
-        futures = [self._tasks.begin(_answer(ref)) for ref in refs]
+        futures = [self._tasks.begin(answer_of(ref)) for ref in refs]
         try:
             return await answers(what, self._launch.places, futures, seconds=seconds, look=self.look)
         except DeadlinePassed as error:
@@ -180,6 +202,20 @@ class RayCrew:
         ]
 
 
+def packed(value: Any) -> Any:
+    """Bytes, where plain pickling does. Ray's own asks a Python function about every single object; that is only needed
+    for what cannot be imported at the other end."""
+    try:
+        data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - pickling runs the value's own code; Ray's pickling may still do
+        return value
+    return value if b"__main__" in data else data
+
+
+def unpacked(value: Any) -> Any:
+    return pickle.loads(value) if isinstance(value, bytes) else value
+
+
 def module_path() -> list[str]:
     """Where this process finds modules that are not installed: the interpreter of a worker has its own packages."""
     installed = (Path(sys.prefix), Path(sys.base_prefix))
@@ -209,7 +245,8 @@ def check_versions(controller: Mapping[str, str], worker: Mapping[str, str], pla
             )
 
 
-async def _answer(ref: Any) -> Any:
+async def answer_of(ref: Any) -> Any:
+    """What a worker answered; its failure is raised as what it was."""
     try:
         answer = await ref
     except ray.exceptions.RayTaskError as error:  # what the worker raises comes as an answer: this is Ray's own trouble

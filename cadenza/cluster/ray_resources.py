@@ -83,6 +83,10 @@ class RayResources(ResourceManager):
         self._groups: list[Any] = []
         self._turn = asyncio.Lock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process knows the devices, and has set none of them aside."""
+        return RayResources, (self.nodes, self.kind, self.address)
+
     async def reserve(self, map: DeviceMap, seconds: float) -> Mapping[int, Bundle]:
         """The devices of a map, set aside; the same again for whoever comes later."""
         async with self._turn:

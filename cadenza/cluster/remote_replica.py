@@ -1,7 +1,7 @@
 """An inference replica that is somebody else's process: the protocol here, the engine there.
 
 Invariant: turns share calls. What the loop asked for since the last call travels in one, and an answer brings all turns
-that ended meanwhile. One call at a time waits at the other end: one that brings news relieves it.
+that ended meanwhile. One call at a time of each client waits at the other end: one that brings news relieves it.
 ```
 generate, abort --outbox, once per turn of the loop--> exchange() --> engine
 futures <------ all answers that are there <---------- waits for one, a newer call, or POLL_SECONDS
@@ -19,11 +19,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from cadenza.cluster.cluster import Cluster
 from cadenza.cluster.crew import Tasks
 from cadenza.cluster.dispatch import dispatch
+from cadenza.cluster.peer import Peer
 from cadenza.cluster.shipping import Broadcast, Lines, Stored
 from cadenza.cluster.worker import Worker
 from cadenza.errors import InfrastructureError
@@ -41,6 +42,8 @@ from cadenza.off_loop import as_async
 
 POLL_SECONDS = 30.0
 """After which a call comes back empty: no wait is endless."""
+FORGET_SECONDS = 600.0
+"""After which the answers for a client that does not call any more are dropped."""
 
 logger = logging.getLogger("cadenza")
 T = TypeVar("T")
@@ -64,8 +67,7 @@ class ReplicaWorker(Worker):
     def __init__(self, replica: Replica) -> None:
         self._engine = replica
         self._running: dict[int, asyncio.Future[Generation]] = {}
-        self._answers: list[Answer] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._desks: dict[str, _Desk] = {}
         self._lines = Lines()
         self._ready: tuple[str, object] | None = None
         """The shipment that waits to be loaded, and what the engine takes for it."""
@@ -76,21 +78,27 @@ class ReplicaWorker(Worker):
         return self._engine.name, self._engine.devices, self._engine.kv_capacity
 
     @dispatch("rank_zero")
-    async def exchange(self, requests: Sequence[Request], aborts: Sequence[Abort]) -> list[Answer]:
-        """Take requests, and give all answers that are there; if there is none, wait for one."""
+    async def exchange(self, requests: Sequence[Request], aborts: Sequence[Abort], client: str = "") -> list[Answer]:
+        """Take requests, and give all answers for this client that are there; if there is none, wait for one."""
+        loop = asyncio.get_running_loop()
+        desk = self._desks.setdefault(client, _Desk())
+        desk.seen = loop.time()
         for request in requests:
             self._running[request.id] = future = self._engine.generate(request)
-            future.add_done_callback(partial(self._ended, request.id))
+            future.add_done_callback(partial(self._ended, request.id, desk))
         for abort in aborts:
-            if not abort.is_wanted and abort.id in self._running:
+            if abort.id not in self._running:
+                continue
+            if not abort.is_wanted:
                 self._running[abort.id].cancel()  # so that the engine books its tokens as discarded
             self._engine.abort(abort.id, abort.cause)
-        self._relieve()
-        if not self._answers:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await asyncio.wait([self._waiter], timeout=POLL_SECONDS)
-        answers, self._answers = self._answers, []
-        return answers
+        desk.relieve()
+        if not desk.ready:
+            desk.waiter = loop.create_future()
+            await asyncio.wait([desk.waiter], timeout=POLL_SECONDS)
+            self._desks = {name: d for name, d in self._desks.items() if loop.time() - d.seen < FORGET_SECONDS}
+        ready, desk.ready = desk.ready, []
+        return ready
 
     @dispatch("rank_zero")
     async def flights(self) -> Sequence[Flight]:
@@ -139,29 +147,54 @@ class ReplicaWorker(Worker):
     async def stats(self) -> ReplicaStats:
         return await self._engine.stats()
 
-    def _ended(self, id: int, future: asyncio.Future[Generation]) -> None:
+    def _ended(self, id: int, desk: _Desk, future: asyncio.Future[Generation]) -> None:
         del self._running[id]
         if future.cancelled():
             return
         error = future.exception()
         if error is not None and not isinstance(error, ReplicaError):
             error = ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
-        self._answers.append((id, error or future.result()))
-        self._relieve()
+        desk.ready.append((id, error or future.result()))
+        desk.relieve()
 
-    def _relieve(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+
+class _Desk:
+    """Where a client waits for its answers."""
+
+    def __init__(self) -> None:
+        self.ready: list[Answer] = []
+        self.waiter: asyncio.Future[None] | None = None
+        self.seen = 0.0
+
+    def relieve(self) -> None:
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class RemoteReplica:
     """This end: a `Replica` over a started cluster of one `ReplicaWorker`."""
 
-    def __init__(self, cluster: Cluster[Any], name: str, devices: tuple[int, ...], kv_capacity: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster[Any] | Peer,
+        name: str,
+        devices: tuple[int, ...],
+        kv_capacity: int,
+        *,
+        client: str = "",
+        is_shared: bool = False,
+        linger: float = 0.0,
+    ) -> None:
+        """Where several processes ask one replica, each is a `client` with a name; for one that `is_shared`, flights
+        are those of all clients. What is asked for within `linger` seconds shares a call."""
         self.name = name
         self.devices = devices
         self.kv_capacity = kv_capacity
-        self._cluster = cluster
+        self._cluster: Any = cluster
+        self._is_peer = isinstance(cluster, Peer)
+        self._client = (client,) if client else ()
+        self._is_shared = is_shared
+        self._linger = linger
         self._flight: dict[int, asyncio.Future[Generation]] = {}
         self._requests: list[Request] = []
         self._aborts: list[Abort] = []
@@ -173,6 +206,11 @@ class RemoteReplica:
         self._is_looking = False
         self._tasks = Tasks()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def address(self) -> Peer:
+        """Where other processes reach it."""
+        return self._cluster if isinstance(self._cluster, Peer) else cast("Peer", self._cluster.peers[0])
 
     @classmethod
     async def of(cls, cluster: Cluster[Any]) -> RemoteReplica:
@@ -202,6 +240,8 @@ class RemoteReplica:
     def abort(self, request_id: int, cause: str) -> None:
         future = self._flight.get(request_id)
         if future is None:
+            self._aborts.append(Abort(request_id, cause, True))  # another client's; who knows it not ignores it
+            self._wake()
             return
         if future.done():  # whoever waited is gone
             del self._flight[request_id]
@@ -210,10 +250,10 @@ class RemoteReplica:
 
     def flights(self) -> Sequence[Flight]:
         """What it told last, of those still in flight; and it is asked again, for the next time."""
-        if not self._is_looking and self._flight and not self._lost.done():
+        if not self._is_looking and (self._flight or self._is_shared) and not self._lost.done():
             self._is_looking = True
             self._tasks.begin(self._look())
-        return [flight for flight in self._told if flight.id in self._flight]
+        return [flight for flight in self._told if self._is_shared or flight.id in self._flight]
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         await self._ask(self._cluster.pause, epoch, mode)
@@ -247,7 +287,11 @@ class RemoteReplica:
     def _wake(self) -> None:
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_soon(self._send)
+            loop = asyncio.get_running_loop()
+            if self._linger:
+                loop.call_later(self._linger, self._send)
+            else:
+                loop.call_soon(self._send)
 
     def _send(self) -> None:
         self._is_due = False
@@ -260,7 +304,8 @@ class RemoteReplica:
 
     async def _exchange(self, requests: Sequence[Request], aborts: Sequence[Abort]) -> None:
         try:
-            answers: list[Answer] = await self._cluster.exchange(requests, aborts)
+            exchange = partial(self._cluster.talk, "exchange") if self._is_peer else self._cluster.exchange
+            answers: list[Answer] = await exchange(requests, aborts, *self._client)
         except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of it
             self._die(_told(self.name, error))
             return

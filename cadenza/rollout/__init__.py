@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
+from cadenza.rollout.sampler_client import InferenceService
 
-__all__ = ["DomainConfig", "EnvManagerConfig", "RolloutConfig"]
+__all__ = ["DomainConfig", "EnvManagerConfig", "InferenceService", "RolloutConfig"]

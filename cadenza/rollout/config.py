@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from cadenza.config import Config
+from cadenza.envs.registry import BUILT_IN, make, registered
 from cadenza.inference.replica import PauseMode, Sampling
 
 
@@ -78,6 +79,13 @@ class DomainConfig(Config):
     reward: str | Callable[..., Any] | None = None
     """`async reward(trajectory) -> float`, run after the slot is freed; None takes the sum of the step rewards."""
 
+    def __getstate__(self) -> dict[Any, Any]:
+        """A name that was registered here means nothing in another process: the class goes with it."""
+        state = super().__getstate__()
+        if isinstance(self.env, str) and self.env in registered() and self.env not in BUILT_IN:
+            state["__dict__"] = state["__dict__"] | {"env": make(self.env)}
+        return state
+
 
 class EnvManagerConfig(Config):
     """What runs in the slots."""
@@ -85,6 +93,9 @@ class EnvManagerConfig(Config):
     domains: dict[str, DomainConfig] = Field(min_length=1)
     slots: int = Field(gt=0)
     """Attempts that run at once. Any free slot serves any group."""
+    workers: int = Field(default=0, ge=0)
+    """Processes that share the slots: Ray actors where the devices are Ray's. 0 runs the slots in the scheduler's own
+    process. Elsewhere than on Ray the workers are in that process too, and only rehearse."""
     rollout: str | Callable[..., Awaitable[None]] = "trajectory"
     """'trajectory' (one growing context), 'step' (a fresh context every turn), 'module:name', or a function
     `async (task, env, model)`."""
@@ -101,6 +112,12 @@ class EnvManagerConfig(Config):
     """How long the `close` of an env may take."""
     first_seed: int = Field(default=0, ge=0)
     """First seed of a domain whose tasks are seeds. Validation begins elsewhere than training."""
+
+    @model_validator(mode="after")
+    def _work_for_all(self) -> EnvManagerConfig:
+        if self.workers > self.slots:
+            raise ValueError(f"workers {self.workers} share {self.slots} slots: give each at least one slot")
+        return self
 
 
 def not_whole_groups(name: str, size: int, group_size: int) -> str:

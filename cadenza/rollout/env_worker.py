@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol
 
 import cadenza.envs as envs
 import cadenza.rewards as rewards
@@ -25,14 +25,66 @@ from cadenza.rollout import plays
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.grants import Grants
 from cadenza.rollout.leases import Leases
 from cadenza.rollout.ledger import Attempt
-from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, Surroundings
+from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, Surroundings, TokenBook
 from cadenza.rollout.records import Trajectory
-from cadenza.rollout.sampler import Sampler
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+class ErrorBook(Protocol):
+    """Where exceptions of user code are counted."""
+
+    def add(self, place: str, error: BaseException) -> None: ...
+
+
+class Book(Protocol):
+    """Who knows what a slot should run, and hears what came of it: the group queue, or what stands for it in another
+    process."""
+
+    stop: Callable[[Attempt], None]
+    refill: Callable[[], None]
+
+    @property
+    def ledger(self) -> TokenBook: ...
+
+    @property
+    def errors(self) -> ErrorBook: ...
+
+    def issue(self, slot: int) -> Attempt | None: ...
+
+    def vacate(self, attempt: Attempt) -> None: ...
+
+    def score(self, attempt: Attempt) -> None: ...
+
+    def put(self, attempt: Attempt, trajectory: Trajectory) -> None: ...
+
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None: ...
+
+
+class Slots(Protocol):
+    """What the scheduler needs of whoever runs the attempts: this worker, or a fleet of them (fleet.py)."""
+
+    busy: int
+
+    @property
+    def leaked_envs(self) -> int: ...
+
+    @property
+    def expired(self) -> int: ...
+
+    @property
+    def patience(self) -> float: ...
+
+    async def open(self) -> None: ...
+
+    async def drain(self) -> None: ...
+
+    def fill(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class EnvWorker:
@@ -41,8 +93,8 @@ class EnvWorker:
     def __init__(
         self,
         config: EnvManagerConfig,
-        queue: GroupQueueManager,
-        sampler: Sampler,
+        queue: Book,
+        sampler: Grants,
         codec: Codec,
         spawn: Spawn,
         *,
@@ -79,6 +131,12 @@ class EnvWorker:
         queue.stop = self.stop
         queue.refill = self.fill
 
+    async def open(self) -> None:
+        """There is nothing to start."""
+
+    async def drain(self) -> None:
+        """Whoever owns the tasks waits for them."""
+
     def fill(self) -> None:
         """Give every free slot work, as long as there is any."""
         while self._free and (attempt := self._queue.issue(self._free[-1])) is not None:
@@ -112,8 +170,8 @@ class EnvWorker:
         task = attempt.group.task
         type = self._types[task.domain]
         trajectory = Trajectory(
-            attempt.id, task, attempt.group.id, attempt.member, attempt.number, attempt.slot, self._key(attempt),
-            started=attempt.started,
+            attempt.id, task, attempt.group.id, attempt.member, attempt.number, attempt.slot,
+            sampling_key(self._seed, attempt), started=attempt.started,
         )  # fmt: skip
         attempt.place = "init"
         self._leases.renew(attempt)
@@ -247,14 +305,15 @@ class EnvWorker:
         self.busy -= 1
         self.fill()
 
-    def _key(self, attempt: Attempt) -> int:
-        """Key of the sampling randomness of an attempt: (seed, task, member, attempt)."""
-        key = self._seed
-        for part in (attempt.group.key64, attempt.member, attempt.number):
-            key = ((key ^ part) + GOLDEN) & MASK64
-            key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-            key ^= key >> 31
-        return key
+
+def sampling_key(seed: int, attempt: Attempt) -> int:
+    """Key of the sampling randomness of an attempt: (seed, task, member, attempt)."""
+    key = seed
+    for part in (attempt.group.key64, attempt.member, attempt.number):
+        key = ((key ^ part) + GOLDEN) & MASK64
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        key ^= key >> 31
+    return key
 
 
 async def _to_its_end(task: asyncio.Task[None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
 
 logger = logging.getLogger("cadenza")
 
@@ -33,6 +34,10 @@ class StalenessError(RolloutError):
     """The program leaves groups that can no longer be trained within the bound."""
 
 
+class TrajectoriesLost(RolloutError):
+    """Finished trajectories are gone with the node that kept them."""
+
+
 class Stalled(RolloutError):
     """Work remains, but nothing is finished any more."""
 
@@ -48,14 +53,17 @@ class UserErrors:
 
     def add(self, place: str, error: BaseException) -> None:
         """Count one, and show the first of its kind with its traceback."""
-        key = f"{place}: {type(error).__name__}"
+        self.count(place, type(error).__name__, lambda: "".join(traceback.format_exception(error)))
+
+    def count(self, place: str, kind: str, trace: Callable[[], str]) -> None:
+        """The same for an exception that is somewhere else."""
+        key = f"{place}: {kind}"
         seen = self.by_place.get(key, 0)
         self.by_place[key] = seen + 1
         self.total += 1
         self.since_batch += 1
         if not seen:
-            text = "".join(traceback.format_exception(error))
-            logger.error("%s raised; further ones are only counted\n%s", place, text)
+            logger.error("%s raised; further ones are only counted\n%s", place, trace())
 
     def exceeded(self) -> ErrorBudget | None:
         """The error that ends the run, once more than `budget` were raised since the last batch."""

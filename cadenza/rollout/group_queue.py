@@ -30,6 +30,7 @@ from cadenza.config import load
 from cadenza.errors import USER_CODE, raise_if_stopped
 from cadenza.observe.events import EventSink
 from cadenza.off_loop import as_async, within
+from cadenza.rollout import parcels
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, StalenessError, Stalled, UserErrors
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
@@ -413,6 +414,7 @@ class GroupQueueManager:
         """Run the filter on a whole group; other groups do not wait for it."""
         trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
         try:
+            await parcels.load(trajectories)
             keep = await within(self._filter_seconds, group_filter(trajectories), "reward_seconds")
             if inspect.isawaitable(keep):  # a plain function that returns what an async one gives
                 keep = await within(self._filter_seconds, keep, "reward_seconds")

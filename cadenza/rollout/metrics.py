@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from cadenza.rollout.env_worker import EnvWorker
+from cadenza.rollout.env_worker import Slots
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler
+from cadenza.rollout.sampler_client import SamplerClient
 
 DISPATCHED = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS)
 """Whose lengths the length bias compares: what was sent out to be trained. Attempts that were cut short count with
 the tokens they had, so that the true bias may be larger."""
 
 
-def rollout_metrics(queue: GroupQueueManager, worker: EnvWorker, sampler: Sampler) -> dict[str, float]:
+def rollout_metrics(queue: GroupQueueManager, slots: Slots, sampler: Sampler | SamplerClient) -> dict[str, float]:
     """A snapshot."""
     ledger = queue.ledger
     metrics: dict[str, float] = {
@@ -21,15 +22,11 @@ def rollout_metrics(queue: GroupQueueManager, worker: EnvWorker, sampler: Sample
         "groups/opened": ledger.groups_opened,
         "groups/consumed": queue.consumed,
         "groups/ahead": queue.started - queue.consumed,
-        "slots/busy": worker.busy,
-        "slots/leases_expired": worker.expired,
-        "envs/leaked": worker.leaked_envs,
+        "slots/busy": slots.busy,
+        "slots/leases_expired": slots.expired,
+        "envs/leaked": slots.leaked_envs,
         "errors/user_code": queue.errors.total,
-        "sampler/version": sampler.version,
-        "sampler/replicas_lost": len(sampler.lost),
-        "sampler/escapes": sampler.router.escapes,
-        "sampler/moves": sampler.balancer.moved,
-        "sampler/moved_tokens": sampler.balancer.moved_tokens,
+        **sampler.counters(),
     }
     for fate in Fate:
         metrics[f"fate/{fate.value}"] = ledger.fates[fate]

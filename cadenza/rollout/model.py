@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from cadenza.inference.replica import (
     Finish,
     Generation,
     ReplicaError,
+    ReplicaLost,
     Request,
     RequestRefused,
     Sampling,
@@ -29,12 +30,13 @@ from cadenza.inference.replica import (
     StaleEpoch,
     Tokens,
 )
-from cadenza.observe.events import Event
+from cadenza.observe.events import Event, EventSink
+from cadenza.rollout.grants import Grants
 from cadenza.rollout.leases import Leases
-from cadenza.rollout.ledger import Attempt, Ledger
+from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
 from cadenza.rollout.router import Seat
-from cadenza.rollout.sampler import Sampler
+from cadenza.rollout.sampler import Verdict
 
 Observation = str | Sequence[dict[str, str]] | Tokens
 """Text, chat messages, or tokens as they are."""
@@ -56,6 +58,15 @@ class Codec(Protocol):
         ...
 
     def decode(self, tokens: Tokens) -> str: ...
+
+
+class TokenBook(Protocol):
+    """Where tokens are booked: the ledger, or what stands for it in another process."""
+
+    @property
+    def events(self) -> EventSink | None: ...
+
+    def add_tokens(self, attempt: Attempt, count: int) -> None: ...
 
 
 class ContextFull(Exception):
@@ -88,13 +99,13 @@ class Reply:
 class Surroundings:
     """What all attempts of a scheduler share."""
 
-    sampler: Sampler
+    sampler: Grants
     codec: Codec
     sampling: Sampling
     max_context: int
     max_turns: int
     leases: Leases
-    ledger: Ledger
+    ledger: TokenBook
     namespace: int
     """Where this scheduler's range of session and group ids begins."""
 
@@ -112,7 +123,7 @@ class Model:
         self._context = 0
         self._seat: Seat | None = None
         self._cached = 0
-        self._moved_to: Seat | None = None
+        self._moved_to: Any = None
         self._busy = False
 
     @property
@@ -159,7 +170,7 @@ class Model:
         self._check_turn()
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._context = context + len(answer.tokens)
-        self._around.sampler.router.learn(len(answer.tokens))
+        self._around.sampler.learn(len(answer.tokens))
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
         attempt.turns += 1
@@ -207,49 +218,48 @@ class Model:
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
             answer: asyncio.Future[Generation] | None = None
+            verdict, blame = Verdict.UNSENT, None
             try:
                 answer = seat.replica.generate(request)
                 part = await answer
+                if len(part.logprobs) != len(part.tokens) or sum(s.length for s in part.spans) != len(part.tokens):
+                    raise ReplicaError("'generate' gave tokens, logprobs and spans of different lengths")
+                verdict = Verdict.SERVED
             except asyncio.CancelledError as error:
                 if not stopped(error):  # the engine's own
                     self._tell("answer", "error")
-                    sampler.report(seat, ReplicaError("'generate' was cancelled"))
+                    verdict, blame = Verdict.FAILED, ReplicaError("'generate' was cancelled")
                     continue
                 if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
-                    self._around.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
+                    around.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
                 else:
                     seat.replica.abort(request.id, attempt.cause or "cancelled")
                 raise
             except RequestRefused:
                 self._tell("answer", "refused")
-                seat.served += 1
+                verdict = Verdict.REFUSED
                 raise
             except StaleEpoch:
                 self._tell("answer", "refused")
-                seat.served += 1
+                verdict = Verdict.REFUSED
                 continue
             except ReplicaError as error:
                 self._tell("answer", "error")
-                sampler.report(seat, error)
+                verdict, blame = Verdict.LOST if isinstance(error, ReplicaLost) else Verdict.FAILED, error
                 continue
             except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not the rollout's fault
                 self._tell("answer", "error")
-                sampler.report(seat, ReplicaError(f"'generate' raised {type(error).__name__}: {error}"))
+                verdict, blame = Verdict.FAILED, ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
                 continue
             finally:
-                moved_to = sampler.release(seat, context, request.id)
+                moved_to = sampler.release(seat, context, request.id, verdict, blame)
             self._tell("answer", part.finish.value, len(part.tokens))
-            if len(part.logprobs) != len(part.tokens) or sum(span.length for span in part.spans) != len(part.tokens):
-                sampler.report(seat, ReplicaError("'generate' gave tokens, logprobs and spans of different lengths"))
-                continue
-            seat.failures = 0
-            seat.served += 1
             self._seat = seat
             self._moved_to = moved_to if part.finish is Finish.ABORT else None
             self._cached = context + len(part.tokens)
             if attempt.fate is None:
                 sampler.keep(seat, session, self._cached, attempt.group.id)
-            self._around.ledger.add_tokens(attempt, len(part.tokens))
+            around.ledger.add_tokens(attempt, len(part.tokens))
             return part
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
 

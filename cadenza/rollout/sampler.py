@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from enum import Enum
 from typing import Any, TypeVar
 
 from pydantic import Field
@@ -52,6 +53,19 @@ class SamplerConfig(Config):
 T = TypeVar("T")
 
 
+class Verdict(Enum):
+    """What a request says about the replica that had it."""
+
+    SERVED = "served"
+    """It answered."""
+    REFUSED = "refused"
+    """It answered that it will not: alive, but not therefore well."""
+    FAILED = "failed"
+    LOST = "lost"
+    UNSENT = "unsent"
+    """Nothing: the request was given up, or never sent."""
+
+
 class NoAnswer(ReplicaError):
     """A replica let the deadline of a call pass."""
 
@@ -82,7 +96,7 @@ class Sampler:
         """Told of everything that happens to the gate, the version and the replicas."""
         self.opened = 0.0
         """When the gate was last opened."""
-        self._replicas = tuple(replicas)
+        self.replicas = tuple(replicas)
         self._seats: list[Seat] = []
         self._weights: object = None
         self._gate = asyncio.Event()
@@ -120,33 +134,46 @@ class Sampler:
         """A replica for a request of `context` tokens, `cached` of which the sticky one may hold, as soon as the gate
         is open and there is room. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever
         gets it calls `release` with the same context."""
-        router, line = self.router, self._line
         waited = False
-        while True:
-            if self._closed:
-                raise InfrastructureError("the sampler is closed")
-            if not self._gate.is_set():
+        while (seat := self.grant_now(session, group, context, age, sticky, cached, moved_to)) is None:
+            if self._gate.is_set():
+                await self._line.wait(age)
+                waited = True
+            else:
                 await self._gate.wait()
                 moved_to = None
-                continue
-            if moved_to is not None and moved_to.state is SeatState.ACTIVE:
-                self.balancer.count(context)
-                seat = moved_to
-            elif (found := self._find(session, group, context, age, sticky, cached)) is not None:
-                seat = found
-            elif router.is_empty:  # the last replica was given up; the gate opens when there is one again
+        if waited:
+            self._line.move()
+        return seat
+
+    def grant_now(
+        self,
+        session: int,
+        group: int,
+        context: int,
+        age: int = 0,
+        sticky: Seat | None = None,
+        cached: int = 0,
+        moved_to: Seat | None = None,
+    ) -> Seat | None:
+        """The same for whoever does not want to wait; None when the gate is closed, or when there is no room."""
+        if self._closed:
+            raise InfrastructureError("the sampler is closed")
+        if not self._gate.is_set():
+            return None
+        if moved_to is not None and moved_to.state is SeatState.ACTIVE:
+            self.balancer.count(context)
+            seat = moved_to
+        elif (found := self._find(session, group, context, age, sticky, cached)) is not None:
+            seat = found
+        else:
+            if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                 self._gate.clear()
-                continue
-            else:
-                await line.wait(age)
-                waited = True
-                continue
-            if sticky is not None:
-                router.forget(sticky, session)
-            router.add(seat, context)
-            if waited:
-                line.move()
-            return seat
+            return None
+        if sticky is not None:
+            self.router.forget(sticky, session)
+        self.router.add(seat, context)
+        return seat
 
     def _find(self, session: int, group: int, context: int, age: int, sticky: Seat | None, cached: int) -> Seat | None:
         """A replica with room. Nobody overtakes an older group, but for those who have a place already."""
@@ -154,8 +181,22 @@ class Sampler:
             return None
         return self.router.admit(session, group, context, age, sticky, cached, asyncio.get_running_loop().time())
 
-    def release(self, seat: Seat, context: int, request: int) -> Seat | None:
+    def release(
+        self,
+        seat: Seat,
+        context: int,
+        request: int,
+        verdict: Verdict = Verdict.UNSENT,
+        error: ReplicaError | None = None,
+    ) -> Seat | None:
         """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on."""
+        if verdict is Verdict.SERVED:
+            seat.failures = 0
+            seat.served += 1
+        elif verdict is Verdict.REFUSED:
+            seat.served += 1
+        elif error is not None:
+            self._blame(seat, error)
         self.router.remove(seat, context)
         if self._line:
             self._line.move()
@@ -170,8 +211,11 @@ class Sampler:
         if self.router.forget(seat, session) and self._line:
             self._line.move()
 
-    def report(self, seat: Seat, error: ReplicaError) -> None:
-        """A client tells that a request failed."""
+    def learn(self, tokens: int) -> None:
+        """An answer had so many tokens."""
+        self.router.learn(tokens)
+
+    def _blame(self, seat: Seat, error: ReplicaError) -> None:
         if isinstance(error, ReplicaLost):
             self._give_up(seat, str(error) or "lost")
             return
@@ -180,6 +224,30 @@ class Sampler:
             self._give_up(seat, f"{seat.failures} requests failed in a row: {error}")
 
     # -- the gate ------------------------------------------------------------------------------------------------
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        """Of all replicas, in their order."""
+        return self._seats
+
+    def counters(self) -> dict[str, float]:
+        """For metrics."""
+        return {
+            "sampler/version": self.version,
+            "sampler/replicas_lost": len(self.lost),
+            "sampler/escapes": self.router.escapes,
+            "sampler/moves": self.balancer.moved,
+            "sampler/moved_tokens": self.balancer.moved_tokens,
+        }
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a grant can be had now."""
+        return self._gate.is_set() and not self._closed
+
+    async def refresh(self) -> None:
+        """What is known here is what is; a client of a sampler elsewhere has to ask."""
+        self._seat_all()
 
     @property
     def suspended(self) -> bool:
@@ -212,6 +280,11 @@ class Sampler:
                 task.add_done_callback(self._watch_ended)
         self._holders.discard(holder)
         return None if self._gate.is_set() else self._begin(self._resume())
+
+    @property
+    def holders(self) -> list[object]:
+        """Who keeps the gate closed."""
+        return list(self._holders)
 
     def held_by(self, holder: object) -> bool:
         """Whether this one keeps the gate closed."""
@@ -265,7 +338,7 @@ class Sampler:
         if self._seats:
             return
         loop = asyncio.get_running_loop()
-        self._seats = [Seat(index, replica, loop.create_future()) for index, replica in enumerate(self._replicas)]
+        self._seats = [Seat(index, replica, loop.create_future()) for index, replica in enumerate(self.replicas)]
         self.router.rebuild(self._seats)
 
     def _active(self) -> list[Seat]:

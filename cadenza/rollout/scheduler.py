@@ -1,8 +1,9 @@
 """The rollout scheduler: tasks in, batches out.
 
-It owns three things and lets them talk: the group queue decides what runs and what a batch is, the env worker runs
-it, the sampler (shared, owned by the inference cluster) generates. Every task of it lives in one task group; when
-something there fails for good, whoever waits for a batch gets the error, and the ledger is balanced.
+It owns three things and lets them talk: the group queue decides what runs and what a batch is, the slots (an env worker
+in this process, or a fleet of them in others) run it, the sampler (shared, owned by the inference cluster) generates.
+Every task of it lives in one task group; when something there fails for good, whoever waits for a batch gets the error,
+and the ledger is balanced.
 
     get_batch waits for: a cut (a whole group, a published version, the end of the tasks), or the error that ends all
 """
@@ -12,29 +13,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from cadenza.data import DataProto
+from cadenza.errors import InfrastructureError
 from cadenza.observe.events import EventSink
-from cadenza.rollout import journal
+from cadenza.rollout import journal, parcels
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
-from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, logger
+from cadenza.rollout.env_worker import EnvWorker, Slots
+from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TrajectoriesLost, logger
+from cadenza.rollout.fleet import EnvFleet
 from cadenza.rollout.group_queue import GroupQueueManager, Mode
 from cadenza.rollout.ledger import Group, Ledger
 from cadenza.rollout.metrics import rollout_metrics
 from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import NoReplicas, Sampler
+from cadenza.rollout.sampler_client import SamplerClient
 
 
 class InferenceCluster(Protocol):
     """What the scheduler needs of the inference cluster."""
 
     @property
-    def sampler(self) -> Sampler: ...
+    def sampler(self) -> Sampler | SamplerClient: ...
 
     @property
     def codec(self) -> Codec: ...
@@ -45,6 +50,11 @@ class Devices(Protocol):
 
     @property
     def devices(self) -> Sequence[int]: ...
+
+    @property
+    def backend(self) -> str:
+        """Where env workers run: 'embedded' or 'ray'."""
+        ...
 
 
 Collator = Callable[[list[Trajectory]], DataProto]
@@ -76,7 +86,10 @@ class RolloutScheduler:
         self.queue = GroupQueueManager(config, env_manager_config, mode, events=events)
         self._devices = resource_manager
         self._collate = collator or collate
-        self._worker = EnvWorker(
+        kind: Callable[..., Slots] = EnvWorker
+        if env_manager_config.workers:
+            kind = partial(EnvFleet, backend=resource_manager.backend)
+        self._slots: Slots = kind(
             env_manager_config,
             self.queue,
             self.sampler,
@@ -105,6 +118,7 @@ class RolloutScheduler:
         loop = asyncio.get_running_loop()
         asked = loop.time()
         await self._start()
+        await self.sampler.refresh()
         if (opening := self.sampler.let_go(holder=self)) is not None:  # a batch that is ready does not wait for it
             opening.add_done_callback(self._opened)
         async with self._turn:
@@ -114,6 +128,7 @@ class RolloutScheduler:
             self._uncollated = cut  # a collator that raises loses nothing: the next call gets the same groups
             attempts = [a for group in cut for a in sorted(group.finished, key=lambda a: a.member)]
             trajectories = [a.trajectory for a in attempts if a.trajectory is not None]
+            await self._load(trajectories)
             batch = self._collate(trajectories)
             self._uncollated = []
             for attempt in attempts:
@@ -155,10 +170,10 @@ class RolloutScheduler:
                 await self.sampler.resume(holder=self)
         self._closing.set()
         if self._root is not None:
-            await asyncio.wait([self._root], timeout=self._worker.patience)
-            self._worker.close()
+            await asyncio.wait([self._root], timeout=self._slots.patience)
+            self._slots.close()
             if not self._root.done():
-                logger.error("%d attempts do not end; they are left behind", self._worker.busy)
+                logger.error("%d attempts do not end; they are left behind", self._slots.busy)
                 self._root.cancel()
                 return
             self._root.result()
@@ -171,6 +186,8 @@ class RolloutScheduler:
         trained: save after its train step. Called on the loop."""
         if (error := self.queue.ended) is not None:
             raise SchedulerClosed(f"nothing is left to save, the rollouts have ended: {error}") from error
+        groups = [*self.ledger.open_groups(), *self._uncollated]
+        parcels.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
         journal.save(directory, self.queue, self._uncollated)
 
     def restore(self, directory: Path) -> None:
@@ -193,7 +210,7 @@ class RolloutScheduler:
 
     def metrics(self) -> dict[str, float]:
         """All counters, flat."""
-        return rollout_metrics(self.queue, self._worker, self.sampler)
+        return rollout_metrics(self.queue, self._slots, self.sampler)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
@@ -220,7 +237,11 @@ class RolloutScheduler:
         if self._closing.is_set():
             raise SchedulerClosed("the scheduler was shut down")
         if self._root is not None:
-            await self._started.wait()
+            await self._begun()
+            return
+        await self.sampler.refresh()
+        if self._root is not None:  # somebody else was faster
+            await self._begun()
             return
         if self.sampler.version < self.queue.version:
             raise RuntimeError(
@@ -230,17 +251,29 @@ class RolloutScheduler:
         self.sampler.on_version.append(self._advance)
         self.sampler.on_lost.append(self._lost)
         self._root = asyncio.get_running_loop().create_task(self._own(), name=f"scheduler {self.mode}")
-        await self._started.wait()
+        await self._begun()
+
+    async def _begun(self) -> None:
+        """Wait until attempts can run, or for what prevents it."""
+        assert self._root is not None
+        if not self._started.is_set():
+            starting = asyncio.ensure_future(self._started.wait())
+            await asyncio.wait([self._root, starting], return_when=asyncio.FIRST_COMPLETED)
+            starting.cancel()
+            if self._root.done():
+                self._root.result()
 
     async def _own(self) -> None:
         """Keep the task group open until the end."""
+        await self._slots.open()
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
             self.queue.advance(self.sampler.version)
             self.queue.begin()
-            self._worker.fill()
+            self._slots.fill()
             self._started.set()
             await self._closing.wait()
+            await self._slots.drain()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         if self._tasks is None:
@@ -270,11 +303,26 @@ class RolloutScheduler:
                     self._root.result()
             return batch
 
+    async def _load(self, trajectories: list[Trajectory]) -> None:
+        """Have the turns here. Those that were lost with their node cost their groups, which were cut already."""
+        try:
+            await parcels.load(trajectories)
+        except InfrastructureError as error:
+            whole, self._uncollated = self._uncollated, []
+            for group in whole:
+                with suppress(InfrastructureError):
+                    await parcels.load([a.trajectory for a in group.finished if a.trajectory is not None])
+                    self._uncollated.append(group)
+            raise TrajectoriesLost(
+                f"{len(whole) - len(self._uncollated)} of the {len(whole)} groups of this batch are lost: {error}; "
+                "the next get_batch gives the others"
+            ) from error
+
     def _stall(self) -> str:
         groups = self.ledger.open_groups()
         names = ", ".join(f"g{group.id} ({len(group.live)} live, {group.state.value})" for group in groups[:10])
         return (
-            f"no attempt ended for stall_seconds {self.config.stall_seconds}, with {self._worker.busy} slots busy and "
+            f"no attempt ended for stall_seconds {self.config.stall_seconds}, with {self._slots.busy} slots busy and "
             f"{len(groups)} groups open: {names}; `why` tells more of each"
         )
 

@@ -181,6 +181,8 @@ class Scenario:
     doomed: bool
     """All replicas are killed in the end."""
     faults: tuple[Fault, ...]
+    workers: int = 0
+    """Env workers that share the slots; 0 runs them in the scheduler."""
 
     @property
     def batch_size(self) -> int:
@@ -291,6 +293,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         take_all=finite and rng.random() < 0.5,
         doomed=doomed,
         faults=faults,
+        workers=(0, 0, 0, 1 + mixed(seed, 4) % 3)[mixed(seed, 3) % 4],
     )
 
 

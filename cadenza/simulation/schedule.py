@@ -477,6 +477,7 @@ class _Driver:
                 for plan in domains
             },
             slots=slots,
+            workers=min(scenario.workers, slots),
             rollout=scenario.play,
             sampling=Sampling(max_tokens=MAX_TOKENS),
             max_context=MAX_CONTEXT,

@@ -1,0 +1,111 @@
+"""One worker without devices of its own, in this process or as a Ray actor, and how others reach it.
+
+Invariant: whoever asks a peer that is gone gets `WorkerLost`, also when it goes while it is asked.
+
+A peer on Ray pickles: it is an address, which a third process can use to ask the same worker. Its methods are asked for
+by name, like those of a cluster: `await peer.exchange(...)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any, cast
+
+from cadenza.cluster.crew import Tasks
+from cadenza.cluster.placement import Place
+from cadenza.cluster.worker import Host, Worker, WorkerLost
+
+
+class Peer:
+    """A worker that can be asked."""
+
+    world_size = 1
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        raise NotImplementedError
+
+    async def talk(self, method: str, *args: Any) -> Any:
+        """The same for what is said all the time, and is small."""
+        return await self.ask(method, *args)
+
+    async def talk_for_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
+        """Of the two things that the method returns: the first, and a handle for the second, which stays where it is
+        until somebody fetches it."""
+        raise NotImplementedError
+
+    async def fetch(self, handles: Sequence[Any]) -> list[Any]:
+        """What such handles stand for."""
+        return self.fetch_now(handles)
+
+    def fetch_now(self, handles: Sequence[Any]) -> list[Any]:
+        raise NotImplementedError
+
+    async def shutdown(self) -> None:
+        """End the worker in good order."""
+        self.kill()
+
+    def kill(self) -> None:
+        """End the worker."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return partial(self.ask, name)
+
+
+class LocalPeer(Peer):
+    """A worker in this process, on this loop."""
+
+    def __init__(self, role: str, host: Host) -> None:
+        super().__init__(role)
+        self._host = host
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = Tasks()
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        if self._gone.done():
+            raise WorkerLost(f"the worker '{self.role}' was ended")
+        call = self._tasks.begin(self._host.call(method, args, {}))
+        either: list[asyncio.Future[Any]] = [call, self._gone]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not call.done():
+                call.cancel()
+        if not call.done() or call.cancelled():
+            raise WorkerLost(f"the worker '{self.role}' was ended")
+        return call.result()
+
+    async def talk_for_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
+        answer: tuple[Any, Any] = await self.ask(method, *args)
+        return answer
+
+    def fetch_now(self, handles: Sequence[Any]) -> list[Any]:
+        return list(handles)
+
+    def kill(self) -> None:
+        if not self._gone.done():
+            self._gone.set_result(None)
+            self._tasks.begin(self._host.close())
+
+
+async def start(
+    backend: str, role: str, number: int, worker_class: type[Worker], init: Mapping[str, Any], *, seconds: float
+) -> Peer:
+    """A new worker; `backend` is 'embedded' or 'ray'."""
+    place = Place(role, number, 1, 0, 1, 0, 1, backend, ())
+    if backend == "ray":
+        module = import_module("cadenza.cluster.ray_peer")
+        return cast("Peer", await module.start(place, worker_class, init, seconds))
+    if backend != "embedded":
+        raise ValueError(f"backend must be 'embedded' or 'ray', got '{backend}'")
+    host = Host(place)
+    await host.open(worker_class, init)
+    return LocalPeer(f"{role} {number}", host)

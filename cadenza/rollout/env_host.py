@@ -1,0 +1,249 @@
+"""An env worker in a process of its own: it runs the attempts that are leased to it.
+
+Invariant: every lease ends with one `Vacated`, when its env is closed, and with at most one verdict: a record or a
+failure, and none if it was stopped. The scheduler's books are the ones that count; here is a copy of what is under way.
+```
+scheduler (fleet.py) --Lease, Stop, Granted--> exchange --> EnvWorker: env <-> model --requests--> replica
+                     <--Ask, Release, Record, Failed, Vacated, Counters--
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cadenza.cluster.wire import Box
+from cadenza.cluster.worker import Worker
+from cadenza.rollout.config import EnvManagerConfig
+from cadenza.rollout.env_worker import EnvWorker
+from cadenza.rollout.grants import Address, Denied, Granted, Granter, seats_of
+from cadenza.rollout.ledger import Attempt, AttemptState, Group
+from cadenza.rollout.model import Codec
+from cadenza.rollout.parcels import Contents, Record, pack
+from cadenza.rollout.records import Fate, Task, Trajectory
+
+
+class Lease(NamedTuple):
+    """The right to an attempt."""
+
+    id: int
+    group: int
+    task: Task
+    member: int
+    number: int
+
+
+class Stop(NamedTuple):
+    """The attempt has its fate: end it."""
+
+    id: int
+    fate: Fate
+    cause: str
+
+
+class Finished(NamedTuple):
+    """The attempt has its reward. It travels as a `Record`, and its tokens in the parcel."""
+
+    attempt: Attempt
+    trajectory: Trajectory
+
+
+class Failed(NamedTuple):
+    """The attempt is lost."""
+
+    id: int
+    cause: str
+    detail: str
+    weight: float
+    place: str
+
+
+class Vacated(NamedTuple):
+    """The env of the attempt is closed: its slot is free."""
+
+    id: int
+    turns: int
+    tokens: int
+
+
+class Raised(NamedTuple):
+    """User code raised."""
+
+    place: str
+    kind: str
+    text: str
+    """The traceback, the first time."""
+
+
+class Counters(NamedTuple):
+    """Sums since the start."""
+
+    leaked_envs: int
+    expired: int
+
+
+class Broken(NamedTuple):
+    """The env worker itself raised: a bug, and the end of the run."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What an env worker is told at the start."""
+
+    name: str
+    config: EnvManagerConfig
+    codec: Codec
+    replicas: Sequence[Address]
+    namespace: int
+    seed: int
+    max_reward_tries: int
+
+
+class Copybook:
+    """Stands for the queue and the ledger where the attempts run, and tells them what happens."""
+
+    events = None
+
+    def __init__(self, say: Callable[[Any], None]) -> None:
+        self.stop: Callable[[Attempt], None] = lambda attempt: None
+        self.refill: Callable[[], None] = lambda: None
+        self._say = say
+        self._leases: deque[Lease] = deque()
+        self._attempts: dict[int, Attempt] = {}
+        self._shown: set[str] = set()
+
+    @property
+    def ledger(self) -> Copybook:
+        return self
+
+    @property
+    def errors(self) -> Copybook:
+        return self
+
+    def hear(self, message: Lease | Stop) -> None:
+        if isinstance(message, Lease):
+            self._leases.append(message)
+            self.refill()
+        elif (attempt := self._attempts.get(message.id)) is not None and attempt.fate is None:
+            attempt.fate, attempt.cause = message.fate, message.cause
+            if attempt.state is AttemptState.SCORING:
+                del self._attempts[attempt.id]
+            self.stop(attempt)
+
+    def issue(self, slot: int) -> Attempt | None:
+        if not self._leases:
+            return None
+        lease = self._leases.popleft()
+        now = asyncio.get_running_loop().time()
+        attempt = Attempt(lease.id, Group(lease.group, lease.task, 0, now), lease.member, lease.number, slot, now)
+        self._attempts[lease.id] = attempt
+        return attempt
+
+    def add_tokens(self, attempt: Attempt, count: int) -> None:
+        attempt.tokens += count
+
+    def score(self, attempt: Attempt) -> None:
+        attempt.state = AttemptState.SCORING
+
+    def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
+        attempt.state = AttemptState.FINISHED
+        del self._attempts[attempt.id]
+        self._say(Finished(attempt, trajectory))
+
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
+        attempt.fate, attempt.cause = Fate.FAILED, cause
+        if attempt.state is AttemptState.SCORING:
+            del self._attempts[attempt.id]
+        self._say(Failed(attempt.id, cause, detail, weight, attempt.place))
+
+    def vacate(self, attempt: Attempt) -> None:
+        if attempt.fate is not None:
+            del self._attempts[attempt.id]
+        self._say(Vacated(attempt.id, attempt.turns, attempt.tokens))
+
+    def add(self, place: str, error: BaseException) -> None:
+        kind = type(error).__name__
+        text = "" if f"{place} {kind}" in self._shown else "".join(traceback.format_exception(error))
+        self._shown.add(f"{place} {kind}")
+        self._say(Raised(place, kind, text))
+
+
+class EnvHost(Worker):
+    """The worker of the fleet: many envs in one process."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+        self._box = Box(self._hear)
+        self._book = Copybook(self._box.say)
+        self._granter: Granter | None = None
+        self._envs: EnvWorker
+        self._told = Counters(0, 0)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[Any, Contents | None]:
+        """See wire.py. The records of one answer share a parcel."""
+        if self._granter is None:
+            self._begin()
+        number, said = await self._box.exchange(number, messages)
+        counters = Counters(self._envs.leaked_envs, self._envs.expired)
+        if counters != self._told:
+            self._told = counters
+            said.append(counters)
+        finished: list[Trajectory] = []
+        for place, message in enumerate(said):
+            if isinstance(message, Finished):
+                said[place] = _record(message.attempt, message.trajectory, len(finished))
+                finished.append(message.trajectory)
+        return (number, said, asyncio.get_running_loop().time()), pack(finished) if finished else None
+
+    def close(self) -> None:
+        """Whatever still runs ends with the process; where there is none, here."""
+        for task in self._tasks:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    def _begin(self) -> None:
+        orders = self._orders
+        seats = seats_of(orders.replicas, orders.name)
+        self._granter = Granter(seats, orders.namespace, self._box.say)
+        self._envs = EnvWorker(
+            orders.config,
+            self._book,
+            self._granter,
+            orders.codec,
+            self._spawn,
+            seed=orders.seed,
+            max_reward_tries=orders.max_reward_tries,
+        )
+
+    def _hear(self, message: Any) -> None:
+        if isinstance(message, Granted | Denied):
+            assert self._granter is not None
+            self._granter.hear(message)
+        else:
+            self._book.hear(message)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._box.say(Broken("".join(traceback.format_exception(error))))
+
+
+def _record(attempt: Attempt, trajectory: Trajectory, row: int) -> Record:
+    return Record(
+        attempt.id, row, trajectory.score, trajectory.terminated, trajectory.truncated, trajectory.info,
+        trajectory.final, trajectory.started, trajectory.ended, trajectory.versions, len(trajectory.turns),
+        attempt.tokens,
+    )  # fmt: skip

@@ -1,0 +1,174 @@
+"""The sampler as a worker of its own, for schedulers in several processes.
+
+Invariant: there is one gate and one version, here. Whoever closes the gate and is not heard of any more for
+FORGET_SECONDS does not keep it closed, and what was granted to it is given back.
+```
+scheduler, controller --suspend, resume, load_weights, shrink, expand, state--> Sampler
+scheduler (sampler_client.py) --exchange: Ask, Release--> Clerk --> Granted
+                              <-- State, whenever it changes --
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cadenza.cluster.peer import Peer
+from cadenza.cluster.remote_replica import RemoteReplica
+from cadenza.cluster.wire import POLL_SECONDS, Box
+from cadenza.cluster.worker import Worker
+from cadenza.errors import InfrastructureError
+from cadenza.inference.replica import PauseMode, Replica, ReplicaStats
+from cadenza.rollout.failures import logger
+from cadenza.rollout.grants import Address, Clerk, addresses
+from cadenza.rollout.sampler import Sampler, SamplerConfig
+
+FORGET_SECONDS = 6 * POLL_SECONDS
+
+
+class State(NamedTuple):
+    """What clients know of the sampler."""
+
+    number: int
+    """Grows: an older state is no news."""
+    version: int
+    is_open: bool
+    is_suspended: bool
+    opened: float
+    lost: dict[str, str]
+    devices: dict[int, str]
+    counters: dict[str, float]
+
+
+class _Client:
+    """A scheduler that calls."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.box = Box(self._hear)
+        self.clerk = Clerk(sampler, self.box.say)
+        self.seen = 0.0
+
+    def _hear(self, message: Any) -> None:
+        self.clerk.hear(message)
+
+
+class SamplerDesk(Worker):
+    """Holds the sampler. Its replicas are peers, or replicas in the same process."""
+
+    def __init__(self, replicas: Sequence[Peer | Replica], config: SamplerConfig | None) -> None:
+        self._ways = tuple(replicas)
+        self._config = config
+        self._sampler: Sampler | None = None
+        self._turn = asyncio.Lock()
+        self._clients: dict[str, _Client] = {}
+        self._forgotten: set[str] = set()
+        self._numbers = itertools.count()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def about(self) -> tuple[list[Address], int]:
+        """Where the replicas are, and a range of ids for the one who asks."""
+        sampler = await self._made()
+        return addresses(sampler), sampler.namespace()
+
+    async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Any]]:
+        """See wire.py."""
+        sampler = await self._made()
+        if client in self._forgotten:
+            raise InfrastructureError(f"the sampler gave '{client}' up: it was silent for {FORGET_SECONDS:g} s")
+        known = self._clients.get(client)
+        if known is None:
+            known = self._clients[client] = _Client(sampler)
+        known.seen = asyncio.get_running_loop().time()
+        return await known.box.exchange(number, messages)
+
+    async def state(self) -> State:
+        return self._state(await self._made())
+
+    async def suspend(self, mode: PauseMode, holder: str) -> State:
+        sampler = await self._made()
+        await sampler.suspend(mode, holder)
+        return self._tell()
+
+    async def resume(self, holder: str) -> State:
+        sampler = await self._made()
+        await sampler.resume(holder)
+        return self._tell()
+
+    async def load_weights(self, version: int, weights: object) -> State:
+        sampler = await self._made()
+        await sampler.load_weights(version, weights)
+        return self._state(sampler)
+
+    async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
+        found = await (await self._made()).shrink(devices)
+        self._tell()
+        return found
+
+    async def expand(self, devices: Sequence[int], skip_load: bool) -> dict[str, Any]:
+        found = await (await self._made()).expand(devices, skip_load)
+        self._tell()
+        return found
+
+    async def stats(self) -> dict[str, ReplicaStats]:
+        return await (await self._made()).stats()
+
+    async def end(self) -> None:
+        """End the health check, and wake whoever waits."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._sampler is not None:
+            await self._sampler.close()
+
+    async def _made(self) -> Sampler:
+        async with self._turn:
+            if self._sampler is None:
+                replicas = [
+                    RemoteReplica(way, *await way.about(), client="sampler", is_shared=True)
+                    if isinstance(way, Peer)
+                    else way
+                    for way in self._ways
+                ]
+                self._sampler = sampler = Sampler(replicas, self._config)
+                await sampler.refresh()
+                sampler.on_version.append(self._changed)
+                sampler.on_lost.append(self._changed)
+                self._watch = asyncio.get_running_loop().create_task(self._look(), name="sampler clients")
+            return self._sampler
+
+    def _state(self, sampler: Sampler) -> State:
+        return State(
+            next(self._numbers), sampler.version, sampler.is_open, sampler.suspended, sampler.opened,
+            dict(sampler.lost), sampler.devices, sampler.counters(),
+        )  # fmt: skip
+
+    def _tell(self) -> State:
+        assert self._sampler is not None
+        state = self._state(self._sampler)
+        for client in self._clients.values():
+            client.box.say(state)
+        return state
+
+    def _changed(self, *what: object) -> None:
+        self._tell()
+
+    async def _look(self) -> None:
+        """Give up clients that are gone."""
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            now = asyncio.get_running_loop().time()
+            for name, client in list(self._clients.items()):
+                if now - client.seen > FORGET_SECONDS:
+                    self._forget(name, client)
+
+    def _forget(self, name: str, client: _Client) -> None:
+        assert self._sampler is not None
+        logger.warning("the scheduler '%s' is silent; what it held is given back", name)
+        del self._clients[name]
+        self._forgotten.add(name)
+        client.clerk.close("client_lost")
+        for holder in self._sampler.holders:
+            if isinstance(holder, str) and holder.startswith(f"{name}/"):
+                self._sampler.let_go(holder)

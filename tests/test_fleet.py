@@ -1,0 +1,301 @@
+"""Slots in env workers, rehearsed in one process under virtual time: the contract is that of slots in the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import (
+    FOREVER,
+    Once,
+    balanced,
+    build,
+    by_attempt,
+    causes,
+    chain,
+    column,
+    fake,
+    fates,
+    first_time,
+    get,
+    got,
+    playing,
+    pool,
+    publish,
+    responses,
+    rows,
+    simulate,
+    stepping,
+)  # fmt: skip
+
+from cadenza.cluster import WorkerLost
+from cadenza.cluster.peer import LocalPeer, Peer
+from cadenza.data import DataProto
+from cadenza.rollout.failures import RolloutError, TrajectoriesLost
+from cadenza.rollout.fleet import EnvFleet, NoEnvWorkers
+from cadenza.rollout.records import Fate, Trajectory
+
+
+def fleet(scheduler: Any) -> EnvFleet:
+    assert isinstance(scheduler._slots, EnvFleet)
+    return scheduler._slots
+
+
+async def batches(count: int, **options: Any) -> list[DataProto]:
+    async with playing(pool(2, lambda r: 1.0 + r.session % 3), batch_size=8, group_size=4, **options) as scheduler:
+        found = []
+        for step in range(count):
+            found.append(await got(scheduler, 8, step))
+            await publish(scheduler, step + 1)
+        return found
+
+
+SAME = ("input_ids", "response_mask", "infer_logprobs", "versions", "step_scores")
+
+
+def test_a_fleet_gives_the_batches_that_one_worker_gives() -> None:
+    env = chain(3, 0.5)
+    alone = simulate(lambda: batches(3, env=env, slots=6))
+    apart = simulate(lambda: batches(3, env=env, slots=6, workers=3))
+    for one, other in zip(alone, apart, strict=True):
+        for name in SAME:
+            for row, same in zip(rows(one, name), rows(other, name), strict=True):
+                np.testing.assert_array_equal(row, same)
+        for name in ("scores", "seed", "task_id", "traj_key", "finish_reason", "truncated"):
+            assert column(one, name) == column(other, name)
+        assert sorted(set(column(other, "env_ids"))) <= list(range(6))
+
+
+def test_the_emptiest_worker_gets_the_next_lease() -> None:
+    async def main() -> None:
+        async with playing([fake(100.0)], slots=7, workers=3, batch_size=8) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(1.0)
+            assert sorted(len(crew.runs) for crew in fleet(scheduler)._crews) == [2, 2, 3]
+            assert scheduler.metrics()["slots/busy"] == 7
+
+    simulate(main)
+
+
+def test_suspend_and_resume_go_on_from_the_tokens() -> None:
+    async def main() -> None:
+        replica = fake(10.0)
+        async with playing([replica], slots=4, workers=2, batch_size=4) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            await scheduler.suspend()
+            assert not replica._running
+            await asyncio.sleep(50.0)
+            assert not replica._running
+            batch = await got(scheduler, 4)
+        assert all(len(tokens) == 10 for tokens in responses(batch))
+        assert {request.offset for request in replica.requests} > {0}
+
+    simulate(main)
+
+
+def test_a_dead_env_worker_costs_its_own_attempts_only() -> None:
+    async def main() -> None:
+        replica = fake(10.0)
+        async with playing([replica], slots=8, workers=2, batch_size=8) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            crew = fleet(scheduler)._crews[0]
+            crew.peer.kill()
+            batch = await got(scheduler, 8)
+            assert causes(scheduler, Fate.FAILED) == {"env worker lost": 4}
+            assert sorted(column(batch, "attempt")) == [0] * 4 + [1] * 4
+            assert len(fleet(scheduler)._crews) == 2
+            assert scheduler.sampler.seats[0].inflight == 0
+            assert not replica._running
+        assert fates(scheduler) == {"trained": 8, "failed": 4}
+
+    simulate(main)
+
+
+def test_what_a_dead_env_worker_finished_is_kept() -> None:
+    async def main() -> None:
+        async with playing([fake(1.0)], slots=4, workers=2, batch_size=4, group_size=4) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            for crew in list(fleet(scheduler)._crews):
+                crew.peer.kill()
+            await asyncio.sleep(5.0)
+            batch = await got(scheduler, 4)
+            assert column(batch, "attempt") == [0] * 4
+
+    simulate(main)
+
+
+def test_trajectories_that_are_lost_with_their_node_cost_their_groups() -> None:
+    async def main() -> None:
+        async with playing(
+            [fake(by_attempt(1.0, 1.0, 3.0, 3.0))], slots=4, workers=2, batch_size=4, group_size=2
+        ) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            ready, _ = scheduler.ledger.open_groups()
+            lost: Any = ready.finished[0].trajectory
+            lost.parcel.peer = Gone("node")
+            with pytest.raises(TrajectoriesLost, match="1 of the 2 groups of this batch are lost: the node is gone"):
+                await get(scheduler, 4)
+            assert len(await got(scheduler, 4)) == 2
+
+    simulate(main)
+
+
+class Gone(LocalPeer):
+    """A peer whose node is gone."""
+
+    def __init__(self, role: str) -> None:
+        Peer.__init__(self, role)
+
+    def fetch_now(self, handles: Any) -> list[Any]:
+        raise WorkerLost("the node is gone")
+
+
+def test_env_workers_that_die_again_and_again_end_the_run() -> None:
+    async def main() -> None:
+        async with playing([fake(10.0)], slots=4, workers=2, batch_size=4) as scheduler:
+
+            async def murder() -> None:
+                while True:
+                    await asyncio.sleep(1.0)
+                    for crew in list(fleet(scheduler)._crews):
+                        crew.peer.kill()
+
+            murderer = asyncio.create_task(murder())
+            with pytest.raises(NoEnvWorkers, match="died in a row"):
+                await get(scheduler, 4)
+            murderer.cancel()
+
+    simulate(main)
+
+
+def test_an_env_that_hangs_loses_its_lease_and_is_tried_again() -> None:
+    async def main() -> None:
+        env = first_time(lambda: asyncio.sleep(FOREVER))
+        async with playing(env=env, slots=4, workers=2, batch_size=4, lease_seconds=30.0) as scheduler:
+            batch = await got(scheduler, 4)
+            assert causes(scheduler, Fate.FAILED) == {"step: lease expired": 1}
+            assert sorted(column(batch, "attempt")) == [0, 0, 0, 1]
+            assert scheduler.metrics()["slots/leases_expired"] == 1
+
+    simulate(main)
+
+
+def test_exceptions_of_user_code_are_counted_where_the_budget_is() -> None:
+    async def broken() -> None:
+        raise KeyError("no such room")
+
+    async def main() -> None:
+        async with playing(env=first_time(broken), slots=4, workers=2, batch_size=4) as scheduler:
+            await got(scheduler, 4)
+            assert scheduler.queue.errors.by_place == {"step of domain 'toy': KeyError": 1}
+            assert causes(scheduler, Fate.FAILED) == {"step: KeyError": 1}
+
+    simulate(main)
+
+
+def test_redundant_members_are_stopped_on_their_workers() -> None:
+    async def step(task: int, number: int) -> None:
+        await asyncio.sleep(1.0 if number < 2 else 1000.0)
+
+    async def main() -> None:
+        env: Any = stepping(step)
+        options = {"group_size": 2, "extra_members": 2, "batch_size": 4, "slots": 8, "workers": 3}
+        async with playing(env=env, **options) as scheduler:
+            await got(scheduler, 4)
+        assert fates(scheduler) == {"trained": 4, "surplus": 4}
+        assert len(env.closed) == len(env.opened) == 8
+
+    simulate(main)
+
+
+async def score(trajectory: Trajectory) -> float:
+    await asyncio.sleep(5.0)
+    return float(len(trajectory.turns[0].response))
+
+
+def test_rewards_run_beside_the_env_and_filters_see_the_turns() -> None:
+    def keep(trajectories: list[Trajectory]) -> bool:
+        return all(len(t.turns) == 2 and len(t.turns[0].response) == 10 for t in trajectories)
+
+    async def main() -> None:
+        options = {"reward": score, "group_filter": keep, "group_size": 2}
+        async with playing(env=chain(2), slots=4, workers=2, batch_size=4, **options) as scheduler:
+            batch = await got(scheduler, 4)
+            assert column(batch, "scores") == [10.0] * 4
+
+    simulate(main)
+
+
+def test_a_saved_state_holds_the_turns_of_all_workers(tmp_path: Any) -> None:
+    options: dict[str, Any] = {"slots": 4, "workers": 2, "batch_size": 4, "group_size": 4, "alpha": 1.0, "tasks": 8}
+
+    async def save() -> list[list[int]]:
+        async with playing([fake(1.0)], **options) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            scheduler.save(tmp_path)
+            return responses(await got(scheduler, 4))
+
+    async def restore() -> list[list[int]]:
+        scheduler = build([fake(1.0)], **options)
+        scheduler.restore(tmp_path)
+        batch = await got(scheduler, 4)
+        await scheduler.shutdown()
+        balanced(scheduler)
+        return responses(batch)
+
+    assert simulate(save) == simulate(restore)
+
+
+def test_a_shutdown_with_attempts_under_way_leaves_nothing() -> None:
+    env: Any = stepping(lambda task, number: asyncio.sleep(100.0))
+
+    async def main() -> None:
+        async with playing(env=env, slots=6, workers=3, batch_size=6) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(50.0)
+        assert len(env.closed) == len(env.opened) == 6
+        assert fates(scheduler) == {"cancelled": 6}
+
+    simulate(main)
+
+
+def test_a_lost_replica_is_reported_and_left() -> None:
+    async def main() -> None:
+        replicas = pool(2, 10.0)
+        async with playing(replicas, env=Once, slots=8, workers=2, batch_size=8) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(5.0)
+            replicas[0].kill("power")
+            batch = await got(scheduler, 8)
+            assert scheduler.sampler.lost == {"r0": "power"}
+            assert column(batch, "attempt") == [0] * 8
+
+    simulate(main)
+
+
+def test_more_workers_than_slots_are_refused() -> None:
+    with pytest.raises(ValueError, match="workers 3 share 2 slots"):
+        build(slots=2, workers=3)
+
+
+def test_an_error_of_the_env_worker_itself_ends_the_run() -> None:
+    async def main() -> None:
+        async with playing(slots=4, workers=2, batch_size=4) as scheduler:
+            await scheduler.resume()
+            crew = fleet(scheduler)._crews[0]
+            host = crew.peer._host._worker  # type: ignore[attr-defined]
+            host._spawn(_bug(), "bug")
+            with pytest.raises(RolloutError, match="assert False"):
+                await get(scheduler, 8)
+
+    async def _bug() -> None:
+        assert False  # noqa: B011, PT015
+
+    simulate(main)
