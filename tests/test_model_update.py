@@ -23,7 +23,7 @@ from cadenza.cluster import dispatch  # noqa: E402
 from cadenza.cluster.remote_replica import RemoteReplica  # noqa: E402
 from cadenza.cluster.shipping import Broadcast, Layout, ShipmentLost, Stored  # noqa: E402
 from cadenza.inference.replica import Generation, Request, Sampling, Tokens  # noqa: E402
-from cadenza.pipelines.config import EngineConfig  # noqa: E402
+from cadenza.pipelines.engines import EngineConfig  # noqa: E402
 from cadenza.pipelines.replicas import ByBroadcast, Inference, Plan, ThroughStore, inference  # noqa: E402
 from cadenza.pipelines.workers import ActorWorker, Blueprint  # noqa: E402
 from cadenza.rollout.sampler import SamplerConfig  # noqa: E402
@@ -95,10 +95,11 @@ def run(devices: str, work: Work) -> None:
                 reference=ReferenceConfig(), failures=None,
             )  # fmt: skip
             async with actor:
+                await actor.build(None, [str(place) for place in actor.places])
                 await actor.nudge(0)
                 plan = Plan(actor, places, codec, blueprint, EngineConfig(), SamplerConfig(balance_seconds=0))
                 async with inference(plan) as running:
-                    await work(actor, running, list(running.sampler._replicas))  # type: ignore[misc]
+                    await work(actor, running, list(running.sampler.replicas))
         finally:
             await resources.shutdown()
 

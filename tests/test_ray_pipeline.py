@@ -134,7 +134,7 @@ def loss(logprobs, old, advantages, mask, updates=[]):
 """
 MORTAL = """
 import os, signal
-from cadenza.pipelines import parts, workers
+from cadenza.pipelines import replicas, workers
 class Mortal(workers.InferenceWorker):
     turns = 0
     async def exchange(self, requests, aborts):
@@ -142,7 +142,7 @@ class Mortal(workers.InferenceWorker):
         if self.turns > 40 and self.place.data_rank == int(os.environ.get("MORTAL", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
         return await super().exchange(requests, aborts)
-parts.InferenceWorker = Mortal
+replicas.InferenceWorker = Mortal
 """
 
 

@@ -12,12 +12,14 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import yaml
 
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 ray = pytest.importorskip("ray")
@@ -43,6 +45,7 @@ from cadenza.inference.replica import (  # noqa: E402
     StaleEpoch,
 )
 from cadenza.inference.server import Server, ServerConfig  # noqa: E402
+from cadenza.observe.run import read_lines  # noqa: E402
 from cadenza.pipelines.engines import EngineConfig, vllm_cluster  # noqa: E402
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig  # noqa: E402
 from cadenza.testing import LocalCluster  # noqa: E402
@@ -174,6 +177,74 @@ def with_weights(model: Any, weights: dict[str, Any]) -> Any:
     other = transformers.LlamaForCausalLM(model.config).eval()
     other.load_state_dict(weights)
     return other
+
+
+ENV = """
+class Lengths:
+    def reset(self, seed):
+        return f"Name {2 + seed % 3} colours."
+    def step(self, action):
+        return "", len(action) % 7 / 7, True, False, {}
+"""
+"""Answers of one group hardly ever get one reward, so that every step learns something."""
+
+
+def trained(directory: Path, path: Path, *overrides: str, devices: int = 1, **engine: Any) -> Path:
+    """Three steps of a run in a process of its own, so that its Ray ends with it."""
+    directory.joinpath("lengths.py").write_text(ENV)
+    config = {
+        "name": "run",
+        "out": str(directory),
+        "steps": 3,
+        "preset": "grpo",
+        "model": {"path": str(path)},
+        "envs": {
+            "slots": 8,
+            "max_context": 256,
+            "sampling": {"max_tokens": 8},
+            "domains": {"d": {"env": "lengths:Lengths"}},
+        },
+        "rollout": {"batch_size": 8, "group_size": 4, "alpha": 0},
+        "actor": {"lr": 1e-4},
+        "engine": engine,
+        "validation": None,
+        "trackers": [],
+    }
+    directory.joinpath("config.yaml").write_text(yaml.safe_dump(config))
+    start = f"import ray; ray.init('local', num_cpus={devices}, include_dashboard=False, object_store_memory=2 << 30); "
+    program = f"import sys; from cadenza.cli import main; {start if devices else ''}sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", "config.yaml", *overrides],
+        cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=800,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return directory / "run"
+
+
+def is_on_policy(run: Path) -> None:
+    """Each step learns something, and the engine writes under what the trainer has then."""
+    steps = [line for line in read_lines(run / "metrics.jsonl") if "train/loss" in line]
+    assert len(steps) == 3
+    assert all(line["train/grad_norm"] > 0.01 for line in steps)
+    gaps = [line["train/logprob_gap_max"] for line in steps]
+    print(f"\nlogprobs of three steps: {', '.join(f'{gap:.1e}' for gap in gaps)} apart at most")
+    assert max(gaps) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("devices", "lora"), [(1, True), (2, False)], ids=["an adapter to one replica", "all weights to two replicas"]
+)
+def test_a_run_learns_and_vllm_writes_under_what_it_learned(
+    tmp_path: Path, path: Path, python: str, devices: int, lora: bool
+) -> None:
+    """Before the other tests, which keep their replicas to the end."""
+    run = trained(
+        tmp_path, path, "backend=ray", f"devices={{inference: 0-{devices - 1}}}",
+        *(["model.lora={r: 8, alpha: 16}", "actor.lr=2e-3"] if lora else []),
+        devices=devices, kind="vllm", python=python, max_running=16, options=OPTIONS, environment=ENVIRONMENT,
+    )  # fmt: skip
+    is_on_policy(run)
 
 
 def test_tokens_and_logprobs_are_those_of_transformers(
@@ -448,6 +519,8 @@ def test_a_server_is_a_replica_over_http_and_takes_weights(
         await replica.load_weights(2, path)
         await replica.resume()
         assert (await replica.generate(ask(prompt))).tokens.tolist() == greedy(model, prompt)
+        run = await asyncio.to_thread(trained, tmp_path, path, devices=0, kind="http", servers=[{"url": config.url}])
+        is_on_policy(run)
         server.terminate()
         server.wait(60)
         with pytest.raises(ReplicaLost):
