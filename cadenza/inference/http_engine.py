@@ -166,6 +166,8 @@ class HttpReplica(TaskReplica):
         if weights is None or isinstance(weights, (str, Path)):
             where = {} if weights is None else {"weights_path": str(weights)}
             await self._server.ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": where})
+            await self._server.ask("POST", "/start_weight_update")  # and what that leaves out (vllm_weights.py)
+            await self._server.ask("POST", "/finish_weight_update")
             return
         if not isinstance(weights, Mapping):
             raise TypeError(f"weights must be a state dict, a path or None, got {type(weights).__name__}")

@@ -290,6 +290,8 @@ class VllmReplica(TaskReplica):
         if weights is None or isinstance(weights, (str, Path)):
             path = str(weights or self._path)
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+            await self._llm.start_weight_update()  # and what that leaves out (vllm_weights.py)
+            await self._llm.finish_weight_update()
         elif not isinstance(weights, Mapping):
             raise TypeError(f"weights must be a state dict, a path or None, got {type(weights).__name__}")
         elif any(".lora_A." in name for name in weights):
