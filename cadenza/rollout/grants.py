@@ -50,10 +50,16 @@ class Grants(Protocol):
     ) -> Seat: ...
 
     def release(
-        self, seat: Seat, context: int, request: int, verdict: Verdict, error: ReplicaError | None = None
+        self,
+        seat: Seat,
+        context: int,
+        request: int,
+        verdict: Verdict,
+        error: ReplicaError | None,
+        session: int,
+        cached: int,
+        age: int,
     ) -> Any: ...
-
-    def keep(self, seat: Seat, session: int, context: int, age: int) -> None: ...
 
     def leave(self, seat: Seat, session: int) -> None: ...
 
@@ -130,13 +136,9 @@ class Release(NamedTuple):
     request: int
     verdict: Verdict
     error: str = ""
-
-
-class Keep(NamedTuple):
-    seat: int
-    session: int
-    context: int
-    age: int
+    session: int = -1
+    cached: int = 0
+    age: int = 0
 
 
 class Leave(NamedTuple):
@@ -197,14 +199,19 @@ class Granter:
         return seat
 
     def release(
-        self, seat: Seat, context: int, request: int, verdict: Verdict, error: ReplicaError | None = None
+        self,
+        seat: Seat,
+        context: int,
+        request: int,
+        verdict: Verdict,
+        error: ReplicaError | None,
+        session: int,
+        cached: int,
+        age: int,
     ) -> int:
         """The request itself stands for where its turn should go on: the clerk knows."""
-        self._say(Release(request, verdict, str(error) if error is not None else ""))
+        self._say(Release(request, verdict, str(error) if error is not None else "", session, cached, age))
         return request
-
-    def keep(self, seat: Seat, session: int, context: int, age: int) -> None:
-        self._say(Keep(seat.index, session, context, age))
 
     def leave(self, seat: Seat, session: int) -> None:
         self._say(Leave(seat.index, session))
@@ -251,9 +258,6 @@ class Clerk:
             self._ask(message)
         elif isinstance(message, Release):
             self._release(message)
-        elif isinstance(message, Keep):
-            self._kept[message.session] = seat = self._sampler.seats[message.seat]
-            self._sampler.keep(seat, message.session, message.context, message.age)
         elif isinstance(message, Leave):
             self._kept.pop(message.session, None)
             self._sampler.leave(self._sampler.seats[message.seat], message.session)
@@ -322,7 +326,11 @@ class Clerk:
             error = ReplicaLost(message.error)
         elif message.verdict is Verdict.FAILED:
             error = ReplicaError(message.error)
-        moved_to = self._sampler.release(seat, context, message.request, message.verdict, error)
+        if message.cached:
+            self._kept[message.session] = seat
+        moved_to = self._sampler.release(
+            seat, context, message.request, message.verdict, error, message.session, message.cached, message.age
+        )
         if moved_to is not None:
             self._moves[message.request] = moved_to
             if len(self._moves) > MAX_MOVES:

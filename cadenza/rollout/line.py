@@ -1,7 +1,7 @@
-"""Where turns wait that find no room in the KV caches.
+"""Where turns wait: at the gate, and in line for room in the KV caches.
 
-Invariant: the oldest group is first in line, and whoever leaves the line, by a cancellation too, lets the next one
-look. No wait is endless: the first in line looks again every RETRY_SECONDS, whatever happens meanwhile.
+Invariant of the line: the oldest group is first, and whoever leaves it, by a cancellation too, lets the next one look.
+No wait is endless: the first in line looks again every RETRY_SECONDS, whatever happens meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +10,31 @@ import asyncio
 import heapq
 
 RETRY_SECONDS = 5.0
+
+
+class Gate:
+    """Open or closed. A hundred thousand turns may wait for it, and each of them holds nothing but a future."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._waiting: list[asyncio.Future[None]] = []
+
+    def open(self) -> None:
+        """All go on, in the order in which they came."""
+        self.is_open = True
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)
+
+    def close(self) -> None:
+        self.is_open = False
+
+    def opening(self) -> asyncio.Future[None]:
+        """What comes when it is opened."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        return turn
 
 
 class Line:

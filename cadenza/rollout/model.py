@@ -218,13 +218,14 @@ class Model:
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
             answer: asyncio.Future[Generation] | None = None
-            verdict, blame = Verdict.UNSENT, None
+            verdict, blame, cached = Verdict.UNSENT, None, 0
             try:
                 answer = seat.replica.generate(request)
                 part = await answer
                 if len(part.logprobs) != len(part.tokens) or sum(s.length for s in part.spans) != len(part.tokens):
                     raise ReplicaError("'generate' gave tokens, logprobs and spans of different lengths")
-                verdict = Verdict.SERVED
+                verdict, self._cached = Verdict.SERVED, context + len(part.tokens)
+                cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
                 if not stopped(error):  # the engine's own
                     self._tell("answer", "error")
@@ -252,13 +253,10 @@ class Model:
                 verdict, blame = Verdict.FAILED, ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
                 continue
             finally:
-                moved_to = sampler.release(seat, context, request.id, verdict, blame)
+                moved_to = sampler.release(seat, context, request.id, verdict, blame, session, cached, attempt.group.id)
             self._tell("answer", part.finish.value, len(part.tokens))
             self._seat = seat
             self._moved_to = moved_to if part.finish is Finish.ABORT else None
-            self._cached = context + len(part.tokens)
-            if attempt.fate is None:
-                sampler.keep(seat, session, self._cached, attempt.group.id)
             around.ledger.add_tokens(attempt, len(part.tokens))
             return part
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")

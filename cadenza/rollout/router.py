@@ -128,21 +128,20 @@ class Router:
         """The seat for the next turn of a session; None if there is none with room for it."""
         own = sticky.held.get(session) if sticky is not None and cached else None
         seat = self.pick(sticky if own is not None else None, group, context, cached)
-        best = self._least()
-        if seat is None or best is None:
+        if seat is None:
             return None
         if not self._make_room(seat, context, age, own.context if own is not None and seat is sticky else 0, now):
-            if best is seat or not self._make_room(best, context, age, 0, now):
+            best = self._least()
+            if best is None or best is seat or not self._make_room(best, context, age, 0, now):
                 return None
             seat = best
         return seat
 
     def keep(self, seat: Seat, session: int, context: int, age: int, now: float) -> None:
-        """A session goes away and leaves its context there."""
+        """A session goes away and leaves its context there, as its request leaves: `remove` weighs both."""
         if seat.state is SeatState.ACTIVE:
             seat.held[session] = Held(context, age, now + HOLD_SECONDS)
             seat.kept += context
-            self._weigh(seat, 0)
 
     def forget(self, seat: Seat, session: int) -> bool:
         """It came back, or never will. Whether its context was still there."""

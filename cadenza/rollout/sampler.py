@@ -29,7 +29,7 @@ from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaL
 from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.line import Line
+from cadenza.rollout.line import Gate, Line
 from cadenza.rollout.router import PREFILL_WEIGHT, Router, Seat, SeatState
 
 
@@ -99,7 +99,7 @@ class Sampler:
         self.replicas = tuple(replicas)
         self._seats: list[Seat] = []
         self._weights: object = None
-        self._gate = asyncio.Event()
+        self._gate = Gate()
         self._suspended = False
         """The replicas are paused; the gate is closed a little earlier and opened a little later."""
         self._line = Line()
@@ -136,11 +136,11 @@ class Sampler:
         gets it calls `release` with the same context."""
         waited = False
         while (seat := self.grant_now(session, group, context, age, sticky, cached, moved_to)) is None:
-            if self._gate.is_set():
+            if self._gate.is_open:
                 await self._line.wait(age)
                 waited = True
             else:
-                await self._gate.wait()
+                await self._gate.opening()
                 moved_to = None
         if waited:
             self._line.move()
@@ -159,27 +159,25 @@ class Sampler:
         """The same for whoever does not want to wait; None when the gate is closed, or when there is no room."""
         if self._closed:
             raise InfrastructureError("the sampler is closed")
-        if not self._gate.is_set():
+        if not self._gate.is_open:
             return None
         if moved_to is not None and moved_to.state is SeatState.ACTIVE:
             self.balancer.count(context)
             seat = moved_to
-        elif (found := self._find(session, group, context, age, sticky, cached)) is not None:
-            seat = found
+        elif self._line.is_behind(age) and (sticky is None or session not in sticky.held):
+            return None  # nobody overtakes an older group, but for those who have a place already
         else:
-            if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
-                self._gate.clear()
-            return None
+            now = asyncio.get_running_loop().time()
+            found = self.router.admit(session, group, context, age, sticky, cached, now)
+            if found is None:
+                if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
+                    self._gate.close()
+                return None
+            seat = found
         if sticky is not None:
             self.router.forget(sticky, session)
         self.router.add(seat, context)
         return seat
-
-    def _find(self, session: int, group: int, context: int, age: int, sticky: Seat | None, cached: int) -> Seat | None:
-        """A replica with room. Nobody overtakes an older group, but for those who have a place already."""
-        if self._line.is_behind(age) and (sticky is None or session not in sticky.held):
-            return None
-        return self.router.admit(session, group, context, age, sticky, cached, asyncio.get_running_loop().time())
 
     def release(
         self,
@@ -188,8 +186,12 @@ class Sampler:
         request: int,
         verdict: Verdict = Verdict.UNSENT,
         error: ReplicaError | None = None,
+        session: int = -1,
+        cached: int = 0,
+        age: int = 0,
     ) -> Seat | None:
-        """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on."""
+        """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on.
+        The session goes on later, behind `cached` tokens that this replica has of it now; 0 if it does not."""
         if verdict is Verdict.SERVED:
             seat.failures = 0
             seat.served += 1
@@ -197,14 +199,12 @@ class Sampler:
             seat.served += 1
         elif error is not None:
             self._blame(seat, error)
+        if cached:
+            self.router.keep(seat, session, cached, age, asyncio.get_running_loop().time())
         self.router.remove(seat, context)
         if self._line:
             self._line.move()
         return self.balancer.take(request)
-
-    def keep(self, seat: Seat, session: int, context: int, age: int) -> None:
-        """The session goes on later, behind the context that this replica has of it now."""
-        self.router.keep(seat, session, context, age, asyncio.get_running_loop().time())
 
     def leave(self, seat: Seat, session: int) -> None:
         """The session is over."""
@@ -243,7 +243,7 @@ class Sampler:
     @property
     def is_open(self) -> bool:
         """Whether a grant can be had now."""
-        return self._gate.is_set() and not self._closed
+        return self._gate.is_open and not self._closed
 
     async def refresh(self) -> None:
         """What is known here is what is; a client of a sampler elsewhere has to ask."""
@@ -258,7 +258,7 @@ class Sampler:
         """Close the gate; returns when no token is being generated. It stays closed until `holder`, and whoever
         else holds it, resumes."""
         self._seat_all()
-        self._gate.clear()
+        self._gate.close()
         self._holders.add(holder)
         await self._to_its_end(self._suspend(mode))
 
@@ -279,7 +279,7 @@ class Sampler:
             for task in self._watches:
                 task.add_done_callback(self._watch_ended)
         self._holders.discard(holder)
-        return None if self._gate.is_set() else self._begin(self._resume())
+        return None if self._gate.is_open else self._begin(self._resume())
 
     @property
     def holders(self) -> list[object]:
@@ -315,7 +315,7 @@ class Sampler:
     async def close(self) -> None:
         """End the health check and the balance, and wake whoever waits at the gate."""
         self._closed = True
-        self._gate.set()
+        self._gate.open()
         self._line.end()
         for task in self._watches:
             task.cancel()
@@ -350,7 +350,7 @@ class Sampler:
                 return  # an expand brings one, and opens
             raise NoReplicas(f"no replica is left: {self._losses()}")
         self.opened = asyncio.get_running_loop().time()
-        self._gate.set()
+        self._gate.open()
 
     def _losses(self) -> str:
         return "; ".join(f"{name}: {cause}" for name, cause in self.lost.items()) or "all are asleep"
@@ -369,7 +369,7 @@ class Sampler:
         async with self._control:
             if self._suspended or not self._holders:
                 return
-            self._gate.clear()
+            self._gate.close()
             self._tell("suspend", "sampler", mode.value)
             self.epoch += 1
             epoch = self.epoch
@@ -560,7 +560,7 @@ class Sampler:
         for callback in self.on_lost:
             callback(seat.replica.name, cause)
         if not self._active():
-            self._gate.clear()
+            self._gate.close()
 
     def _tell(self, kind: str, subject: str, detail: str) -> None:
         if self.events is not None:
@@ -585,14 +585,14 @@ class Sampler:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("'%s' died, the sampler closes", task.get_name(), exc_info=error)
             self._closed = True
-            self._gate.set()
+            self._gate.open()
             self._line.end()
 
     async def _balance(self) -> None:
         """Move running requests, unless the gate is closed or a control operation is under way."""
         while True:
             await asyncio.sleep(self.config.balance_seconds)
-            if self._gate.is_set() and not self._control.locked():
+            if self._gate.is_open and not self._control.locked():
                 self.balancer.tick(self._active())
 
     async def _look(self, seat: Seat) -> None:

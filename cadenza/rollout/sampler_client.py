@@ -83,9 +83,6 @@ class SamplerClient:
     ) -> Seat:
         return await self._granter.grant(session, group, context, age, sticky, cached, moved_to)
 
-    def keep(self, seat: Seat, session: int, context: int, age: int) -> None:
-        self._granter.keep(seat, session, context, age)
-
     def leave(self, seat: Seat, session: int) -> None:
         self._granter.leave(seat, session)
 
@@ -96,8 +93,11 @@ class SamplerClient:
         request: int,
         verdict: Verdict = Verdict.UNSENT,
         error: ReplicaError | None = None,
+        session: int = -1,
+        cached: int = 0,
+        age: int = 0,
     ) -> int:
-        return self._granter.release(seat, context, request, verdict, error)
+        return self._granter.release(seat, context, request, verdict, error, session, cached, age)
 
     def learn(self, tokens: int) -> None:
         self._granter.learn(tokens)
