@@ -84,6 +84,7 @@ def simulate(
     warm_up: Count = 12,
     gates: Flag = False,
     search: Flag = False,
+    settings: str = "",
     out: Path | None = None,
     json: Flag = False,
 ) -> int:
@@ -108,6 +109,9 @@ def simulate(
         Check instead whether the simulation reproduces published figures.
     search
         Search the best settings of each policy anew.
+    settings
+        Some of them as you want them: train_gpus, concurrency, extra_members, extra_after, extra_groups, parts,
+        balance_seconds; key=value with commas.
     out
         Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
     json
@@ -118,8 +122,8 @@ def simulate(
 
     try:
         return simulation.simulate(
-            workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search, out=out,
-            as_json=json,
+            workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search,
+            settings=settings, out=out, as_json=json,
         )  # fmt: skip
     except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza simulate --help", 2)

@@ -303,6 +303,17 @@ def test_policies_stand_side_by_side_and_the_synchronous_ones_once(
     assert [line[0] for line in lines if line[0] in POLICIES] == ["barrier", "admission", "admission"]
 
 
+def test_settings_can_be_given_by_hand(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policy", "admission", "--alpha", "1", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--json"]
+    told = []
+    for given in ("train_gpus=1", "train_gpus=1,concurrency=1"):
+        assert main(["simulate", "--workload", mine, *options, "--settings", given]) == 0
+        told.append(json.loads(capsys.readouterr().out))
+    assert [result["settings"]["concurrency"] for result in told] == [0, 1]
+    assert told[0]["settings"]["train_gpus"] == told[1]["settings"]["train_gpus"] == 1
+    assert told[1]["step_seconds"] > told[0]["step_seconds"]  # one trajectory at a time takes longer
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -314,6 +325,12 @@ def test_policies_stand_side_by_side_and_the_synchronous_ones_once(
         (["--alpha", "nan"], "alpha must be from 0 to 64, got nan"),
         (["--steps", "5", "--warm-up", "5"], "--warm-up must be below --steps 5, got 5"),
         (["--seeds", "0"], "Must be >= 1"),
+        (["--settings", "part=1"], "settings 'part=1' is not known; give key=value of train_gpus"),
+        (["--settings", "parts=1.5"], "settings: parts must be a whole number, got '1.5'"),
+        (
+            ["--policy", "cadenza", "--seeds", "1", "--settings", "train_gpus=99"],
+            "cadenza on W2: train_gpus must be from",
+        ),
     ],
 )
 def test_a_wrong_command_says_why(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

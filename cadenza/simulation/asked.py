@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from cadenza.simulation.experiment import POLICIES
+from cadenza.simulation.policy import Settings
 from cadenza.simulation.traces import COSTS, read_run, read_trace
 from cadenza.simulation.workloads import WORKLOADS, Workload, find
 
@@ -52,6 +53,22 @@ def alphas(values: str) -> list[float]:
             raise BadRequest(f"alpha must be numbers with commas between them, got '{value}'") from None
         if not 0 <= found[-1] <= 64:
             raise BadRequest(f"alpha must be from 0 to 64, got {value}")
+    return found
+
+
+def settings(text: str) -> dict[str, Any]:
+    """Fields of `Settings` that are to be as given: 'parts=1,balance_seconds=0'."""
+    types = {name: type(value) for name, value in asdict(Settings()).items()}
+    found: dict[str, Any] = {}
+    for part in split(text, "settings") if text else []:
+        name, separator, value = part.partition("=")
+        if not separator or name not in types:
+            raise BadRequest(f"settings '{part}' is not known; give key=value of {', '.join(types)}")
+        try:
+            found[name] = types[name](value)
+        except ValueError:
+            kind = "a whole number" if types[name] is int else "a number"
+            raise BadRequest(f"settings: {name} must be {kind}, got '{value}'") from None
     return found
 
 

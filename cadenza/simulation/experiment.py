@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -151,16 +151,18 @@ def evaluate(
     seeds: Sequence[int],
     *,
     settings: Settings | None = None,
+    given: Mapping[str, Any] | None = None,
     steps: int = STEPS,
     warm_up: int = WARM_UP,
     search_anew: bool = False,
 ) -> Result:
-    """Run a policy over the seeds, at its best settings unless others are given."""
+    """Run a policy over the seeds, at its best settings unless others, or some of them, are given."""
     alpha = alpha if POLICIES[policy].asynchronous else 0.0
     if settings is None and not search_anew:
         settings = TUNED.get((workload.name, policy, alpha))
     if settings is None:
         settings = search(crew, workload, policy, alpha)
+    settings = replace(settings, **(given or {}))
     figures = crew.run(Trial(workload, policy, alpha, seed, settings, steps, warm_up) for seed in seeds)
     return Result(workload.name, policy, alpha, settings, tuple(figures))
 

@@ -34,6 +34,7 @@ def simulate(
     warm_up: int,
     gates: bool,
     search: bool,
+    settings: str,
     out: Path | None,
     as_json: bool,
 ) -> int:
@@ -41,6 +42,7 @@ def simulate(
     if warm_up >= steps:
         raise BadRequest(f"--warm-up must be below --steps {steps}, got {warm_up}")
     loads = asked.workloads(workload)
+    given = asked.settings(settings)
     wanted = [(w, p, a) for w in loads for a in asked.alphas(alpha) for p in asked.policies(policy)]
     synchronous = {p for _, p, _ in wanted if not POLICIES[p].asynchronous}
     console = wide_console()
@@ -50,7 +52,12 @@ def simulate(
         done: dict[tuple[str, str], Result] = {}
         for w, p, a in [] if gates else wanted:
             if (w.name, p) not in done:
-                result = _run(crew, w, p, a, seeds, steps, warm_up, search)
+                try:
+                    result = evaluate(
+                        crew, w, p, a, range(seeds), given=given, steps=steps, warm_up=warm_up, search_anew=search
+                    )
+                except ValueError as error:  # the settings do not fit the workload
+                    raise BadRequest(f"settings '{settings}', {p} on {w.name}: {error}") from None
                 results.append(result)
                 if p in synchronous:  # they have no alpha: once is enough
                     done[w.name, p] = result
@@ -62,12 +69,6 @@ def simulate(
     if out is not None and results:
         _draw(console, out, scenes, quiet=as_json)
     return 0 if all(gate.holds for gate in checked) else 1
-
-
-def _run(
-    crew: Workers, workload: Workload, policy: str, alpha: float, seeds: int, steps: int, warm_up: int, search: bool
-) -> Result:
-    return evaluate(crew, workload, policy, alpha, range(seeds), steps=steps, warm_up=warm_up, search_anew=search)
 
 
 def _film(crew: Workers, loads: list[Workload], results: list[Result], warm_up: int) -> list[plots.Scene]:
