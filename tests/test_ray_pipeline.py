@@ -134,15 +134,15 @@ def loss(logprobs, old, advantages, mask, updates=[]):
 """
 MORTAL = """
 import os, signal
-from cadenza.pipelines import parts, workers
-class Mortal(workers.InferenceWorker):
+from cadenza.pipelines import replicas
+class Mortal(replicas.InferenceWorker):
     turns = 0
-    async def exchange(self, requests, aborts):
+    async def exchange(self, requests, aborts, *client):
         self.turns += len(requests)
         if self.turns > 40 and self.place.data_rank == int(os.environ.get("MORTAL", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
-        return await super().exchange(requests, aborts)
-parts.InferenceWorker = Mortal
+        return await super().exchange(requests, aborts, *client)
+replicas.InferenceWorker = Mortal
 """
 
 
