@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,35 @@ def test_a_replica_that_dies_does_not_end_or_change_a_run_that_has_another(tmp_p
     assert bereft.code == 0, bereft.err
     assert "replica torch-1 is given up" in bereft.err
     same(embedded.run, tmp_path / bereft.run)
+
+
+WHERE = """
+import os
+from pathlib import Path
+from cadenza.envs.frozenlake import FrozenLake
+class Lake(FrozenLake):
+    async def reset(self, seed):
+        with open(Path(__file__).with_name("pids"), "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        return await super().reset(seed)
+"""
+
+
+@needs_two
+def test_env_workers_are_processes_and_the_same_run(tmp_path: Path) -> None:
+    embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
+    (tmp_path / "where.py").write_text(WHERE)
+    path = config_file(tmp_path)
+    program = f"import os; print(os.getpid(), file=open('controller', 'w')); {PROGRAM}"
+    options = (*TWO, "envs.domains.lake.env=where:Lake", "envs.workers=2", "name=workers")
+    workers = on_ray(tmp_path, "train", path, *options, program=program)
+    assert workers.code == 0, workers.err
+    same(embedded.run, tmp_path / workers.run)
+    controller = (tmp_path / "controller").read_text().strip()
+    played = Counter((tmp_path / "pids").read_text().split())
+    del played[controller]  # the warm start
+    assert len(played) == 2
+    assert played.total() == 3 * TINY["rollout"]["batch_size"]
 
 
 def test_all_roles_in_their_own_processes_are_the_same_run_and_it_resumes(tmp_path: Path) -> None:
@@ -155,9 +185,10 @@ def test_an_actor_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert re.search(r"process is gone.*in actor\.train, actor rank 0 on \S+, device 0", said)
 
 
-def test_one_of_two_actors_that_dies_in_a_step_ends_the_run_and_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["torch", "fsdp2"])
+def test_one_of_two_actors_that_dies_in_a_step_ends_the_run_and_is_named(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "accident.py").write_text(LOSS)
-    path = config_file(tmp_path, actor={**TINY["actor"], "loss": "accident:loss"})
+    path = config_file(tmp_path, actor={**TINY["actor"], "loss": "accident:loss", "strategy": strategy})
     done = on_ray(tmp_path, "train", path, "steps=4", "backend=ray", "devices.actor=0-1", "--json", program=ON_FOUR)
     assert done.code == 1, done.err
     (said,) = (line for line in done.err.splitlines() if line.startswith("cadenza: "))
