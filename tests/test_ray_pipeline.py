@@ -185,11 +185,14 @@ def test_an_actor_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert re.search(r"process is gone.*in actor\.train, actor rank 0 on \S+, device 0", said)
 
 
-@pytest.mark.parametrize("strategy", ["torch", "fsdp2"])
-def test_one_of_two_actors_that_dies_in_a_step_ends_the_run_and_is_named(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "devices"), [("torch", "0-1"), ("fsdp2", "0-3")])
+def test_one_of_the_actors_that_dies_in_a_step_ends_the_run_and_is_named(
+    strategy: str, devices: str, tmp_path: Path
+) -> None:
     (tmp_path / "accident.py").write_text(LOSS)
     path = config_file(tmp_path, actor={**TINY["actor"], "loss": "accident:loss", "strategy": strategy})
-    done = on_ray(tmp_path, "train", path, "steps=4", "backend=ray", "devices.actor=0-1", "--json", program=ON_FOUR)
+    options = ("steps=4", "backend=ray", f"devices.actor={devices}", "--json")
+    done = on_ray(tmp_path, "train", path, *options, program=ON_FOUR)
     assert done.code == 1, done.err
     (said,) = (line for line in done.err.splitlines() if line.startswith("cadenza: "))
     assert re.search(r"process is gone.*in actor\.train, actor rank 1 on \S+, device 1", said)
