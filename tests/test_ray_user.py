@@ -111,6 +111,28 @@ def test_an_address_without_a_head_is_an_error_of_one_line(there: Iterator[str],
     assert "Traceback" not in done.err
 
 
+OTHER = "import ray, sys; ray.init('local', num_cpus=1, include_dashboard=False); print('up', flush=True); input()"
+
+
+def test_a_run_without_an_address_leaves_another_ray_of_the_machine_alone(tmp_path: Path) -> None:
+    environment = {"RAY_raylet_start_wait_time_s": "120", **os.environ}
+    other = subprocess.Popen(
+        [sys.executable, "-c", OTHER], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment,
+    )  # fmt: skip
+    try:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "up\n"
+        done = on_ray(tmp_path, "train", config_file(tmp_path), "steps=1", "backend=ray", "--json")
+        other.communicate(timeout=100)  # which ends it in good order
+    finally:
+        other.kill()
+        other.wait()
+    assert done.code == 0, done.err
+    assert "Started a local Ray instance" in done.err
+    assert "existing Ray cluster" not in done.err
+
+
 def test_too_few_devices_are_refused_with_the_map(tmp_path: Path) -> None:
     done = on_ray(tmp_path, "train", config_file(tmp_path), "backend=ray", "devices={inference: 4000}")
     assert done.code == 1

@@ -88,6 +88,9 @@ class Devices(Protocol):
     def nodes(self) -> Sequence[Node]: ...
 
     @property
+    def devices(self) -> Sequence[int]: ...
+
+    @property
     def backend(self) -> str: ...
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.cluster import ray_tensors
-from cadenza.cluster.crew import Launch, Tasks, answers
+from cadenza.cluster.crew import GRACE_SECONDS, Launch, Tasks, answers
 from cadenza.cluster.dispatch import Call
 from cadenza.cluster.placement import Place, PlacementError
 from cadenza.cluster.ray_resources import RayResources
@@ -31,6 +31,7 @@ from cadenza.off_loop import as_async, within
 ray: Any = import_module("ray")
 
 CLOSE_SECONDS = 10.0
+"""For workers to close in good order; those that may wait for a dead one get GRACE_SECONDS."""
 PLAIN = (type(None), bool, int, float, str, bytes)
 """Too small to be worth a reference."""
 
@@ -117,6 +118,8 @@ class RayCrew:
         self._actors: list[Any] = []
         self._tasks = Tasks()
         self._turn = asyncio.Lock()
+        self._is_torn = False
+        """One of several is gone."""
 
     async def open(self) -> None:
         launch, loop = self._launch, asyncio.get_running_loop()
@@ -143,7 +146,7 @@ class RayCrew:
         ray_tensors.register()
         async with self._turn:  # so that calls arrive in the order in which they were made
             refs = await as_async(self._submit)(method, calls)
-        return [self._tasks.begin(answer_of(ref)) for ref in refs]
+        return [self._tasks.begin(self._answer(ref)) for ref in refs]
 
     def peers(self) -> list[Any]:
         """Addresses of the workers, by rank."""
@@ -165,8 +168,15 @@ class RayCrew:
         except HeadLost:
             return  # nobody is left who could end them; they end with the job
         closed = [self._tasks.begin(answer_of(actor.close.remote())) for actor in actors]
-        await asyncio.wait(closed, timeout=CLOSE_SECONDS)
+        await asyncio.wait(closed, timeout=GRACE_SECONDS if self._is_torn else CLOSE_SECONDS)
         await within(CLOSE_SECONDS, as_async(_kill)(actors), "close seconds")
+
+    async def _answer(self, ref: Any) -> Any:
+        try:
+            return await answer_of(ref)
+        except WorkerLost:
+            self._is_torn = len(self._launch.places) > 1
+            raise
 
     async def _all(self, what: str, refs: Sequence[Any], seconds: float) -> list[Any]:
         futures = [self._tasks.begin(answer_of(ref)) for ref in refs]

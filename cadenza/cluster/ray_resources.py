@@ -176,7 +176,7 @@ def connect(address: str | None) -> RayResources:
         _refuse_dead(address)
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            ray.init(address=address, log_to_driver=True)
+            ray.init(address=address or "local", log_to_driver=True)  # without "local" it joins any Ray that is here
         except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
             raise HeadLost(f"there is no Ray cluster at {address or 'this machine'}: {error}") from error
         finally:

@@ -213,11 +213,11 @@ class RemoteReplica:
         return self._cluster if isinstance(self._cluster, Peer) else cast("Peer", self._cluster.peers[0])
 
     @classmethod
-    async def of(cls, cluster: Cluster[Any]) -> RemoteReplica:
+    async def of(cls, cluster: Cluster[Any], *, is_shared: bool = False) -> RemoteReplica:
         """Made when its cluster has started."""
         if cluster.world_size != 1:
             raise ValueError(f"a remote replica is one worker, '{cluster.role}' has {cluster.world_size}")
-        return cls(cluster, *await cluster.about())
+        return cls(cluster, *await cluster.about(), is_shared=is_shared)
 
     @property
     def is_lost(self) -> bool:

@@ -21,7 +21,6 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
-from cadenza.cluster import ResourceManager
 from cadenza.data import DataProto
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.config import ConfigError, RunConfig
@@ -424,7 +423,7 @@ def scheduler_for(mode: Mode, config: RunConfig, inference: Inference) -> Rollou
             batch.meta_info["trace"] = trace_groups(trajectories)
         return batch
 
-    return RolloutScheduler(rollout, envs, ResourceManager(config.device_count), inference, mode, collator)
+    return RolloutScheduler(rollout, envs, inference.resources, inference, mode, collator)
 
 
 def _request(step: int) -> DataProto:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cadenza.cluster import Cluster, DeviceMap, Placement
+from cadenza.cluster.placement import Devices
 from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.shipping import Broadcast, ShipmentLost, Stored
 from cadenza.inference.codec import TextCodec
@@ -55,6 +56,8 @@ class Inference:
     sampler: Sampler
     codec: TextCodec
     delivery: Delivery
+    resources: Devices
+    """Where it runs, and env workers too."""
 
     async def weights(self) -> object:
         """What the actor has now, brought to the replicas; `sampler.load_weights` swaps it in."""
@@ -94,7 +97,7 @@ async def inference(plan: Plan) -> AsyncIterator[Inference]:
         logger.info("weights reach %d replicas %s", len(replicas), delivery.name)
         sampler = Sampler(replicas, plan.sampler)
         stack.push_async_callback(sampler.close)
-        yield Inference(sampler, plan.codec, delivery)
+        yield Inference(sampler, plan.codec, delivery, plan.devices.resources)
 
 
 async def _embedded(plan: Plan, stack: AsyncExitStack) -> list[TorchReplica]:
@@ -117,7 +120,7 @@ async def _on_ray(plan: Plan, stack: AsyncExitStack) -> list[RemoteReplica]:
     for error in started:
         if isinstance(error, BaseException):
             raise error
-    return [await RemoteReplica.of(cluster) for cluster in clusters]
+    return [await RemoteReplica.of(cluster, is_shared=True) for cluster in clusters]  # env workers ask them too
 
 
 def _cluster(plan: Plan, part: Placement) -> Cluster[Any]:

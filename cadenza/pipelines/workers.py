@@ -21,7 +21,7 @@ from torch import nn
 
 from cadenza.cluster import Worker, dispatch
 from cadenza.cluster.remote_replica import ReplicaWorker
-from cadenza.cluster.shipping import Broadcast, Layout, Lines, Stored
+from cadenza.cluster.shipping import BUCKET_BYTES, Broadcast, Layout, Lines, Stored
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.pipelines.config import ConfigError, WarmStart
@@ -141,6 +141,8 @@ class LearnerWorker(Worker):
 class ActorWorker(LearnerWorker):
     """The policy that is trained, and under an adapter the reference too."""
 
+    bucket_bytes = BUCKET_BYTES
+    """Of what is published, so much at once."""
     _config: ActorConfig
 
     def __init__(
@@ -199,13 +201,13 @@ class ActorWorker(LearnerWorker):
     def store_weights(self) -> Stored | None:
         """Put what is published into the object store. Ranks with shards gather them, and the first one answers."""
         weights = self.actor.weights()
-        return Stored.put(weights) if self._strategy.is_first else None
+        return Stored.put(weights, self.bucket_bytes) if self._strategy.is_first else None
 
     @dispatch("broadcast", gather=lambda found: found[0])
     def open_broadcast(self, receivers: int) -> Broadcast | None:
         """Where so many others hear what is published."""
         weights = self.actor.weights()
-        return self._lines.open(Layout.of(weights), receivers) if self._strategy.is_first else None
+        return self._lines.open(Layout.of(weights, self.bucket_bytes), receivers) if self._strategy.is_first else None
 
     @dispatch("broadcast", gather=lambda found: found[0])
     def send_weights(self, broadcast: Broadcast) -> None:

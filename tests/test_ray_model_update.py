@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 ray = pytest.importorskip("ray")
@@ -28,6 +29,7 @@ from cadenza.pipelines.replicas import ByBroadcast, Inference, Plan, ThroughStor
 from cadenza.pipelines.workers import ActorWorker, Blueprint  # noqa: E402
 from cadenza.rollout.sampler import SamplerConfig  # noqa: E402
 from cadenza.training import ActorConfig, ModelConfig, ReferenceConfig  # noqa: E402
+from cadenza.training.strategy import StrategyName  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPT = np.arange(3, 11, dtype=np.int32)
@@ -38,14 +40,19 @@ MODEL = ModelConfig(layers=2, hidden=32, heads=2)
 class Trainer(ActorWorker):
     """Changes as if it had learned, and says what its module writes."""
 
-    @dispatch("rank_zero")
+    bucket_bytes = BUCKET
+
+    @dispatch("broadcast")
     def nudge(self, seed: int) -> None:
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in self.actor.module.parameters():
-                parameter += 0.3 * torch.randn_like(parameter)
+                change = 0.3 * torch.randn(parameter.shape)
+                if isinstance(parameter, DTensor):
+                    change = distribute_tensor(change, parameter.device_mesh, parameter.placements)
+                parameter += change
 
-    @dispatch("rank_zero")
+    @dispatch("broadcast", gather=lambda texts: texts[0])
     def greedy(self, tokens: Tokens, count: int) -> list[int]:
         ids = torch.from_numpy(np.array(tokens)).long()[None]
         with torch.no_grad():
@@ -53,14 +60,6 @@ class Trainer(ActorWorker):
                 token = self.actor.module(input_ids=ids).logits[0, -1].argmax()
                 ids = torch.cat((ids, token[None, None]), 1)
         return ids[0, len(tokens) :].tolist()
-
-    @dispatch("rank_zero")
-    def store_weights(self) -> Stored:
-        return Stored.put(self.actor.weights(), BUCKET)
-
-    @dispatch("rank_zero")
-    def open_broadcast(self, receivers: int) -> Broadcast:
-        return self._lines.open(Layout.of(self.actor.weights(), BUCKET), receivers)
 
 
 @pytest.fixture(scope="module")
@@ -81,25 +80,26 @@ def nodes() -> Iterator[None]:
 Work = Callable[[Any, Inference, list[RemoteReplica]], Awaitable[None]]
 
 
-def run(devices: str, work: Work) -> None:
-    """With a trainer on device 0 and replicas on these; 0 to 2 are one node, 3 to 5 the other."""
+def run(devices: str, work: Work, *, trainers: str = "0", strategy: StrategyName = "torch") -> None:
+    """With trainers and replicas on these devices; 0 to 2 are one node, 3 to 5 the other."""
 
     async def main() -> None:
         resources = ResourceManager.on_ray()
         try:
-            places = resources.place({"actor": "0", "inference": devices})
+            places = resources.place({"actor": trainers, "inference": devices})
             codec: Any = SimpleNamespace(vocab_size=64, eos_token_ids=frozenset())  # texts do not end by themselves
             blueprint = Blueprint(MODEL, codec.vocab_size, None, 0, 1)
             actor = Cluster(
-                "actor", Trainer, places["actor"], blueprint=blueprint, config=ActorConfig(),
+                "actor", Trainer, places["actor"], blueprint=blueprint, config=ActorConfig(strategy=strategy),
                 reference=ReferenceConfig(), failures=None,
             )  # fmt: skip
             async with actor:
-                await actor.build(None, [str(place) for place in actor.places])
+                where = await actor.meet() if actor.world_size > 1 else None
+                await actor.build(where, [str(place) for place in actor.places])
                 await actor.nudge(0)
                 plan = Plan(actor, places, codec, blueprint, EngineConfig(), SamplerConfig(balance_seconds=0))
                 async with inference(plan) as running:
-                    await work(actor, running, list(running.sampler.replicas))
+                    await work(actor, running, list(running.sampler.replicas))  # type: ignore[arg-type]
         finally:
             await resources.shutdown()
 
@@ -118,8 +118,13 @@ async def all_say(replicas: list[RemoteReplica], expected: list[int], version: i
         assert (await replica.stats()).version == version
 
 
-@pytest.mark.parametrize(("devices", "way"), [("1-2", ThroughStore), ("1,3,4", ByBroadcast)])
-def test_after_an_update_every_replica_writes_what_the_trainer_would(nodes: None, devices: str, way: type) -> None:
+@pytest.mark.parametrize("devices", ["1-2", "1,3,4"], ids=["near", "far"])
+@pytest.mark.parametrize(("trainers", "strategy"), [("0", "torch"), ("0,2", "torch"), ("0,5", "fsdp2")])
+def test_after_an_update_every_replica_writes_what_the_trainer_would(
+    nodes: None, devices: str, trainers: str, strategy: StrategyName
+) -> None:
+    way = ThroughStore if devices == "1-2" else ByBroadcast
+
     async def work(actor: Any, running: Inference, replicas: list[RemoteReplica]) -> None:
         assert type(running.delivery) is way
         before = await actor.greedy(PROMPT, 12)
@@ -135,7 +140,7 @@ def test_after_an_update_every_replica_writes_what_the_trainer_would(nodes: None
             await all_say(replicas, after, version, 1000 * version + 100)
             before = after
 
-    run(devices, work)
+    run(devices, work, trainers=trainers, strategy=strategy)
 
 
 def test_a_turn_that_runs_through_an_update_has_each_token_of_one_version(nodes: None) -> None:
