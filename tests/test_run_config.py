@@ -50,6 +50,61 @@ def test_a_later_override_wins_and_the_values_given_stay_as_they_were() -> None:
 
 
 @pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine.kind=sglang"], "engine.kind: Input should be 'torch', 'vllm' or 'http' (got 'sglang')"),
+        (["engine.python=python3"], "engine: python does nothing with kind 'torch', it is for 'vllm': remove it"),
+        (["engine.kind=vllm", "engine.threads=2"], "engine: threads does nothing with kind 'vllm', it is for 'torch'"),
+        (["engine.kind=http"], "engine: kind 'http' needs servers: give it some, as servers: [{url:"),
+        (["engine.kind=http", "engine.servers=[{url: localhost}]"], "engine.servers.0.url: "),
+        (["engine.kind=vllm"], "engine.kind 'vllm' needs backend 'ray', got 'embedded'"),
+        (["engine.kind=vllm", "backend=ray"], "engine.kind 'vllm' needs a model.path: a tiny policy is built for"),
+        (
+            ["engine.kind=http", "engine.servers=[{url: http://x}]", "backend=ray"],
+            "engine.kind 'http' needs backend 'embedded', got 'ray'",
+        ),
+    ],
+)
+def test_an_engine_is_told_nothing_that_it_does_not_heed(overrides: list[str], said: str) -> None:
+    assert said in refusal(overrides)
+
+
+CHECKPOINT = {**TINY, "model": {"path": "some/model"}, "warm_start": None}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["engine.kind=vllm", "backend=ray", "devices.inference={devices: 0-3, tensor_parallel: 2}"],
+            "one worker of vLLM drives all devices of its replica: set devices_per_worker=2",
+        ),
+        (
+            ["engine.kind=http", "engine.servers=[{url: http://x}]", "devices.inference=1"],
+            "devices.inference does nothing with engine.kind 'http'",
+        ),
+        (
+            ["engine.kind=http", "engine.servers=[{url: http://x}]", "model.lora={r: 4}"],
+            "model.lora does not go with engine.kind 'http'",
+        ),
+    ],
+)
+def test_an_engine_gets_a_model_and_devices_that_it_can_use(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(CHECKPOINT, overrides)
+    assert said in str(caught.value)
+
+
+def test_an_engine_is_chosen_by_its_kind() -> None:
+    vllm = build(CHECKPOINT, ["engine.kind=vllm", "backend=ray", "engine.python=/x/python", "engine.options={seed: 3}"])
+    assert (vllm.engine.python, vllm.engine.options) == ("/x/python", {"seed": 3})
+    build(dump(vllm), ["devices.inference={devices: 0-3, devices_per_worker: 2}"])
+    assert build(dump(vllm)).engine == vllm.engine
+    served = build(CHECKPOINT, ["engine.kind=http", "engine.servers=[{url: 'http://x:1'}, {url: 'http://x:2'}]"])
+    assert [server.url for server in served.engine.servers] == ["http://x:1", "http://x:2"]
+
+
+@pytest.mark.parametrize(
     ("override", "place", "value"),
     [
         ("steps=5", "steps", 5),

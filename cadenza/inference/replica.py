@@ -152,6 +152,10 @@ class RequestRefused(ReplicaError):
     """The request itself cannot be served, here or anywhere: it is too long, say. Not the replica's fault."""
 
 
+class NotSupported(ReplicaError):
+    """This engine cannot do this, on this platform or with this server; asking again does not help."""
+
+
 class StaleEpoch(ReplicaError):
     """The grant is older than the replica's fence; ask the router again."""
 

@@ -24,6 +24,7 @@ from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.off_loop import as_async
 from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, Progress, check_rollouts, validation
 from cadenza.pipelines.config import ConfigError, RunConfig, ValidationConfig, check_names, dump, read
+from cadenza.pipelines.engines import EngineConfig
 from cadenza.pipelines.episodes import Episodes, sample_of, success_of
 from cadenza.training.checkpoint import latest, step_of
 
@@ -212,6 +213,8 @@ async def _played(run_dir: Path, episodes: int, which: str, greedy: bool, *, sho
         sampling = plan.sampling or config.envs.sampling
         plan = plan.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
     plain: dict[str, Any] = {"samples": shown, "critic": None, "backend": "embedded", "devices": {}}
+    if config.engine.kind != "torch":
+        plain["engine"] = EngineConfig(max_running=config.engine.max_running)
     config = config.model_copy(update={"validation": plan, **plain})
     return await validation(config, checkpoint)
 

@@ -21,6 +21,7 @@ from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import Config, load
 from cadenza.inference.replica import Sampling
+from cadenza.pipelines.engines import EngineConfig
 from cadenza.rollout import plays
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
@@ -68,20 +69,6 @@ class TokenizerConfig(Config):
     """What every conversation begins with."""
     template_options: dict[str, Any] = Field(default_factory=dict)
     """Variables of the chat template, as `enable_thinking`."""
-
-
-class EngineConfig(Config):
-    """The embedded inference engine."""
-
-    max_running: int = Field(default=64, gt=0)
-    """Requests that decode side by side."""
-    kv_tokens: int | None = Field(default=None, gt=1)
-    """Tokens of context in the cache; None is what fits into a modest share of memory."""
-    prefill_tokens: int | None = Field(default=None, gt=0)
-    """Prompt tokens computed in one step."""
-    keep_kv: bool = False
-    """Go on with what was cached under older weights. Faster, but the logprobs are of a mixture."""
-    threads: int | None = Field(default=None, gt=0)
 
 
 class WarmStart(Config):
@@ -153,7 +140,7 @@ class RunConfig(Config):
     """Where the workers run: in this process, or each in one of its own on Ray."""
     devices: dict[str, RoleConfig] = Field(default_factory=dict)
     """By role: actor, critic, reference, inference. A role that is not named shares device 0. `actor: 1` is short for
-    `actor: {devices: [1]}`. Every device of `inference` is a replica."""
+    `actor: {devices: [1]}`. Every device of `inference` is a replica; with vLLM, every `devices_per_worker` of them."""
     threads: int | None = Field(default=None, gt=0)
     """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
     samples: int = Field(default=2, ge=0)
@@ -214,19 +201,42 @@ class RunConfig(Config):
                     f"the tasks of {rows} are rows, and all of them are trained: give validation.domains rows of its "
                     "own, or set 'validation: null'"
                 )
-        for role, config in self.devices.items():
+        for role in self.devices:
             if role not in self.roles:
                 raise ValueError(f"devices: this run has no role '{role}'; it has {', '.join(self.roles)}")
-            if role == "inference" and config.devices_per_replica != 1:
-                raise ValueError(
-                    "devices.inference: the torch engine runs on one device: leave devices_per_worker and "
-                    "tensor_parallel out, and every device is a replica"
-                )
+        self._check_engine()
         self._check_trainers()
         self._check_parts()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self
+
+    def _check_engine(self) -> None:
+        """An engine has the backend, the model and the devices that it can use."""
+        kind = self.engine.kind
+        needed = {"vllm": "ray", "http": "embedded"}.get(kind, self.backend)
+        if self.backend != needed:
+            raise ValueError(f"engine.kind '{kind}' needs backend '{needed}', got '{self.backend}'")
+        if kind != "torch" and self.model.path is None:
+            raise ValueError(f"engine.kind '{kind}' needs a model.path: a tiny policy is built for 'torch'")
+        if kind == "http" and self.model.lora is not None:
+            raise ValueError("model.lora does not go with engine.kind 'http': servers are sent whole models")
+        if (config := self.devices.get("inference")) is None:
+            return
+        if kind == "http":
+            raise ValueError(
+                "devices.inference does nothing with engine.kind 'http', its servers have theirs: remove it"
+            )
+        if kind == "torch" and config.devices_per_replica != 1:
+            raise ValueError(
+                "devices.inference: the torch engine runs on one device: leave devices_per_worker and "
+                "tensor_parallel out, and every device is a replica"
+            )
+        if kind == "vllm" and config.tensor_parallel != 1:
+            raise ValueError(
+                f"devices.inference: one worker of vLLM drives all devices of its replica: set devices_per_worker="
+                f"{config.devices_per_replica} and leave tensor_parallel out"
+            )
 
     def _check_trainers(self) -> None:
         """Ranks that train have a device and a process each."""

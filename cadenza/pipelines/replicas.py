@@ -7,7 +7,10 @@ ever sees two versions, and an update that fails half way leaves the old one who
 embedded          the engines read the actor's own tensors; one packed copy serves all of them
 Ray, one node     the actor's process puts buckets into shared memory, and the replicas read them there
 Ray, more nodes   the actor's process broadcasts buckets to the replicas
+servers           each reads buckets in the shared memory of this node, when it loads them
 ```
+The embedded engine is ready for the swap when weights have reached it. vLLM and servers take them in when they load
+them, and generate nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -17,17 +20,20 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-from cadenza.cluster import Cluster, DeviceMap
+from torch import Tensor
+
+from cadenza.cluster import Cluster, DeviceMap, Placement
 from cadenza.cluster.placement import Devices
 from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.shipping import Broadcast, ShipmentLost, Stored
 from cadenza.inference.codec import TextCodec
 from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import Prepared, TorchReplica
-from cadenza.pipelines.config import EngineConfig
-from cadenza.pipelines.workers import ActorWorker, Blueprint, InferenceWorker, engine_options
+from cadenza.pipelines.engines import EngineConfig, servers, torch_options, vllm_cluster
+from cadenza.pipelines.workers import ActorWorker, Blueprint, InferenceWorker
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 
 logger = logging.getLogger("cadenza")
@@ -72,11 +78,15 @@ class Plan:
 
 @asynccontextmanager
 async def inference(plan: Plan) -> AsyncIterator[Inference]:
-    """Replicas with the policy in them, one on each device of the role."""
+    """Replicas with the policy in them: one on each part of the role's devices, or one for each server."""
     async with AsyncExitStack() as stack:
         replicas: Sequence[Replica]
         delivery: Delivery
-        if plan.devices.resources.backend == "embedded":
+        if plan.engine.kind == "http":
+            delivery = FromHere(plan.actor)
+            running = servers(plan.engine, plan.codec.eos_token_ids, await delivery.weights())
+            replicas = await stack.enter_async_context(running)
+        elif plan.devices.resources.backend == "embedded":
             replicas = local = await _embedded(plan, stack)
             delivery = InProcess(plan.actor, local)
         else:
@@ -91,7 +101,7 @@ async def inference(plan: Plan) -> AsyncIterator[Inference]:
 
 
 async def _embedded(plan: Plan, stack: AsyncExitStack) -> list[TorchReplica]:
-    options = engine_options(plan.engine, plan.codec.eos_token_ids)
+    options = torch_options(plan.engine, plan.codec.eos_token_ids)
     first, *others = (part.devices for part in plan.devices["inference"].replicas())
     replicas = [TorchReplica(await plan.actor.module(), name="torch-0", devices=first, **options)]
     stack.callback(replicas[0].close)
@@ -103,17 +113,7 @@ async def _embedded(plan: Plan, stack: AsyncExitStack) -> list[TorchReplica]:
 
 async def _on_ray(plan: Plan, stack: AsyncExitStack) -> list[RemoteReplica]:
     """Each is a cluster of its own, so that one that dies leaves the others alone. They start together."""
-    clusters = [
-        Cluster(
-            "inference",
-            InferenceWorker,
-            part,
-            blueprint=plan.blueprint,
-            engine=plan.engine,
-            eos_token_ids=plan.codec.eos_token_ids,
-        )
-        for part in plan.devices["inference"].replicas()
-    ]
+    clusters = [_cluster(plan, part) for part in plan.devices["inference"].replicas()]
     for cluster in clusters:
         stack.push_async_exit(cluster)
     started = await asyncio.gather(*(cluster.start() for cluster in clusters), return_exceptions=True)
@@ -121,6 +121,24 @@ async def _on_ray(plan: Plan, stack: AsyncExitStack) -> list[RemoteReplica]:
         if isinstance(error, BaseException):
             raise error
     return [await RemoteReplica.of(cluster, is_shared=True) for cluster in clusters]  # env workers ask them too
+
+
+def _cluster(plan: Plan, part: Placement) -> Cluster[Any]:
+    """The process of one replica."""
+    engine, eos_token_ids = plan.engine, plan.codec.eos_token_ids
+    if engine.kind == "torch":
+        options: dict[str, Any] = {"blueprint": plan.blueprint, "engine": engine, "eos_token_ids": eos_token_ids}
+        return Cluster("inference", InferenceWorker, part, **options)
+    model = plan.blueprint.model
+    path = Path(str(model.path))  # a directory, by a name that means the same in other processes, or a name of a hub
+    return vllm_cluster(
+        part,
+        engine,
+        model=str(path.absolute()) if path.is_dir() else str(model.path),
+        eos_token_ids=eos_token_ids,
+        dtype=model.dtype,
+        lora=None if model.lora is None else (model.lora.r, model.lora.alpha),
+    )
 
 
 # -- the ways of weights -----------------------------------------------------------------------------------------------
@@ -136,6 +154,20 @@ class InProcess:
 
     async def weights(self) -> Prepared:
         return await self._replicas[0].prepare(await self._actor.module())
+
+
+class FromHere:
+    """Servers, which are sent the weights of this process when they load them."""
+
+    name = "over the shared memory of this node"
+
+    def __init__(self, actor: Cluster[ActorWorker]) -> None:
+        self._actor = actor
+
+    async def weights(self) -> dict[str, Tensor]:
+        """The live tensors: they are loaded before the next train step."""
+        weights: dict[str, Tensor] = (await self._actor.module()).state_dict()
+        return weights
 
 
 class ThroughStore:

@@ -10,7 +10,7 @@ batch and computes its share of it (training/strategy.py); columns are computed 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.cluster.shipping import BUCKET_BYTES, Broadcast, Layout, Lines, Stored
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
-from cadenza.pipelines.config import ConfigError, EngineConfig, WarmStart
+from cadenza.pipelines.config import ConfigError, WarmStart
+from cadenza.pipelines.engines import EngineConfig, torch_options
 from cadenza.training import (
     Actor,
     ActorConfig,
@@ -279,7 +280,7 @@ class InferenceWorker(ReplicaWorker):
 
     def __init__(self, blueprint: Blueprint, engine: EngineConfig, eos_token_ids: frozenset[int]) -> None:
         name = f"torch-{self.place.data_rank}"
-        options = engine_options(engine, eos_token_ids)
+        options = torch_options(engine, eos_token_ids)
         self._replica = TorchReplica(blueprint.build(), name=name, devices=self.place.devices, **options)
         super().__init__(self._replica)
 
@@ -291,8 +292,3 @@ def _sharded() -> Any:
     from cadenza.training import sharded  # heavy, and rarely used
 
     return sharded
-
-
-def engine_options(engine: EngineConfig, eos_token_ids: frozenset[int]) -> Mapping[str, Any]:
-    """What a replica is told."""
-    return {"eos_token_ids": eos_token_ids, **engine.model_dump()}

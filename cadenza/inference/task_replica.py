@@ -1,0 +1,193 @@
+"""A replica whose requests are served by tasks of the event loop: what such engines have in common.
+
+Invariant: a request that was accepted is in `_flight` until its future is resolved, and a task of its own brings that
+about, whatever happens to the engine. Every token that came is returned, held by a request in flight, or discarded
+under a cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cadenza.inference.replica import (
+    Finish,
+    Flight,
+    Generation,
+    ReplicaError,
+    ReplicaLost,
+    Request,
+    RequestRefused,
+    Span,
+    StaleEpoch,
+    Tokens,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request that is not answered."""
+
+    request: Request
+    context: Tokens
+    future: asyncio.Future[Generation]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    inside: str | None = None
+    """The engine's name for it, as soon as the engine has it."""
+    cause: str | None = None
+    """Why it was aborted."""
+    task: asyncio.Task[None] = field(init=False)
+
+    def answer(self, spans: Sequence[Span], finish: Finish) -> Generation:
+        return Generation(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), tuple(spans), finish)
+
+    def settle(self, answer: Generation | ReplicaError) -> None:
+        if self.future.done():
+            return
+        if isinstance(answer, ReplicaError):
+            self.future.set_exception(answer)
+        else:
+            self.future.set_result(answer)
+
+
+class TaskReplica(ABC):
+    """The part of a `Replica` that is about requests. One event loop uses it."""
+
+    kv_capacity: int
+    longest: int
+    """Tokens of context, those written included."""
+    vocab: int | None = None
+    """Tokens that there are, if it is known."""
+
+    def __init__(self, name: str, devices: Sequence[int], version: int) -> None:
+        self.name = name
+        self.devices = tuple(devices)
+        self.version = version
+        self.fence = 0
+        self.discarded: dict[str, int] = {}
+        self._flight: dict[int, Pending] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answered = 0
+        self._lost = ""
+        self._gone = asyncio.Event()
+
+    @abstractmethod
+    async def _written(self, pending: Pending) -> Generation:
+        """Have the engine write; the tokens are added to `pending` as they come."""
+
+    @abstractmethod
+    def _stop(self, pending: Pending) -> None:
+        """Have the engine end a request. If its task is cancelled for that, the tokens so far are the answer."""
+
+    def generate(self, request: Request) -> asyncio.Future[Generation]:
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        try:
+            context = self._accepted(request)
+        except ReplicaError as error:
+            future.set_exception(error)
+        else:
+            self._flight[request.id] = pending = Pending(request, context, future)
+            pending.task = self._begin(self._serve(pending))
+            pending.task.add_done_callback(lambda _: self._cut_short(pending))
+        return future
+
+    def abort(self, request_id: int, cause: str) -> None:
+        pending = self._flight.get(request_id)
+        if pending is not None and pending.cause is None:
+            pending.cause = cause
+            self._stop(pending)
+
+    def flights(self) -> list[Flight]:
+        found = []
+        for id, pending in self._flight.items():
+            request, written = pending.request, len(pending.tokens)
+            context = request.context + written
+            found.append(Flight(id, context, request.offset + written, context if written else 0))
+        return found
+
+    def kill(self, cause: str) -> None:
+        self._die(cause, f"{self.name} was killed: {cause}")
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _accepted(self, request: Request) -> Tokens:
+        """Its context, unless there is a reason to refuse it."""
+        self._alive()
+        if request.epoch < self.fence:
+            raise StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}")
+        if request.id in self._flight:
+            raise ReplicaError(f"{self.name}: request {request.id} is already in flight")
+        if not 0 < request.context < self.longest or request.max_tokens < 1:
+            text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
+            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self.longest - 1} tokens")
+        context: Tokens = np.concatenate(request.chunks)
+        last = np.iinfo(np.int32).max if self.vocab is None else self.vocab - 1
+        if len(context) != request.context or not 0 <= context.min() <= context.max() <= last:
+            text = f"{request.context} tokens of 0 to {last}"
+            raise RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}")
+        return context
+
+    async def _serve(self, pending: Pending) -> None:
+        """The life of a request."""
+        answer: Generation | ReplicaError
+        try:
+            answer = await self._written(pending)
+        except ReplicaLost as error:
+            self._die("replica_lost", str(error))
+            return
+        except ReplicaError as error:
+            answer = error
+        except Exception as error:  # noqa: BLE001 - whatever the engine raised, whoever waits must hear of it
+            answer = ReplicaError(f"{self.name}: {type(error).__name__}: {error}")
+        self._end(pending, answer)
+
+    def _cut_short(self, pending: Pending) -> None:
+        """Its task has ended, cancelled perhaps, and perhaps before its first step."""
+        if pending.cause is not None:
+            spans = [Span(self.version, len(pending.tokens))] if pending.tokens else []
+            self._end(pending, pending.answer(spans, Finish.ABORT))
+
+    def _end(self, pending: Pending, answer: Generation | ReplicaError) -> None:
+        """Answer a request, once."""
+        if self._flight.get(pending.request.id) is not pending:
+            return
+        del self._flight[pending.request.id]
+        self._answered += 1
+        if isinstance(answer, ReplicaError):
+            self._discard("failed", pending)
+        elif pending.future.done():
+            self._discard(pending.cause or "unclaimed", pending)
+        pending.settle(answer)
+
+    def _alive(self) -> None:
+        if self._lost:
+            raise ReplicaLost(self._lost)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _discard(self, cause: str, pending: Pending) -> None:
+        if pending.tokens:
+            self.discarded[cause] = self.discarded.get(cause, 0) + len(pending.tokens)
+
+    def _die(self, cause: str, text: str) -> None:
+        """Fail every call in flight, once."""
+        if self._lost:
+            return
+        self._lost = text
+        self._gone.set()
+        for pending in self._flight.values():
+            self._discard(cause, pending)
+            pending.settle(ReplicaLost(text))
+        self._flight.clear()
+        for task in self._tasks - {asyncio.current_task()}:
+            task.cancel()
