@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray smollm2-vllm test test-ray test-vllm test-smollm2 check fuzz bench bench-ray bench-trl clean
+.PHONY: help demo demo-ray smollm2-vllm test test-ray check test-smollm2 test-vllm fuzz bench bench-ray bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
