@@ -84,6 +84,7 @@ def simulate(
     warm_up: Count = 12,
     gates: Flag = False,
     search: Flag = False,
+    shared: str | None = None,
     out: Path | None = None,
     json: Flag = False,
 ) -> int:
@@ -108,6 +109,9 @@ def simulate(
         Check instead whether the simulation reproduces published figures.
     search
         Search the best settings of each policy anew.
+    shared
+        Numbers of GPUs, with commas: for each of them the policy 'cadenza' once more, with so many GPUs that train and
+        between two train steps generate, as all others do.
     out
         Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
     json
@@ -118,8 +122,8 @@ def simulate(
 
     try:
         return simulation.simulate(
-            workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search, out=out,
-            as_json=json,
+            workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search,
+            shared=shared, out=out, as_json=json,
         )  # fmt: skip
     except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza simulate --help", 2)
@@ -134,6 +138,7 @@ def plan(
     workload: str | None = None,
     alpha: str | None = None,
     model_cost: str | None = None,
+    shared: Flag = False,
     json: Flag = False,
 ) -> int:
     """Choose how many GPUs train and how far generation runs ahead, by simulating the production scheduler.
@@ -159,6 +164,8 @@ def plan(
     model_cost
         h100-qwen3-8b, h100-qwen2.5-7b, a100-qwen2.5-7b, or a=..,b=..,c=..,p=..,kv=..,running=..,train=.. in seconds and
         tokens (docs/simulation.md), or a name and then what differs; that of the workload unless given.
+    shared
+        Try GPUs too that train and, between two train steps, generate.
     json
         Print one JSON object and nothing else.
     """
@@ -169,11 +176,11 @@ def plan(
         if config is not None:
             from cadenza.pipelines import plan as layout
 
-            given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost)
+            given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost, shared)
             return layout.plan(config, overrides, given, as_json=json)
         if nodes is not None:
             raise BadRequest("--nodes is for the plan of a config: name its file")
-        return planning.plan(gpus, workload, alpha, model_cost, as_json=json)
+        return planning.plan(gpus, workload, alpha, model_cost, shared=shared, as_json=json)
     except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza plan --help", 2)
 

@@ -233,6 +233,31 @@ def test_a_trial_that_makes_no_sense_is_refused(changes: dict[str, object], mess
         replace(trial("cadenza"), **changes)  # type: ignore[arg-type]
 
 
+def test_gpus_that_train_and_generate_by_turns_beat_every_split_of_a_run_that_waits_for_its_rollouts() -> None:
+    def step_seconds(**settings: int) -> float:
+        return Trial(find("W2x4"), "cadenza", 1.0, 0, Settings(**settings), steps=12, warm_up=4).run().step_seconds
+
+    splits = min(step_seconds(train_gpus=gpus, parts=parts) for gpus in (1, 2) for parts in (1, 8))
+    assert step_seconds(train_gpus=2, shared=2) < splits
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 2.0])
+def test_shared_gpus_keep_the_bound_and_lose_nothing(alpha: float) -> None:
+    shared = trial("cadenza", alpha, train_gpus=2, shared=2)
+    figures = shared.run()
+    assert figures.staleness_max <= alpha
+    assert figures.waste == {}
+    assert figures.length_bias == pytest.approx(1.0, abs=0.1)
+    assert shared.run() == figures
+
+
+def test_gpus_that_take_long_to_change_hands_are_left_where_they_are() -> None:
+    slow = replace(SMALL, switch_seconds=1e4)
+    twenty = Trial(slow, "cadenza", 1.0, 0, Settings(train_gpus=2, shared=2), steps=22, warm_up=2).run()
+    never = Trial(slow, "cadenza", 1.0, 0, Settings(train_gpus=2), steps=22, warm_up=2).run()
+    assert twenty.step_seconds < 1.2 * never.step_seconds
+
+
 def test_an_asynchronous_run_needs_gpus_that_train() -> None:
     policy = GroupQueue(SMALL, trace_of(SMALL, 0), 1.0, Settings())
     with pytest.raises(ValueError, match="train_gpus must be >= 1, got 0"):
@@ -303,6 +328,16 @@ def test_policies_stand_side_by_side_and_the_synchronous_ones_once(
     assert [line[0] for line in lines if line[0] in POLICIES] == ["barrier", "admission", "admission"]
 
 
+def test_shared_gpus_stand_below_the_split(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policy", "cadenza", "--seeds", "1", "--steps", "5", "--warm-up", "2"]
+    assert main(["simulate", "--workload", mine, *options]) == 0
+    alone = capsys.readouterr().out
+    assert main(["simulate", "--workload", mine, *options, "--shared", "1"]) == 0
+    first, second = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("cadenza")]
+    assert first.split() == next(line.split() for line in alone.splitlines() if line.strip().startswith("cadenza"))
+    assert second.strip().endswith("1 train, 1 of them generate too")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -314,6 +349,9 @@ def test_policies_stand_side_by_side_and_the_synchronous_ones_once(
         (["--alpha", "nan"], "alpha must be from 0 to 64, got nan"),
         (["--steps", "5", "--warm-up", "5"], "--warm-up must be below --steps 5, got 5"),
         (["--seeds", "0"], "Must be >= 1"),
+        (["--shared", "0"], "shared must be whole numbers from 1 on with commas between them, got '0'"),
+        (["--shared", "4,32"], "--shared must leave a GPU that only generates: W2 has 32, got 4,32"),
+        (["--shared", "4", "--policy", "queue"], "--shared is for the policy cadenza, got --policy queue"),
     ],
 )
 def test_a_wrong_command_says_why(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
