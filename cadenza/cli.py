@@ -85,6 +85,7 @@ def simulate(
     gates: Flag = False,
     search: Flag = False,
     settings: str = "",
+    shared: str | None = None,
     out: Path | None = None,
     json: Flag = False,
 ) -> int:
@@ -111,7 +112,10 @@ def simulate(
         Search the best settings of each policy anew.
     settings
         Some of them as you want them: train_gpus, concurrency, extra_members, extra_after, extra_groups, parts,
-        balance_seconds; key=value with commas.
+        balance_seconds, shared; key=value with commas.
+    shared
+        Numbers of GPUs, with commas: for each of them the policy 'cadenza' once more, with so many GPUs that train and
+        between two train steps generate, as all others do.
     out
         Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
     json
@@ -123,7 +127,7 @@ def simulate(
     try:
         return simulation.simulate(
             workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search,
-            settings=settings, out=out, as_json=json,
+            settings=settings, shared=shared, out=out, as_json=json,
         )  # fmt: skip
     except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza simulate --help", 2)
@@ -138,6 +142,7 @@ def plan(
     workload: str | None = None,
     alpha: str | None = None,
     model_cost: str | None = None,
+    shared: Flag = False,
     json: Flag = False,
 ) -> int:
     """Choose how many GPUs train and how far generation runs ahead, by simulating the production scheduler.
@@ -163,6 +168,8 @@ def plan(
     model_cost
         h100-qwen3-8b, h100-qwen2.5-7b, a100-qwen2.5-7b, or a=..,b=..,c=..,p=..,kv=..,running=..,train=.. in seconds and
         tokens (docs/simulation.md), or a name and then what differs; that of the workload unless given.
+    shared
+        Try GPUs too that train and, between two train steps, generate.
     json
         Print one JSON object and nothing else.
     """
@@ -173,11 +180,11 @@ def plan(
         if config is not None:
             from cadenza.pipelines import plan as layout
 
-            given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost)
+            given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost, shared)
             return layout.plan(config, overrides, given, as_json=json)
         if nodes is not None:
             raise BadRequest("--nodes is for the plan of a config: name its file")
-        return planning.plan(gpus, workload, alpha, model_cost, as_json=json)
+        return planning.plan(gpus, workload, alpha, model_cost, shared=shared, as_json=json)
     except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza plan --help", 2)
 
@@ -348,6 +355,20 @@ def ray(*, json: Flag = False) -> int:
         Print one JSON object and nothing else.
     """
     from cadenza.benchmarks.ray import ray as measure
+
+    return measure(json)
+
+
+@bench.command
+def share(*, json: Flag = False) -> int:
+    """Replicas on Ray leave and come back under load: what requests on the others notice; takes two minutes.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.share import share as measure
 
     return measure(json)
 
