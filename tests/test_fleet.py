@@ -35,6 +35,7 @@ from cadenza.cluster.peer import LocalPeer, Peer
 from cadenza.data import DataProto
 from cadenza.rollout.failures import RolloutError, TrajectoriesLost
 from cadenza.rollout.fleet import EnvFleet, NoEnvWorkers
+from cadenza.rollout.ledger import LedgerError
 from cadenza.rollout.records import Fate, Trajectory
 
 
@@ -297,5 +298,45 @@ def test_an_error_of_the_env_worker_itself_ends_the_run() -> None:
 
     async def _bug() -> None:
         assert False  # noqa: B011, PT015
+
+    simulate(main)
+
+
+def test_a_dead_env_worker_whose_loss_retires_a_task_is_replaced() -> None:
+    """One member of the task still runs, the other has its reward computed, on the same worker."""
+
+    async def step(task: int, number: int) -> None:
+        await asyncio.sleep(100.0 if task == 0 and number % 2 == 0 else 1.0)
+
+    async def slow(trajectory: Trajectory) -> float:
+        await asyncio.sleep(100.0 if trajectory.task.seed == 0 else 0.0)
+        return 1.0
+
+    async def main() -> None:
+        options = {"env": stepping(step), "reward": slow, "group_size": 2, "batch_size": 2, "max_attempts": 1}
+        async with playing([fake(0.0)], slots=2, workers=1, **options) as scheduler:
+            await scheduler.resume()
+            for _ in range(2):
+                await asyncio.sleep(10.0)
+                [group] = scheduler.ledger.open_groups()
+                assert sorted(attempt.state.value for attempt in group.live) == ["running", "scoring"]
+                group.tries = dict.fromkeys(group.tries or (), 0.75)
+                fleet(scheduler)._crews[0].peer.kill()
+            batch = await got(scheduler, 2)
+            assert column(batch, "task_id") == ["toy/1"] * 2
+            assert len(fleet(scheduler)._crews) == 1
+
+    simulate(main)
+
+
+def test_a_bug_in_what_hears_an_env_worker_ends_the_run_and_says_so() -> None:
+    def bug(attempt: Any, trajectory: Any) -> None:
+        raise LedgerError("the books are wrong")
+
+    async def main() -> None:
+        async with playing(slots=4, workers=2, batch_size=4) as scheduler:
+            scheduler.queue.put = bug  # type: ignore[method-assign]
+            with pytest.raises(RolloutError, match="the books are wrong"):
+                await get(scheduler, 4)
 
     simulate(main)
