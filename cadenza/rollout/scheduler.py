@@ -142,6 +142,7 @@ class RolloutScheduler:
         stays closed until this scheduler resumes or takes a batch."""
         if self._closing.is_set():
             raise SchedulerClosed("the scheduler was shut down")
+        await self.sampler.refresh()  # a sampler elsewhere must know whom it waits for, should this process die
         await self.sampler.suspend(self.config.suspend_mode, holder=self)
 
     async def resume(self) -> None:
@@ -166,7 +167,7 @@ class RolloutScheduler:
             self.sampler.on_version.remove(self._advance)
             self.sampler.on_lost.remove(self._lost)
         if self.sampler.held_by(self):
-            with suppress(NoReplicas):
+            with suppress(NoReplicas, InfrastructureError):  # a sampler that is gone has no gate
                 await self.sampler.resume(holder=self)
         self._closing.set()
         if self._root is not None:
@@ -240,8 +241,8 @@ class RolloutScheduler:
             await self._begun()
             return
         await self.sampler.refresh()
-        if self._root is not None:  # somebody else was faster
-            await self._begun()
+        if self._closing.is_set() or self._root is not None:  # somebody else was faster
+            await self._start()
             return
         if self.sampler.version < self.queue.version:
             raise RuntimeError(
