@@ -333,7 +333,8 @@ class RolloutScheduler:
             self.queue.fatal(error)
 
     def _advance(self, version: int) -> None:
-        self.queue.advance(version)
+        if self._tasks is not None:  # else the start looks at the version, when there are slots to fill
+            self.queue.advance(version)
 
     def _lost(self, name: str, cause: str) -> None:
         if all(state == "lost" for state in self.sampler.devices.values()):
