@@ -340,3 +340,40 @@ def test_a_bug_in_what_hears_an_env_worker_ends_the_run_and_says_so() -> None:
                 await get(scheduler, 4)
 
     simulate(main)
+
+
+def test_a_state_can_be_saved_when_trajectories_are_lost_with_their_node(tmp_path: Any) -> None:
+    async def main() -> None:
+        seconds = by_attempt(1.0, 2.0, 3.0, 4.0, 5.0, 100.0)  # each in a parcel of its own
+        async with playing([fake(seconds)], slots=6, workers=2, batch_size=6, group_size=2, alpha=0.0) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(10.0)
+            ready, kept, open_one = scheduler.ledger.open_groups()
+            for group in (ready, open_one):
+                lost: Any = group.finished[0].trajectory
+                lost.parcel.peer = Gone("node")
+            scheduler.save(tmp_path)
+            assert causes(scheduler, Fate.FAILED) == {"lost with its node": 4}
+            batch = await got(scheduler, 6)
+            assert set(column(batch, "traj_group_id")) == {kept.id, 3, 4}
+
+    simulate(main)
+
+
+def test_a_group_that_is_lost_before_its_filter_sees_it_is_no_error_of_the_filter() -> None:
+    def gone(handles: Any) -> list[Any]:
+        raise WorkerLost("the node is gone")
+
+    async def main() -> None:
+        options: dict[str, Any] = {"group_filter": lambda trajectories: True, "group_size": 2, "error_budget": 0}
+        async with playing([fake(1.0)], slots=2, workers=1, batch_size=2, **options) as scheduler:
+            await scheduler.resume()
+            peer = fleet(scheduler)._crews[0].peer
+            peer.fetch_now = gone
+            await asyncio.sleep(1.5)
+            del peer.fetch_now
+            await got(scheduler, 2)
+            assert causes(scheduler, Fate.FAILED) == {"lost with its node": 2}
+            assert scheduler.queue.errors.total == 0
+
+    simulate(main)

@@ -188,7 +188,16 @@ class RolloutScheduler:
         if (error := self.queue.ended) is not None:
             raise SchedulerClosed(f"nothing is left to save, the rollouts have ended: {error}") from error
         groups = [*self.ledger.open_groups(), *self._uncollated]
-        parcels.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
+        try:
+            parcels.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
+        except InfrastructureError:
+            for group in self.ledger.open_groups():
+                try:
+                    parcels.load_now(a.trajectory for a in group.finished if a.trajectory is not None)
+                except InfrastructureError as error:
+                    logger.error("g%d is lost with what its members had finished: %s", group.id, error)
+                    self.queue.lose(group)
+            parcels.load_now(a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None)
         journal.save(directory, self.queue, self._uncollated)
 
     def restore(self, directory: Path) -> None:
