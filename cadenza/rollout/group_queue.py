@@ -198,6 +198,11 @@ class GroupQueueManager:
         self._wake()
         self.refill()
 
+    @property
+    def ready(self) -> int:
+        """Whole groups that nobody has taken."""
+        return self._ready_by_version.total()
+
     @contextmanager
     def demanding(self, groups: int | None) -> Iterator[None]:
         """Somebody waits for a batch of so many groups, or of all that the tasks give: admission looks at it."""
