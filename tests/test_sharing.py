@@ -106,6 +106,7 @@ def test_devices_change_hands_and_no_token_is_written_twice() -> None:
         replicas = sims(2, 400, wake_seconds=2.0)
         async with playing(replicas, batch_size=4, alpha=1, slots=4, tasks=20) as scheduler:
             shared = SharedDevices(scheduler, [1], 4, offload=offload, reload=reload)
+            assert await shared.lend()
             shared.gate.rates[False].add(1.0, 10.0)  # so slow that lending pays
             first = await got(scheduler, 4)
             await shared.take_back()
@@ -119,7 +120,7 @@ def test_devices_change_hands_and_no_token_is_written_twice() -> None:
             assert shared.gate.lend_seconds.value == pytest.approx(2.0, abs=0.02)
             second = await got(scheduler, 4, 1)
             await shared.take_back()
-            assert told == ["reload True", "offload 0 True", "reload True"]
+            assert told == ["offload 0 False", "reload True", "offload 0 True", "reload True"]
             assert [len(response) for batch in (first, second) for response in responses(batch)] == [400] * 8
             await shared.lend()
         written = sum(replica.generated for replica in replicas)
@@ -134,6 +135,7 @@ def test_requests_move_with_their_tokens_and_are_counted() -> None:
         replicas = sims(2, 400)
         async with playing(replicas, batch_size=4, alpha=1, slots=8, tasks=8) as scheduler:
             shared = SharedDevices(scheduler, [1], 4)
+            assert await shared.lend()
             await scheduler.resume()
             await asyncio.sleep(1.0)
             await shared.take_back()
@@ -150,6 +152,7 @@ def test_a_refusal_leaves_the_devices_with_the_actor() -> None:
     async def main() -> None:
         async with playing(sims(2, 100), batch_size=4, alpha=1, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1], 4)
+            assert await shared.lend()
             await got(scheduler, 4)
             await shared.take_back()
             await publish(scheduler, 1)
@@ -167,14 +170,15 @@ def test_the_last_replica_that_lives_is_not_taken(caplog: pytest.LogCaptureFixtu
         replicas = sims(2, 100)
         async with playing(replicas, batch_size=4, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1], 4)
+            assert await shared.lend()
             await got(scheduler, 4)
             replicas[0].crash()
             await publish(scheduler, 1)
             await got(scheduler, 4, 1)
             await shared.take_back()
-            assert shared.is_lent
+            assert not shared.is_lent
             assert scheduler.sampler.devices[1] == "active"
-        assert "no replica elsewhere is alive" in caplog.text
+        assert "replicas on devices [1] go on beside the actor: no other is alive" in caplog.text
 
     simulate(main)
 
@@ -184,6 +188,7 @@ def test_a_shared_replica_that_died_stays_out() -> None:
         replicas = sims(3, 100)
         async with playing(replicas, batch_size=4, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1, 2], 4)
+            assert await shared.lend()
             shared.gate.rates[False].add(1.0, 10.0)  # so slow that lending pays
             await got(scheduler, 4)
             replicas[1].crash()

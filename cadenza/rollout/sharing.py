@@ -119,7 +119,8 @@ async def nothing() -> None:
 
 
 class SharedDevices:
-    """The devices that change hands. They begin lent."""
+    """The devices that change hands. They begin with the actor, and with replicas that take requests: the first `lend`
+    only takes the actor's states out of the way."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class SharedDevices:
     ) -> None:
         """`need` groups are a batch; `offload` and `reload` take the actor's states off the devices and back."""
         self.devices = tuple(devices)
-        self.is_lent = True
+        self.is_lent = False
         self.moved = 0
         """Requests that left the shared devices with their tokens."""
         self.moved_tokens = 0
@@ -141,10 +142,10 @@ class SharedDevices:
         self._need = need
         self._offload, self._reload = offload, reload
         self.gate = Gate()
-        self._began = _now()
+        self._began = 0.0
         self._written = 0
         """When the wait for the batch began, with the devices as they are now, and what was written before."""
-        self._missing, self._before = need, 0
+        self._missing = self._before = 0
         """Groups that were missing when it was decided about them, and what was written before."""
 
     async def take_back(self) -> None:
@@ -156,16 +157,16 @@ class SharedDevices:
             self._missing = 0
         if not self.is_lent:
             return
-        leaving = self._in_state(SeatState.ACTIVE)
-        if not leaving or set(self._states(SeatState.ACTIVE)) <= set(self.devices):
-            logger.warning("devices %s are not taken back: no replica elsewhere is alive", list(self.devices))
-            return
         began = _now()
-        report = await self._rollouts.shrink_sampler(leaving)
+        leaving = self._in_state(SeatState.ACTIVE)
+        if set(self._states(SeatState.ACTIVE)) > set(leaving):
+            report = await self._rollouts.shrink_sampler(leaving)
+            self.moved += report["moved"]
+            self.moved_tokens += report["moved_tokens"]
+        elif leaving:
+            logger.warning("replicas on devices %s go on beside the actor: no other is alive", leaving)
         await self._reload()
         self.is_lent = False
-        self.moved += report["moved"]
-        self.moved_tokens += report["moved_tokens"]
         self.gate.take_seconds.add(_now() - began)
 
     async def lend(self) -> bool:
@@ -177,8 +178,8 @@ class SharedDevices:
             await self._offload()
             if coming := self._in_state(SeatState.ASLEEP):
                 await self._rollouts.expand_sampler(coming)
+                self.gate.lend_seconds.add(_now() - began)
             self.is_lent = True
-            self.gate.lend_seconds.add(_now() - began)
         self._began, self._written = _now(), await self._tokens()
         return self.is_lent
 
