@@ -62,6 +62,22 @@ def test_two_replicas_are_the_same_run_as_one(tmp_path: Path) -> None:
     remote = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=remote")
     assert remote.code == 0, remote.err
     same(embedded.run, tmp_path / remote.run)
+    assert list(column(tmp_path / remote.run, "sharing/lent").values()) == [1, 1, 2]  # the second wait is the trial
+    assert list(column(tmp_path / remote.run, "sharing/refused").values()) == [0, 1, 1]
+
+
+@needs_two
+def test_shared_devices_change_hands_under_way_and_nothing_is_lost(tmp_path: Path) -> None:
+    asked = (*TWO, "steps=6", "rollout.alpha=1", "envs.sampling.max_tokens=48", "envs.slots=16", "name=turns")
+    turns = on_ray(tmp_path, "train", config_file(tmp_path), *asked)
+    assert turns.code == 0, turns.err
+    told = lines(tmp_path / turns.run)[-1]
+    assert told["sharing/lent"] + told["sharing/refused"] == 6
+    assert told["sharing/lent"] >= 1
+    assert told["fate/failed"] == told["sampler/replicas_lost"] == 0
+    assert told["tokens/trained"] == sum(column(tmp_path / turns.run, "train/tokens").values())
+    assert all(column(tmp_path / turns.run, name) for name in ("time/shrink", "time/expand", "sharing/moved_tokens"))
+    assert "given up" not in turns.err
 
 
 @needs_two

@@ -134,6 +134,8 @@ class SharedDevices:
         """`need` groups are a batch; `offload` and `reload` take the actor's states off the devices and back."""
         self.devices = tuple(devices)
         self.is_lent = False
+        self.lent = 0
+        """How often."""
         self.moved = 0
         """Requests that left the shared devices with their tokens."""
         self.moved_tokens = 0
@@ -180,8 +182,18 @@ class SharedDevices:
                 await self._rollouts.expand_sampler(coming)
                 self.gate.lend_seconds.add(_now() - began)
             self.is_lent = True
+            self.lent += 1
         self._began, self._written = _now(), await self._tokens()
         return self.is_lent
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start."""
+        return {
+            "sharing/lent": self.lent,
+            "sharing/refused": self.gate.refusals,
+            "sharing/moved": self.moved,
+            "sharing/moved_tokens": self.moved_tokens,
+        }
 
     def _states(self, state: SeatState) -> list[int]:
         return [device for device, found in self._rollouts.sampler.devices.items() if found == state.value]
