@@ -356,6 +356,20 @@ def ray(*, json: Flag = False) -> int:
 
 
 @bench.command
+def share(*, json: Flag = False) -> int:
+    """Replicas on Ray leave and come back under load: what requests on the others notice; takes two minutes.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.share import share as measure
+
+    return measure(json)
+
+
+@bench.command
 def control_plane(*, json: Flag = False) -> int:
     """CPU time and memory of the scheduler per trajectory, route and batch.
 

@@ -62,8 +62,9 @@ def test_two_replicas_are_the_same_run_as_one(tmp_path: Path) -> None:
     remote = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=remote")
     assert remote.code == 0, remote.err
     same(embedded.run, tmp_path / remote.run)
-    assert list(column(tmp_path / remote.run, "sharing/lent").values()) == [1, 1, 2]  # the second wait is the trial
-    assert list(column(tmp_path / remote.run, "sharing/refused").values()) == [0, 1, 1]
+    lent, refused = (column(tmp_path / remote.run, f"sharing/{name}") for name in ("lent", "refused"))
+    assert [(lent[step], refused[step]) for step in (1, 2)] == [(1, 0), (1, 1)]  # each way is tried, then compared
+    assert lent[3] + refused[3] == 3
 
 
 @needs_two

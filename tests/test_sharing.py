@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from builders import got, now, playing, publish, responses, sims, simulate
 
-from cadenza.rollout.sharing import TRY_EVERY, Gate, Rate, SharedDevices
+from cadenza.rollout.sharing import MEMORY, TRY_EVERY, Gate, Rate, SharedDevices
 
 
 def gate(*, lend: float, take: float, alone: float, together: float, tokens: float = 100.0) -> Gate:
@@ -33,6 +33,13 @@ def test_a_rate_follows_the_last_measurements() -> None:
     for _ in range(50):
         rate.add(100.0, 5.0)
     assert rate.value == pytest.approx(20.0, rel=1e-3)
+
+
+def test_a_measurement_counts_by_its_weight() -> None:
+    rate = Rate()
+    rate.add(100.0, 10.0)
+    rate.add(1000.0, 10.0, 0.1)
+    assert rate.value == pytest.approx((100 * MEMORY**0.1 + 100) / (10 * MEMORY**0.1 + 1))
 
 
 def test_lending_pays_when_the_faster_wait_and_both_changes_take_less_than_the_slow_wait() -> None:
@@ -199,5 +206,50 @@ def test_a_shared_replica_that_died_stays_out() -> None:
             await publish(scheduler, 2)
             assert await shared.lend()
             assert scheduler.sampler.devices == {0: "active", 1: "lost", 2: "active"}
+
+    simulate(main)
+
+
+def test_a_run_that_begins_with_its_batch_ready_takes_the_replicas_off_the_devices_all_the_same() -> None:
+    async def main() -> None:
+        async def reload() -> None:
+            raise AssertionError("the actor's states never left")
+
+        async with playing(sims(2, 100), batch_size=4, alpha=1, slots=8) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(10.0)
+            shared = SharedDevices(scheduler, [1], 4, reload=reload)
+            assert not await shared.lend()
+            await shared.take_back()
+            assert scheduler.sampler.devices == {0: "active", 1: "asleep"}
+
+    simulate(main)
+
+
+def test_a_lend_that_fails_half_way_is_taken_back_whole() -> None:
+    async def main() -> None:
+        states = ["loaded"]
+
+        async def offload() -> None:
+            states.append("offloaded")
+
+        async def reload() -> None:
+            states.append("loaded")
+
+        async with playing(sims(2, 100), batch_size=4, slots=8) as scheduler:
+            shared = SharedDevices(scheduler, [1], 4, offload=offload, reload=reload)
+            shared.gate.rates[False].add(1.0, 10.0)  # so slow that lending pays
+            await shared.lend()
+            await got(scheduler, 4)
+            await shared.take_back()
+            scheduler.expand_sampler = broken  # type: ignore[method-assign]
+            with pytest.raises(RuntimeError, match="broken"):
+                await shared.lend()
+            assert states[-1] == "offloaded"
+            await shared.take_back()
+            assert states[-1] == "loaded"
+
+    async def broken(*args: object) -> dict[str, object]:
+        raise RuntimeError("broken")
 
     simulate(main)

@@ -38,9 +38,10 @@ class Rate:
     def __init__(self) -> None:
         self._amount = self._per = 0.0
 
-    def add(self, amount: float, per: float = 1.0) -> None:
-        self._amount = MEMORY * self._amount + amount
-        self._per = MEMORY * self._per + per
+    def add(self, amount: float, per: float = 1.0, weight: float = 1.0) -> None:
+        kept = MEMORY**weight
+        self._amount = kept * self._amount + weight * amount
+        self._per = kept * self._per + weight * per
 
     @property
     def value(self) -> float | None:
@@ -139,7 +140,7 @@ class SharedDevices:
         self.moved = 0
         """Requests that left the shared devices with their tokens."""
         self.moved_tokens = 0
-        """Of context, which others had to prefill again."""
+        """Of context when they were granted; with what was written since, others had to prefill it again."""
         self._rollouts = rollouts
         self._need = need
         self._offload, self._reload = offload, reload
@@ -154,21 +155,23 @@ class SharedDevices:
         """The batch is there: the actor gets its devices, and their requests move. At most once between two `lend`."""
         if self._missing > 0:
             written = await self._tokens()
-            self.gate.rates[self.is_lent].add(written - self._written, _now() - self._began)
-            self.gate.group_tokens.add(written - self._before, self._missing)
+            weight = self._missing / self._need  # a short wait says little: more runs in it than in a long one
+            self.gate.rates[self.is_lent].add(max(written - self._written, 0), _now() - self._began, weight)
+            self.gate.group_tokens.add(max(written - self._before, 0), self._missing, weight)
             self._missing = 0
-        if not self.is_lent:
+        leaving = self._in_state(SeatState.ACTIVE)
+        if not self.is_lent and not leaving:
             return
         began = _now()
-        leaving = self._in_state(SeatState.ACTIVE)
-        if set(self._states(SeatState.ACTIVE)) > set(leaving):
+        if leaving and set(self._states(SeatState.ACTIVE)) > set(leaving):
             report = await self._rollouts.shrink_sampler(leaving)
             self.moved += report["moved"]
             self.moved_tokens += report["moved_tokens"]
         elif leaving:
             logger.warning("replicas on devices %s go on beside the actor: no other is alive", leaving)
-        await self._reload()
-        self.is_lent = False
+        if self.is_lent:
+            await self._reload()
+            self.is_lent = False
         self.gate.take_seconds.add(_now() - began)
 
     async def lend(self) -> bool:
@@ -178,10 +181,10 @@ class SharedDevices:
         if not self.is_lent and self.gate.pays(self._missing):
             began = _now()
             await self._offload()
+            self.is_lent = True
             if coming := self._in_state(SeatState.ASLEEP):
                 await self._rollouts.expand_sampler(coming)
                 self.gate.lend_seconds.add(_now() - began)
-            self.is_lent = True
             self.lent += 1
         self._began, self._written = _now(), await self._tokens()
         return self.is_lent
@@ -203,7 +206,7 @@ class SharedDevices:
         return [device for device in self._states(state) if device in self.devices]
 
     async def _tokens(self) -> int:
-        """Written by all replicas since the start."""
+        """Written by all replicas since the start; less when one of them is lost."""
         return sum(stats.generated for stats in (await self._rollouts.sampler.stats()).values())
 
 
