@@ -337,6 +337,8 @@ def test_settings_can_be_given_by_hand(mine: str, capsys: pytest.CaptureFixture[
     assert [result["settings"]["concurrency"] for result in told] == [0, 1]
     assert told[0]["settings"]["train_gpus"] == told[1]["settings"]["train_gpus"] == 1
     assert told[1]["step_seconds"] > told[0]["step_seconds"]  # one trajectory at a time takes longer
+
+
 def test_shared_gpus_are_told_as_such(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--policy", "cadenza", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--settings"]
     assert main(["simulate", "--workload", mine, *options, "train_gpus=1,shared=1"]) == 0
