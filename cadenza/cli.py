@@ -85,7 +85,6 @@ def simulate(
     gates: Flag = False,
     search: Flag = False,
     settings: str = "",
-    shared: str | None = None,
     out: Path | None = None,
     json: Flag = False,
 ) -> int:
@@ -111,11 +110,8 @@ def simulate(
     search
         Search the best settings of each policy anew.
     settings
-        Some of them as you want them: train_gpus, concurrency, extra_members, extra_after, extra_groups, parts,
-        balance_seconds, shared; key=value with commas.
-    shared
-        Numbers of GPUs, with commas: for each of them the policy 'cadenza' once more, with so many GPUs that train and
-        between two train steps generate, as all others do.
+        Some of them as you want them: train_gpus, shared, concurrency, extra_members, extra_after, extra_groups, parts,
+        balance_seconds; key=value with commas.
     out
         Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
     json
@@ -127,7 +123,7 @@ def simulate(
     try:
         return simulation.simulate(
             workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search,
-            settings=settings, shared=shared, out=out, as_json=json,
+            settings=settings, out=out, as_json=json,
         )  # fmt: skip
     except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza simulate --help", 2)

@@ -339,14 +339,10 @@ def test_settings_can_be_given_by_hand(mine: str, capsys: pytest.CaptureFixture[
     assert told[1]["step_seconds"] > told[0]["step_seconds"]  # one trajectory at a time takes longer
 
 
-def test_shared_gpus_stand_below_the_split(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--policy", "cadenza", "--seeds", "1", "--steps", "5", "--warm-up", "2"]
-    assert main(["simulate", "--workload", mine, *options]) == 0
-    alone = capsys.readouterr().out
-    assert main(["simulate", "--workload", mine, *options, "--shared", "1"]) == 0
-    first, second = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("cadenza")]
-    assert first.split() == next(line.split() for line in alone.splitlines() if line.strip().startswith("cadenza"))
-    assert second.strip().endswith("1 train, 1 of them generate too")
+def test_shared_gpus_are_told_as_such(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policy", "cadenza", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--settings"]
+    assert main(["simulate", "--workload", mine, *options, "train_gpus=1,shared=1"]) == 0
+    assert "1 train, 1 of them generate too" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -366,9 +362,14 @@ def test_shared_gpus_stand_below_the_split(mine: str, capsys: pytest.CaptureFixt
             ["--policy", "cadenza", "--seeds", "1", "--settings", "train_gpus=99"],
             "cadenza on W2: train_gpus must be from",
         ),
-        (["--shared", "0"], "shared must be whole numbers from 1 on with commas between them, got '0'"),
-        (["--shared", "4,32"], "--shared must leave a GPU that only generates: W2 has 32, got 4,32"),
-        (["--shared", "4", "--policy", "queue"], "--shared is for the policy cadenza, got --policy queue"),
+        (
+            ["--policy", "cadenza", "--seeds", "1", "--settings", "shared=8"],
+            "cadenza on W2: shared must be from 0 to train_gpus 5, got 8",
+        ),
+        (
+            ["--policy", "queue", "--seeds", "1", "--settings", "train_gpus=8,shared=8"],
+            "only the policy 'cadenza' shares GPUs",
+        ),
     ],
 )
 def test_a_wrong_command_says_why(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,14 +72,6 @@ def settings(text: str) -> dict[str, Any]:
     return found
 
 
-def counts(values: str, what: str) -> list[int]:
-    """Numbers from 1 on."""
-    parts = split(values, what)
-    if wrong := [part for part in parts if not part.isdecimal() or not int(part)]:
-        raise BadRequest(f"{what} must be whole numbers from 1 on with commas between them, got '{wrong[0]}'")
-    return [int(part) for part in parts]
-
-
 def with_cost(workload: Workload, text: str) -> Workload:
     """The workload on another GPU or model: a name, 'a=..,b=..,c=..,p=..,kv=..,running=..,train=..' in seconds and
     tokens, or a name and then what differs. What is not given stays as it is."""

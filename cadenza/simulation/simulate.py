@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from cadenza.simulation import gates as calibration
 from cadenza.simulation.asked import BadRequest
 from cadenza.simulation.experiment import POLICIES, Result, Workers, evaluate, workers
 from cadenza.simulation.gates import Gate
-from cadenza.simulation.policy import Settings
 from cadenza.simulation.workloads import WORKLOADS, Workload
 
 GATE_SEEDS = 3
@@ -37,7 +35,6 @@ def simulate(
     gates: bool,
     search: bool,
     settings: str,
-    shared: str | None,
     out: Path | None,
     as_json: bool,
 ) -> int:
@@ -48,13 +45,6 @@ def simulate(
     given = asked.settings(settings)
     wanted = [(w, p, a) for w in loads for a in asked.alphas(alpha) for p in asked.policies(policy)]
     synchronous = {p for _, p, _ in wanted if not POLICIES[p].asynchronous}
-    counts = asked.counts(shared, "shared") if shared is not None else []
-    if counts and not any(p == "cadenza" for _, p, _ in wanted):
-        raise BadRequest(f"--shared is for the policy cadenza, got --policy {policy}")
-    if counts and (few := [load for load in loads if load.gpus <= max(counts)]):
-        raise BadRequest(
-            f"--shared must leave a GPU that only generates: {few[0].name} has {few[0].gpus}, got {shared}"
-        )
     console = wide_console()
     with workers() as crew:
         checked = calibration.check(crew, range(min(seeds, GATE_SEEDS))) if gates else []
@@ -71,11 +61,6 @@ def simulate(
                 results.append(result)
                 if p in synchronous:  # they have no alpha: once is enough
                     done[w.name, p] = result
-                for gpus in counts if p == "cadenza" else ():
-                    partial = _partial(result.settings, gpus)
-                    results.append(
-                        evaluate(crew, w, p, a, range(seeds), settings=partial, steps=steps, warm_up=warm_up)
-                    )
         scenes = [] if out is None or gates else _film(crew, loads, results, warm_up)
     if as_json:
         print(jsonlib.dumps(_to_json(results, checked), indent=2))
@@ -84,11 +69,6 @@ def simulate(
     if out is not None and results:
         _draw(console, out, scenes, quiet=as_json)
     return 0 if all(gate.holds for gate in checked) else 1
-
-
-def _partial(settings: Settings, gpus: int) -> Settings:
-    """The same with so many GPUs that train and, between two train steps, generate; the others only generate."""
-    return replace(settings, train_gpus=gpus, shared=gpus, parts=1)
 
 
 def _film(crew: Workers, loads: list[Workload], results: list[Result], warm_up: int) -> list[plots.Scene]:
