@@ -52,7 +52,7 @@ bench-trl: $(VENV)/.models  ## measure training against TRL, which gets an envir
 	$(BIN)/cadenza bench trl
 
 clean:  ## remove the environment and the caches; runs/ stays
-	rm -rf $(VENV) $(VENV)-trl $(VLLM) models dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VENV)-trl $(VLLM) models/smollm2 dist .hypothesis .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find cadenza tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
