@@ -60,7 +60,7 @@ needs_two = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray declares o
 @needs_two
 def test_two_replicas_are_the_same_run_as_one(tmp_path: Path) -> None:
     embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
-    remote = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=remote")
+    remote = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=remote", program=ON_FOUR)
     assert remote.code == 0, remote.err
     same(embedded.run, tmp_path / remote.run)
     lent, refused = (column(tmp_path / remote.run, f"sharing/{name}") for name in ("lent", "refused"))
@@ -68,10 +68,9 @@ def test_two_replicas_are_the_same_run_as_one(tmp_path: Path) -> None:
     assert lent[3] + refused[3] == 3
 
 
-@needs_two
 def test_shared_devices_change_hands_under_way_and_nothing_is_lost(tmp_path: Path) -> None:
     asked = (*TWO, "steps=6", "rollout.alpha=1", "envs.sampling.max_tokens=48", "envs.slots=16", "name=turns")
-    turns = on_ray(tmp_path, "train", config_file(tmp_path), *asked)
+    turns = on_ray(tmp_path, "train", config_file(tmp_path), *asked, program=ON_FOUR)
     assert turns.code == 0, turns.err
     told = lines(tmp_path / turns.run)[-1]
     assert told["sharing/lent"] + told["sharing/refused"] == 6
