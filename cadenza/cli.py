@@ -110,7 +110,7 @@ def simulate(
     search
         Search the best settings of each policy anew.
     settings
-        Some of them as you want them: train_gpus, concurrency, extra_members, extra_after, extra_groups, parts,
+        Some of them as you want them: train_gpus, shared, concurrency, extra_members, extra_after, extra_groups, parts,
         balance_seconds; key=value with commas.
     out
         Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
@@ -138,6 +138,7 @@ def plan(
     workload: str | None = None,
     alpha: str | None = None,
     model_cost: str | None = None,
+    shared: Flag = False,
     json: Flag = False,
 ) -> int:
     """Choose how many GPUs train and how far generation runs ahead, by simulating the production scheduler.
@@ -163,6 +164,8 @@ def plan(
     model_cost
         h100-qwen3-8b, h100-qwen2.5-7b, a100-qwen2.5-7b, or a=..,b=..,c=..,p=..,kv=..,running=..,train=.. in seconds and
         tokens (docs/simulation.md), or a name and then what differs; that of the workload unless given.
+    shared
+        Try GPUs too that train and, between two train steps, generate.
     json
         Print one JSON object and nothing else.
     """
@@ -173,11 +176,11 @@ def plan(
         if config is not None:
             from cadenza.pipelines import plan as layout
 
-            given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost)
+            given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost, shared)
             return layout.plan(config, overrides, given, as_json=json)
         if nodes is not None:
             raise BadRequest("--nodes is for the plan of a config: name its file")
-        return planning.plan(gpus, workload, alpha, model_cost, as_json=json)
+        return planning.plan(gpus, workload, alpha, model_cost, shared=shared, as_json=json)
     except BadRequest as error:
         return _complain(f"{error}\nTry: cadenza plan --help", 2)
 
@@ -348,6 +351,20 @@ def ray(*, json: Flag = False) -> int:
         Print one JSON object and nothing else.
     """
     from cadenza.benchmarks.ray import ray as measure
+
+    return measure(json)
+
+
+@bench.command
+def share(*, json: Flag = False) -> int:
+    """Replicas on Ray leave and come back under load: what requests on the others notice; takes two minutes.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.share import share as measure
 
     return measure(json)
 

@@ -429,3 +429,53 @@ def test_the_constants_fit_the_cost_models() -> None:
 
     for cost in (A100_QWEN25_7B, H100_QWEN3_8B, H100_QWEN25_7B):
         assert pytest.approx(cost.a / (cost.c * cost.kv_capacity), abs=0.05) == balance.STEP_SHARE
+
+
+# -- replicas that come ------------------------------------------------------------------------------------------------
+
+
+def spread_out(make: Callable[[], list[tuple[Seat, list[Flight]]]], prefill_weight: float = 400.0) -> list[Any]:
+    async def main() -> list[Any]:
+        moves = balance.spread(make(), prefill_weight)
+        return [(move.request, move.source.index, move.target.index) for move in moves]
+
+    return simulate(main)
+
+
+def test_replicas_that_come_get_their_share_at_once() -> None:
+    moves = spread_out(lambda: [seat(0, *[5_000] * 6), seat(1, *[5_000] * 6), seat(2), seat(3)])
+    assert sorted(moves) == [(0, 0, 2), (1, 0, 3), (2, 0, 2), (1000, 1, 3), (1001, 1, 2), (1002, 1, 3)]
+
+
+def test_those_that_wait_go_first_and_those_whose_prefill_is_lost_stay() -> None:
+    def made() -> list[tuple[Seat, list[Flight]]]:
+        busy, flights = seat(0, *[5_000] * 6)
+        flights[4] = flights[4]._replace(computed=0)
+        for young in (0, 1):
+            flights[young] = flights[young]._replace(written=100)
+        return [(busy, flights), seat(1)]
+
+    assert [request for request, _, _ in spread_out(made)] == [4, 2, 3]
+
+
+def test_nothing_moves_where_all_have_their_share() -> None:
+    assert spread_out(lambda: [seat(0, 5_000, 5_000), seat(1, 5_000, 5_000)]) == []
+    assert spread_out(lambda: [seat(0), seat(1)]) == []
+
+
+def test_a_replica_that_comes_back_takes_over_running_requests() -> None:
+    async def main() -> None:
+        cost = CostModel(a=0.01, b=0.0, c=1e-7, p=1e-6, kv_capacity=100_000)
+        replicas = [SimReplica(f"r{i}", cost, lambda request: 1_000, devices=(i,)) for i in range(2)]
+        async with playing(replicas, batch_size=8, slots=8, tasks=8, sampler={"prefill_weight": 1.0}) as scheduler:
+            await scheduler.resume()
+            await scheduler.shrink_sampler([1])
+            await asyncio.sleep(2.0)
+            before = (await replicas[0].stats()).generated
+            await scheduler.expand_sampler([1])
+            batch, _ = await timed(got(scheduler, 8))
+            assert [len(response) for response in responses(batch)] == [1_000] * 8
+            assert scheduler.metrics()["sampler/moves"] == 4
+            assert replicas[1].generated == pytest.approx((8 * 1_000 - before) / 2, rel=0.1)
+
+    simulate(main)

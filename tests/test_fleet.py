@@ -35,6 +35,7 @@ from cadenza.cluster.peer import LocalPeer, Peer
 from cadenza.data import DataProto
 from cadenza.rollout.failures import RolloutError, TrajectoriesLost
 from cadenza.rollout.fleet import EnvFleet, NoEnvWorkers
+from cadenza.rollout.ledger import LedgerError
 from cadenza.rollout.records import Fate, Trajectory
 
 
@@ -297,5 +298,82 @@ def test_an_error_of_the_env_worker_itself_ends_the_run() -> None:
 
     async def _bug() -> None:
         assert False  # noqa: B011, PT015
+
+    simulate(main)
+
+
+def test_a_dead_env_worker_whose_loss_retires_a_task_is_replaced() -> None:
+    """One member of the task still runs, the other has its reward computed, on the same worker."""
+
+    async def step(task: int, number: int) -> None:
+        await asyncio.sleep(100.0 if task == 0 and number % 2 == 0 else 1.0)
+
+    async def slow(trajectory: Trajectory) -> float:
+        await asyncio.sleep(100.0 if trajectory.task.seed == 0 else 0.0)
+        return 1.0
+
+    async def main() -> None:
+        options = {"env": stepping(step), "reward": slow, "group_size": 2, "batch_size": 2, "max_attempts": 1}
+        async with playing([fake(0.0)], slots=2, workers=1, **options) as scheduler:
+            await scheduler.resume()
+            for _ in range(2):
+                await asyncio.sleep(10.0)
+                [group] = scheduler.ledger.open_groups()
+                assert sorted(attempt.state.value for attempt in group.live) == ["running", "scoring"]
+                group.tries = dict.fromkeys(group.tries or (), 0.75)
+                fleet(scheduler)._crews[0].peer.kill()
+            batch = await got(scheduler, 2)
+            assert column(batch, "task_id") == ["toy/1"] * 2
+            assert len(fleet(scheduler)._crews) == 1
+
+    simulate(main)
+
+
+def test_a_bug_in_what_hears_an_env_worker_ends_the_run_and_says_so() -> None:
+    def bug(attempt: Any, trajectory: Any) -> None:
+        raise LedgerError("the books are wrong")
+
+    async def main() -> None:
+        async with playing(slots=4, workers=2, batch_size=4) as scheduler:
+            scheduler.queue.put = bug  # type: ignore[method-assign]
+            with pytest.raises(RolloutError, match="the books are wrong"):
+                await get(scheduler, 4)
+
+    simulate(main)
+
+
+def test_a_state_can_be_saved_when_trajectories_are_lost_with_their_node(tmp_path: Any) -> None:
+    async def main() -> None:
+        seconds = by_attempt(1.0, 2.0, 3.0, 4.0, 5.0, 100.0)  # each in a parcel of its own
+        async with playing([fake(seconds)], slots=6, workers=2, batch_size=6, group_size=2, alpha=0.0) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(10.0)
+            ready, kept, open_one = scheduler.ledger.open_groups()
+            for group in (ready, open_one):
+                lost: Any = group.finished[0].trajectory
+                lost.parcel.peer = Gone("node")
+            scheduler.save(tmp_path)
+            assert causes(scheduler, Fate.FAILED) == {"lost with its node": 4}
+            batch = await got(scheduler, 6)
+            assert set(column(batch, "traj_group_id")) == {kept.id, 3, 4}
+
+    simulate(main)
+
+
+def test_a_group_that_is_lost_before_its_filter_sees_it_is_no_error_of_the_filter() -> None:
+    def gone(handles: Any) -> list[Any]:
+        raise WorkerLost("the node is gone")
+
+    async def main() -> None:
+        options: dict[str, Any] = {"group_filter": lambda trajectories: True, "group_size": 2, "error_budget": 0}
+        async with playing([fake(1.0)], slots=2, workers=1, batch_size=2, **options) as scheduler:
+            await scheduler.resume()
+            peer = fleet(scheduler)._crews[0].peer
+            peer.fetch_now = gone
+            await asyncio.sleep(1.5)
+            del peer.fetch_now
+            await got(scheduler, 2)
+            assert causes(scheduler, Fate.FAILED) == {"lost with its node": 2}
+            assert scheduler.queue.errors.total == 0
 
     simulate(main)

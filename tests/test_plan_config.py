@@ -71,13 +71,36 @@ def test_named_devices_are_shown_and_predicted(tmp_path: Path, workload: str) ->
     assert told["why"].startswith("the devices are those of the config: alpha 1 with 1 training and 2 generating GPUs")
 
 
-def test_a_partial_mapping_is_shown_without_a_prediction(tmp_path: Path) -> None:
-    done = planned(tmp_path, "devices={actor: 0, inference: 0-1}")
+@pytest.mark.parametrize("alpha", [0, 1])
+def test_a_partial_mapping_is_shown_and_predicted(tmp_path: Path, workload: str, alpha: int) -> None:
+    asked = ("devices={actor: 0, inference: 0-1}", f"rollout.alpha={alpha}", "--workload", workload)
+    done = planned(tmp_path, *asked)
     assert "actor and inference: partial, both on 0" in done.out
     assert "actor: in turn with generation on 0" in done.out
+    told = json.loads(planned(tmp_path, *asked, "--json").out)
+    [found] = told["predicted"]
+    assert (found["train_gpus"], found["shared_gpus"], found["rollout_gpus"]) == (1, 1, 2)
+    assert f"alpha {alpha} with 2 generating GPUs, 1 of which train by turns: steps of" in told["why"]
+
+
+def test_where_no_device_only_generates_nothing_is_predicted(tmp_path: Path) -> None:
+    done = planned(tmp_path, "devices={actor: 0-1, inference: 0}", "backend=ray")
     assert "partial devices at alpha 0 are not simulated" in done.out
-    told = json.loads(planned(tmp_path, "devices={actor: 0, inference: 0-1}", "--json").out)
+    told = json.loads(planned(tmp_path, "devices={actor: 0-1, inference: 0}", "backend=ray", "--json").out)
     assert (told["predicted"], told["chosen"]) == ([], None)
+
+
+def test_auto_may_choose_shared_devices(tmp_path: Path, workload: str) -> None:
+    asked = ("devices=auto", "rollout.alpha=1", "--gpus", "4", "--workload", workload, "--json")
+    plain = json.loads(planned(tmp_path, *asked).out)
+    told = json.loads(planned(tmp_path, *asked, "--shared").out)
+    assert {found["shared_gpus"] for found in plain["predicted"]} == {0}
+    assert [found for found in told["predicted"] if not found["shared_gpus"]] == plain["predicted"]
+    assert {found["shared_gpus"] for found in told["predicted"]} > {0}
+    chosen = told["chosen"]
+    assert chosen["step_seconds"] == min(p["step_seconds"] for p in (plain["chosen"], chosen))
+    first = chosen["train_gpus"] - chosen["shared_gpus"]
+    assert told["roles"]["inference"]["devices"] == ("3" if first == 3 else f"{first}-3")
 
 
 def test_what_the_run_measured_before_is_what_is_planned_with(tmp_path: Path) -> None:

@@ -60,9 +60,25 @@ needs_two = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray declares o
 @needs_two
 def test_two_replicas_are_the_same_run_as_one(tmp_path: Path) -> None:
     embedded = trained(tmp_path, "steps=3", "name=embedded", "samples=8")
-    remote = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=remote")
+    remote = on_ray(tmp_path, "train", config_file(tmp_path), *TWO, "name=remote", program=ON_FOUR)
     assert remote.code == 0, remote.err
     same(embedded.run, tmp_path / remote.run)
+    lent, refused = (column(tmp_path / remote.run, f"sharing/{name}") for name in ("lent", "refused"))
+    assert [(lent[step], refused[step]) for step in (1, 2)] == [(1, 0), (1, 1)]  # each way is tried, then compared
+    assert lent[3] + refused[3] == 3
+
+
+def test_shared_devices_change_hands_under_way_and_nothing_is_lost(tmp_path: Path) -> None:
+    asked = (*TWO, "steps=6", "rollout.alpha=1", "envs.sampling.max_tokens=48", "envs.slots=16", "name=turns")
+    turns = on_ray(tmp_path, "train", config_file(tmp_path), *asked, program=ON_FOUR)
+    assert turns.code == 0, turns.err
+    told = lines(tmp_path / turns.run)[-1]
+    assert told["sharing/lent"] + told["sharing/refused"] == 6
+    assert told["sharing/lent"] >= 1
+    assert told["fate/failed"] == told["sampler/replicas_lost"] == 0
+    assert told["tokens/trained"] == sum(column(tmp_path / turns.run, "train/tokens").values())
+    assert all(column(tmp_path / turns.run, name) for name in ("time/shrink", "time/expand", "sharing/moved_tokens"))
+    assert "given up" not in turns.err
 
 
 @needs_two

@@ -4,6 +4,7 @@ which the two ends cannot tell from Ray."""
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -205,5 +206,39 @@ def test_kill_fails_requests_and_control_calls_at_once() -> None:
         for waiting in (future, sleeping):
             with pytest.raises(ReplicaLost, match="desk was killed: no progress"):
                 await waiting
+
+    run(work)
+
+
+class Own(ReplicaError):
+    """An engine's own error, which cannot be made from its text."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{text} {code}")
+
+
+def test_an_engine_that_raises_costs_the_request_and_not_the_replica() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        generate = desk.generate
+
+        def picky(request: Request) -> asyncio.Future[Generation]:
+            if request.id == 2:
+                raise KeyError("no such adapter")
+            future = generate(request)
+            if request.id == 3:
+                future.set_exception(Own(7, "out of blocks"))
+            return future
+
+        desk.generate = picky  # type: ignore[method-assign]
+        good, bad, own = (replica.generate(request(id)) for id in (1, 2, 3))
+        with pytest.raises(ReplicaError, match=r"'generate' raised KeyError: 'no such adapter'") as raised:
+            await bad
+        assert not isinstance(raised.value, ReplicaLost)
+        with pytest.raises(ReplicaError, match="out of blocks 7") as raised:
+            await own
+        assert type(pickle.loads(pickle.dumps(raised.value))) is ReplicaError
+        desk.answer(1)
+        assert (await good).tokens.tolist() == [1]
+        assert not replica.is_lost
 
     run(work)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pipeline_cases import cadenza, column, config_file, lines, texts, trained
+from pipeline_cases import TINY, cadenza, column, config_file, distance, lines, texts, trained
 from test_torch_engine import ask, greedy, prompt, tiny
 from torch import Tensor
 
@@ -24,6 +24,32 @@ def test_a_run_is_the_same_whatever_the_number_of_its_replicas(tmp_path: Path) -
     assert texts(one) == texts(three)
     for name in {name for line in lines(one) for name in line if name.startswith("train/")}:
         assert column(three, name) == pytest.approx(column(one, name), abs=1e-4), name
+
+
+def test_a_run_with_shared_devices_is_the_same_run_and_it_resumes(tmp_path: Path) -> None:
+    asked = ("samples=8", "preset=ppo", "checkpoint.every=1")
+    apart = trained(tmp_path, "steps=4", *asked, "name=apart", "devices={actor: 0, inference: 1-2}").run
+    shared = trained(tmp_path, "steps=2", *asked, "name=shared", "devices={actor: 0, inference: 0-1}").run
+    resumed = cadenza("resume", shared, "steps=4", "--json")
+    assert resumed.code == 0, resumed.err
+    assert texts(apart) == texts(shared)
+    for name in {name for line in lines(apart) for name in line if name.startswith("train/")}:
+        assert column(shared, name) == pytest.approx(column(apart, name), abs=1e-4), name
+    assert distance(*(run / "checkpoints" / "last" for run in (apart, shared))) < 1e-6
+    told = lines(shared)[-1]
+    assert {"sharing/lent", "sharing/refused", "sharing/moved", "sharing/moved_tokens"} <= told.keys()
+    assert column(shared, "sharing/lent")[2] + column(shared, "sharing/refused")[2] == 2
+
+
+def test_a_run_with_shared_devices_ends_early_with_all_its_weights(tmp_path: Path) -> None:
+    domains = {"lake": {"env": "frozenlake", "env_args": {"map": ["SF", "FG"], "max_steps": 4}, "tasks": 4}}
+    envs = {**TINY["envs"], "domains": domains}
+    apart, shared = (
+        trained(tmp_path, "steps=9", f"name={name}", f"devices={{actor: 0, inference: {devices}}}", envs=envs).run
+        for name, devices in (("apart", "1-2"), ("shared", "0-1"))
+    )
+    assert len(column(shared, "train/loss")) == 2
+    assert distance(*(run / "checkpoints" / "last" for run in (apart, shared))) < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -147,6 +147,42 @@ def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_alo
     simulate(main)
 
 
+def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
+    async def main() -> None:
+        line = Line()
+        waits = [asyncio.ensure_future(line.wait(age)) for age in (1, 2, 3, 4)]
+        await asyncio.sleep(0)
+        waits[2].cancel()
+        await asyncio.sleep(0.1)
+        assert not waits[0].done()  # one in the middle is nobody's business
+        waits[0].cancel()
+        waits[1].cancel()
+        await asyncio.sleep(0.1)
+        assert waits[3].done()
+        assert not line.is_behind(5)
+
+    simulate(main)
+
+
+def test_nobody_waits_behind_one_who_has_left() -> None:
+    async def main() -> None:
+        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        await sampler.resume()
+        seat = await sampler.grant(1, 1, 5_000, age=1)
+        oldest = asyncio.ensure_future(sampler.grant(0, 0, ROOM, age=0))
+        await asyncio.sleep(0.1)
+        behind = asyncio.ensure_future(sampler.grant(2, 2, 10, age=2))
+        await asyncio.sleep(0.1)
+        oldest.cancel()
+        await asyncio.sleep(0.1)
+        assert behind.result() is seat
+        assert await sampler.grant(3, 3, 10, age=3) is seat
+        assert asyncio.get_running_loop().time() < 1.0
+        await sampler.close()
+
+    simulate(main)
+
+
 def test_the_first_in_line_looks_again_after_a_while() -> None:
     async def main() -> None:
         line = Line()

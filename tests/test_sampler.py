@@ -586,6 +586,7 @@ def test_shrink_and_expand_report_what_they_did() -> None:
                 "devices": {0: "active", 1: "asleep", 2: "asleep"},
                 "seconds": 0.0,
                 "moved": 0,
+                "moved_tokens": 0,
             }
             await publish(scheduler, 1)
             expanded = await scheduler.expand_sampler([2])

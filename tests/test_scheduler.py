@@ -1588,3 +1588,20 @@ def test_suspend_after_shutdown_is_refused_and_does_not_hold_the_gate() -> None:
             assert len(await asyncio.wait_for(got(validator, -1), 10.0)) == 4
 
     simulate(main)
+
+
+def test_a_version_that_is_published_while_the_scheduler_starts_counts_when_it_has_started() -> None:
+    async def main() -> None:
+        replica = fake()
+        async with playing([replica], batch_size=4) as scheduler:
+            starting = asyncio.ensure_future(scheduler.resume())
+            await asyncio.sleep(0)
+            assert scheduler._root is not None
+            assert scheduler._tasks is None
+            replica.version = scheduler.sampler.version = 1  # what the end of a `load_weights` does
+            for heard in scheduler.sampler.on_version:
+                heard(1)
+            await starting
+            assert (await got(scheduler, 4)).meta_info["version"] == 1
+
+    simulate(main)

@@ -233,6 +233,31 @@ def test_a_trial_that_makes_no_sense_is_refused(changes: dict[str, object], mess
         replace(trial("cadenza"), **changes)  # type: ignore[arg-type]
 
 
+def test_gpus_that_train_and_generate_by_turns_beat_every_split_of_a_run_that_waits_for_its_rollouts() -> None:
+    def step_seconds(**settings: int) -> float:
+        return Trial(find("W2x4"), "cadenza", 1.0, 0, Settings(**settings), steps=12, warm_up=4).run().step_seconds
+
+    splits = min(step_seconds(train_gpus=gpus, parts=parts) for gpus in (1, 2) for parts in (1, 8))
+    assert step_seconds(train_gpus=2, shared=2) < splits
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 2.0])
+def test_shared_gpus_keep_the_bound_and_lose_nothing(alpha: float) -> None:
+    shared = trial("cadenza", alpha, train_gpus=2, shared=2)
+    figures = shared.run()
+    assert figures.staleness_max <= alpha
+    assert figures.waste == {}
+    assert figures.length_bias == pytest.approx(1.0, abs=0.1)
+    assert shared.run() == figures
+
+
+def test_gpus_that_take_long_to_change_hands_are_left_where_they_are() -> None:
+    slow = replace(SMALL, switch_seconds=1e4)
+    twenty = Trial(slow, "cadenza", 1.0, 0, Settings(train_gpus=2, shared=2), steps=22, warm_up=2).run()
+    never = Trial(slow, "cadenza", 1.0, 0, Settings(train_gpus=2), steps=22, warm_up=2).run()
+    assert twenty.step_seconds < 1.2 * never.step_seconds
+
+
 def test_an_asynchronous_run_needs_gpus_that_train() -> None:
     policy = GroupQueue(SMALL, trace_of(SMALL, 0), 1.0, Settings())
     with pytest.raises(ValueError, match="train_gpus must be >= 1, got 0"):
@@ -314,6 +339,12 @@ def test_settings_can_be_given_by_hand(mine: str, capsys: pytest.CaptureFixture[
     assert told[1]["step_seconds"] > told[0]["step_seconds"]  # one trajectory at a time takes longer
 
 
+def test_shared_gpus_are_told_as_such(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policy", "cadenza", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--settings"]
+    assert main(["simulate", "--workload", mine, *options, "train_gpus=1,shared=1"]) == 0
+    assert "1 train, 1 of them generate too" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -330,6 +361,14 @@ def test_settings_can_be_given_by_hand(mine: str, capsys: pytest.CaptureFixture[
         (
             ["--policy", "cadenza", "--seeds", "1", "--settings", "train_gpus=99"],
             "cadenza on W2: train_gpus must be from",
+        ),
+        (
+            ["--policy", "cadenza", "--seeds", "1", "--settings", "shared=8"],
+            "cadenza on W2: shared must be from 0 to train_gpus 5, got 8",
+        ),
+        (
+            ["--policy", "queue", "--seeds", "1", "--settings", "train_gpus=8,shared=8"],
+            "only the policy 'cadenza' shares GPUs",
         ),
     ],
 )
@@ -356,8 +395,9 @@ def test_a_run_that_is_filmed_is_the_same_run(policy: str) -> None:
     assert len(film.steps) == plain.steps
 
 
-def test_a_strip_shows_what_ran_and_when_the_trainer_worked() -> None:
-    policy = POLICIES["cadenza"](SMALL, trace_of(SMALL, 0), 1.0, Settings(train_gpus=1))
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_strip_shows_what_ran_and_when_the_trainer_worked(parts: int) -> None:
+    policy = POLICIES["cadenza"](SMALL, trace_of(SMALL, 0), 1.0, Settings(train_gpus=1, parts=parts))
     policy.film = film = Film()
     account = clock.run(lambda: drive(policy, 6))
     strip = film.strip(1, 1e9, 50)
@@ -377,7 +417,7 @@ def test_more_replicas_than_rows_share_them() -> None:
     for replica in range(200):
         film.camera(replica)
     film.spans[0].append((0.0, 10.0))
-    film.steps = [(0.0, 0.0, 0.0), (0.0, 5.0, 10.0)]
+    film.versions = [0.0, 10.0]
     strip = film.strip(0, 100.0, 4)
     assert strip.running.shape == (64, 4)
     assert strip.running.sum() == pytest.approx(4 / 4)  # four replicas share the first row

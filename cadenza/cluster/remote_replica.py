@@ -37,6 +37,8 @@ from cadenza.inference.replica import (
     ReplicaLost,
     ReplicaStats,
     Request,
+    RequestRefused,
+    StaleEpoch,
 )
 from cadenza.off_loop import as_async
 
@@ -84,7 +86,12 @@ class ReplicaWorker(Worker):
         desk = self._desks.setdefault(client, _Desk())
         desk.seen = loop.time()
         for request in requests:
-            self._running[request.id] = future = self._engine.generate(request)
+            try:
+                future = self._engine.generate(request)
+            except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; the others go on
+                desk.ready.append((request.id, _portable(error)))
+                continue
+            self._running[request.id] = future
             future.add_done_callback(partial(self._ended, request.id, desk))
         for abort in aborts:
             if abort.id not in self._running:
@@ -152,9 +159,7 @@ class ReplicaWorker(Worker):
         if future.cancelled():
             return
         error = future.exception()
-        if error is not None and not isinstance(error, ReplicaError):
-            error = ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
-        desk.ready.append((id, error or future.result()))
+        desk.ready.append((id, future.result() if error is None else _portable(error)))
         desk.relieve()
 
 
@@ -357,6 +362,14 @@ class RemoteReplica:
             if not future.done():
                 future.set_exception(ReplicaLost(text))
         self._flight.clear()
+
+
+def _portable(error: BaseException) -> ReplicaError:
+    """What `generate` raised, as an error that can be read at the other end."""
+    for kind in (ReplicaLost, RequestRefused, StaleEpoch, ReplicaError):
+        if isinstance(error, kind):
+            return kind(str(error))
+    return ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
 
 
 def _told(name: str, error: Exception) -> str:

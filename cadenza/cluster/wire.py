@@ -110,10 +110,14 @@ class Wire:
             return
         finally:
             self._calls -= 1
-        for message in self._answers.take(number, answers):
-            if self._is_closed:
-                return
-            self._hear(message)
+        try:
+            for message in self._answers.take(number, answers):
+                if self._is_closed:
+                    return
+                self._hear(message)
+        except Exception as error:  # noqa: BLE001 - what was not heard is not said again: the wire is lost
+            self._end(error)
+            return
         if not self._calls and self._timer is None and not self._is_closed:
             self._timer = asyncio.get_running_loop().call_later(self._linger, self._send)
 

@@ -1,10 +1,12 @@
 """Reinforcement learning in environments: the controller program.
 
     publish the weights -> (validate) -> a batch of whole groups -> advantages -> train -> publish ...
+                              lend the shared devices | take them back
 
 A batch may be trained in parts, each as soon as its groups are whole: then the gradients of all parts are one update.
 With `rollout.alpha` 0 this is on-policy, and one seed is one run. With alpha above 0 the same program is asynchronous:
-the next batches are generated while one is trained.
+the next batches are generated while one is trained. Devices that `devices` gives to the actor and to replicas generate
+from the last use of the actor to the next one, if that pays (rollout/sharing.py).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.rollout.sharing import SharedDevices
 from cadenza.simulation.traces import RunStep, TraceGroup, trace_groups
 from cadenza.training import Checkpoints
 from cadenza.training.checkpoint import CheckpointError, step_of
@@ -82,6 +85,8 @@ class AgenticPipeline:
         self.checkpoints = Checkpoints(run.checkpoints, keep=config.checkpoint.keep)
         self.rollouts: RolloutScheduler
         self.inference: Inference
+        self.shared: SharedDevices | None = None
+        """None where no device generates and trains by turns."""
         self._on_step = on_step or (lambda step, metrics: None)
         self._metrics: dict[str, float] = {}
         """Of the step under way."""
@@ -107,6 +112,11 @@ class AgenticPipeline:
                 if resume is not None:
                     self.rollouts.restore(resume / "rollouts")
                     self.run.keep_config()
+                if devices := self.config.shared_devices:
+                    groups, parts = self.config.rollout.groups_per_batch, self.parts
+                    self.shared = SharedDevices(
+                        self.rollouts, devices, groups, offload=parts.offload, reload=parts.reload
+                    )
                 try:
                     await self._to_its_end()
                 finally:
@@ -132,6 +142,7 @@ class AgenticPipeline:
             await self.publish()
             await self.validate(step)
             await self.checkpoint(step)
+            await self.lend()
             async for part in self.batch(step):
                 part = await self.advantages(part)
                 await self.learn(part)
@@ -196,7 +207,20 @@ class AgenticPipeline:
                 if not self._learned:
                     self.progress.ended = "the tasks ran out"
                 return
+            await self.take_back()
             yield part
+
+    async def lend(self) -> None:
+        """Let the shared devices generate until the batch is there, if that pays."""
+        if self.shared is not None:
+            with self._timed("expand"):
+                await self.shared.lend()
+
+    async def take_back(self) -> None:
+        """The actor is needed: let it have its devices."""
+        if self.shared is not None:
+            with self._timed("shrink"):
+                await self.shared.take_back()
 
     async def advantages(self, batch: DataProto) -> DataProto:
         """What the estimator makes of the scores."""
@@ -256,6 +280,7 @@ class AgenticPipeline:
 
     async def save(self) -> None:
         """A checkpoint between two steps."""
+        await self.take_back()
         user = {"progress": asdict(self.progress), "estimator": self.parts.estimator.state()}
         with self.checkpoints.writing(self.progress.step, score=self._score, user=user) as directory:
             await self.parts.save(directory)
@@ -305,6 +330,8 @@ class AgenticPipeline:
             "perf/tokens_per_second": episodes.tokens / seconds,
             "perf/samples_per_second": episodes.count / seconds,
         }
+        if self.shared is not None:
+            self._metrics |= self.shared.metrics()
         self._log(progress.step, self._metrics)
         self.run.trace(await self._shape([group for info in infos for group in info["trace"]]))
         self._metrics = {}
@@ -332,6 +359,8 @@ class AgenticPipeline:
         """Devices that work at the same time."""
         actor = self.config.devices.get("actor")
         training, generating = len(actor.numbers) if actor else 1, len(self.inference.sampler.devices)
+        if self.shared is not None:
+            return training + generating - len(self.shared.devices)
         return max(training, generating) if self.config.rollout.alpha == 0 else training + generating
 
     @contextmanager

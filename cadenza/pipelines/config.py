@@ -267,6 +267,10 @@ class RunConfig(Config):
             raise ValueError(f"batch_parts must be at most the groups of a batch, {groups}, got {parts}")
         for problem, way_out in (
             (updates > 1 and f"the actor makes {updates} of them", "leave actor.epochs and actor.mini_batches at 1"),
+            (
+                self.shared_devices and f"devices {format_devices(self.shared_devices)} are taken back once for it",
+                "give actor and inference devices of their own",
+            ),
             (self.critic is not None and "a critic is trained on whole batches", "take an estimator without critic"),
             (
                 self.estimator.over_batch and f"estimator.{self.estimator.over_batch} may need all groups at once",
@@ -298,6 +302,15 @@ class RunConfig(Config):
         """Devices that there must be."""
         named = [config.numbers for config in self.devices.values() if config.devices != AUTO]
         return max((number for numbers in named for number in numbers), default=0) + 1
+
+    @property
+    def shared_devices(self) -> tuple[int, ...]:
+        """On which actor and replicas take turns: the devices of both, if there are others that only generate."""
+        named = [self.devices.get(role, RoleConfig(devices=(0,))) for role in ("actor", "inference")]
+        if any(config.devices == AUTO for config in named):
+            return ()
+        trains, generates = (set(config.numbers) for config in named)
+        return tuple(sorted(trains & generates)) if generates - trains else ()
 
     @property
     def is_exact(self) -> bool:

@@ -169,6 +169,19 @@ class Parts:
         told: dict[str, float] = await as_async(self.estimator.metrics)(whole)
         return metrics | told
 
+    async def offload(self) -> None:
+        """Weights and optimizers off the shared devices."""
+        await self._on_shared("offload")
+
+    async def reload(self) -> None:
+        """Back to them."""
+        await self._on_shared("reload")
+
+    async def _on_shared(self, call: str) -> None:
+        for role, cluster in (("actor", self.actor), ("critic", self.critic)):
+            if cluster is not None and set(self._map.roles[role].numbers) & set(self.config.shared_devices):
+                await getattr(cluster, call)()
+
     async def save(self, directory: Path) -> None:
         """Their parts of a checkpoint."""
         await self.actor.save(everywhere(directory))

@@ -18,7 +18,7 @@ from cadenza.pipelines.config import ConfigError, RunConfig, read
 from cadenza.simulation import asked, planning
 from cadenza.simulation.asked import BadRequest
 from cadenza.simulation.experiment import Workers, workers
-from cadenza.simulation.plan import Plan, make_plan
+from cadenza.simulation.plan import Plan, make_plan, predict
 from cadenza.simulation.workloads import Workload
 
 STATED = "W2"
@@ -34,6 +34,7 @@ class Asked:
     workload: str | None
     alpha: str | None
     model_cost: str | None
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def lay_out(config: RunConfig, given: Asked, crew: Workers) -> Layout:
     workload, source = _workload(config, given, len(resources.devices))
     try:
         if all(is_open.values()):
-            return _chosen(resources, roles, crew, workload, source, alphas)
+            return _chosen(resources, roles, crew, workload, source, alphas, shared=given.shared)
         return _given(resources.place(roles), crew, workload, source, alphas)
     except PlacementError as error:
         raise ConfigError(f"devices: {error}") from error
@@ -121,43 +122,50 @@ def _chosen(
     workload: Workload,
     source: str,
     alphas: Sequence[float],
+    *,
+    shared: bool,
 ) -> Layout:
     """The best of the splits that can be placed."""
 
-    def placed(train_gpus: int) -> DeviceMap:
-        return resources.place({**roles, **_split(roles, train_gpus, workload.gpus)})
+    def placed(train_gpus: int, shared_gpus: int = 0) -> DeviceMap:
+        return resources.place({**roles, **_split(roles, train_gpus, shared_gpus, workload.gpus)})
 
-    def fits(train_gpus: int) -> bool:
+    def fits(train_gpus: int, shared_gpus: int) -> bool:
         try:
-            placed(train_gpus)
+            placed(train_gpus, shared_gpus)
         except PlacementError:
             return False
         return True
 
     splits = [0, *range(1, workload.gpus)]
-    if not any(fits(gpus) for gpus in splits if bool(gpus) == bool(max(alphas))):
+    if not any(fits(gpus, 0) for gpus in splits if bool(gpus) == bool(max(alphas))):
         placed(1 if max(alphas) else 0)  # says what is wrong with it
-    made = make_plan(crew, workload, alphas, fits)
-    return Layout(placed(made.chosen.train_gpus), made, f"{made.why} Costs and lengths: {source}.")
+    made = make_plan(crew, workload, alphas, fits, shared=shared)
+    return Layout(
+        placed(made.chosen.train_gpus, made.chosen.shared_gpus), made, f"{made.why} Costs and lengths: {source}."
+    )
 
 
 def _given(places: DeviceMap, crew: Workers, workload: Workload, source: str, alphas: Sequence[float]) -> Layout:
     """What the devices that are named make of a step."""
     sharing = places.sharing("actor", "inference")
-    used = {number for role in ("actor", "inference") for number in places.roles[role].numbers}
-    train_gpus = len(places.roles["actor"].numbers) if sharing is Sharing.DISAGGREGATED else 0
-    wanted = [alpha for alpha in alphas if bool(alpha) == bool(train_gpus)]
-    if sharing is Sharing.PARTIAL or not wanted:
+    trains, generates = (set(places.roles[role].numbers) for role in ("actor", "inference"))
+    train_gpus, shared_gpus = len(trains), len(trains & generates)
+    if sharing is Sharing.COLOCATED:
+        train_gpus = shared_gpus = 0
+    wanted = [alpha for alpha in alphas if bool(alpha) == bool(train_gpus) or sharing is Sharing.PARTIAL]
+    if not wanted or (train_gpus and generates <= trains):
         told = ", ".join(f"{alpha:g}" for alpha in alphas)
         return Layout(places, None, f"{sharing} devices at alpha {told} are not simulated: nothing is predicted.")
-    made = make_plan(crew, replace(workload, gpus=len(used)), wanted, lambda gpus: gpus == train_gpus)
+    made = predict(crew, replace(workload, gpus=len(trains | generates)), wanted, train_gpus, shared_gpus)
     return Layout(places, made, f"the devices are those of the config: {made.why} Costs and lengths: {source}.")
 
 
-def _split(roles: Mapping[str, RoleConfig], train_gpus: int, gpus: int) -> dict[str, RoleConfig]:
-    """The first devices train and the others generate; with none that only trains, all do both in turn."""
+def _split(roles: Mapping[str, RoleConfig], train_gpus: int, shared_gpus: int, gpus: int) -> dict[str, RoleConfig]:
+    """The first devices train and the others generate, with those that are shared; with none that only trains, all do
+    both in turn."""
     train = tuple(range(train_gpus or gpus))
-    generate = tuple(range(train_gpus, gpus))
+    generate = tuple(range(train_gpus - shared_gpus, gpus))
     return {
         "actor": roles["actor"].model_copy(update={"devices": train}),
         "inference": roles["inference"].model_copy(update={"devices": generate}),

@@ -14,6 +14,7 @@ followed costs nothing: the request ended first, the abort was lost, the gate cl
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -61,7 +62,15 @@ class Balancer:
             first = self._turn % len(seats)
             self._turn = first + MAX_LOOKS
             seats = [*seats[first : first + MAX_LOOKS], *seats[: max(0, first + MAX_LOOKS - len(seats))]]
-        for move in plan([(seat, _flights(seat)) for seat in seats], self.prefill_weight):
+        self._make(plan([(seat, _flights(seat)) for seat in seats], self.prefill_weight))
+
+    def spread(self, seats: Sequence[Seat]) -> None:
+        """Even out the load of all of them at once: some have just come, with nothing to do."""
+        self._targets.clear()
+        self._make(spread([(seat, _flights(seat)) for seat in seats], self.prefill_weight))
+
+    def _make(self, moves: Sequence[Move]) -> None:
+        for move in moves:
             self._targets[move.request] = move.target
             move.source.replica.abort(move.request, "moved")
 
@@ -97,6 +106,29 @@ def plan(found: Sequence[tuple[Seat, Sequence[Flight]]], prefill_weight: float) 
         best = _nearest(flights, even, least, min(room, 2 * even - least), prefill_weight)
         if best is not None:
             moves.append(Move(best, heavy, light))
+    return moves
+
+
+def spread(found: Sequence[tuple[Seat, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
+    """Moves that leave every seat with about its share of the load: whoever has more gives to whoever has least. First
+    go those that wait, then those that have written most of their context, as far as their prefill is won back."""
+    told = [(seat, flights, _load(flights)) for seat, flights in found if flights or not seat.inflight]
+    fair = sum(load for _, _, load in told) / max(sum(seat.capacity for seat, _, _ in told), 1)
+    heap = [(load / seat.capacity, seat.index, load, seat) for seat, _, load in told]
+    heapq.heapify(heap)
+    moves = []
+    for seat, flights, load in told:
+        excess = load - fair * seat.capacity
+        for flight in sorted(flights, key=lambda flight: (flight.computed > 0, -flight.written / flight.context)):
+            weight = flight.context + SEQUENCE_WEIGHT
+            if weight > excess or flight.written * flight.context < prefill_weight * flight.computed:
+                continue
+            _, index, taken, target = heap[0]
+            if taken + weight > min(fair, ROOM) * target.capacity - target.kept:
+                break
+            heapq.heapreplace(heap, ((taken + weight) / target.capacity, index, taken + weight, target))
+            moves.append(Move(flight.id, seat, target))
+            excess -= weight
     return moves
 
 

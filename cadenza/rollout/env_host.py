@@ -205,7 +205,7 @@ class EnvHost(Worker):
 
     def close(self) -> None:
         """Whatever still runs ends with the process; where there is none, here."""
-        for task in self._tasks:
+        for task in list(self._tasks):  # this is another thread, and the loop goes on
             task.get_loop().call_soon_threadsafe(task.cancel)
 
     def _begin(self) -> None:

@@ -12,6 +12,7 @@ What it finished before is kept: that belongs to the scheduler.
 from __future__ import annotations
 
 import asyncio
+import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
@@ -233,9 +234,10 @@ class EnvFleet:
             if not run.is_vacated:
                 self._queue.vacate(run.attempt)
                 self.busy -= 1
-        for run in crew.runs.values():
+        for run in list(crew.runs.values()):  # a failure may retire its task, and stop others of them
             if run.attempt.fate is None:
                 self._queue.fail(run.attempt, "env worker lost", str(error)[:200], weight=0.25)
+            run.attempt.runner = None
         self._emptied()
         if self._losses > MAX_LOSSES * self.config.workers:
             self._queue.fatal(NoEnvWorkers(f"{self._losses} env workers died in a row, the last one: {error}"))
@@ -272,6 +274,13 @@ class EnvFleet:
     # -- what they tell --------------------------------------------------------------------------------------------
 
     def _hear(self, crew: _Crew, message: Any) -> None:
+        try:
+            self._heed(crew, message)
+        except Exception as error:  # noqa: BLE001 - a bug, and nobody else would hear of it
+            trace = "".join(traceback.format_exception(error))
+            self._queue.fatal(RolloutError(f"what env worker {crew.number} says cannot be booked:\n{trace}"))
+
+    def _heed(self, crew: _Crew, message: Any) -> None:
         if crew.clerk.hear(message):
             return
         if isinstance(message, _Arrived):

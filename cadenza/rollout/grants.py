@@ -161,6 +161,8 @@ class Granter:
         self._request = -1
         self._waiting: dict[int, asyncio.Future[Granted]] = {}
         self._numbers = itertools.count()
+        self._end = ""
+        """Why nobody answers any more."""
 
     def next_id(self) -> int:
         """Of the request that was granted last; like `epoch` it is read before anybody else runs."""
@@ -179,6 +181,8 @@ class Granter:
         cached: int = 0,
         moved_to: Any = None,
     ) -> Seat:
+        if self._end:
+            raise InfrastructureError(self._end)
         number = next(self._numbers)
         after = -1 if moved_to is None else moved_to
         seat_number = -1 if sticky is None else sticky.index
@@ -231,6 +235,7 @@ class Granter:
 
     def lost(self, text: str) -> None:
         """Nobody answers any more."""
+        self._end = text
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():

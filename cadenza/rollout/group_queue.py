@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from cadenza.config import load
-from cadenza.errors import USER_CODE, raise_if_stopped
+from cadenza.errors import USER_CODE, InfrastructureError, raise_if_stopped
 from cadenza.observe.events import EventSink
 from cadenza.off_loop import as_async, within
 from cadenza.rollout import parcels
@@ -198,6 +198,11 @@ class GroupQueueManager:
         self._wake()
         self.refill()
 
+    @property
+    def ready(self) -> int:
+        """Whole groups that nobody has taken."""
+        return self._ready_by_version.total()
+
     @contextmanager
     def demanding(self, groups: int | None) -> Iterator[None]:
         """Somebody waits for a batch of so many groups, or of all that the tasks give: admission looks at it."""
@@ -244,6 +249,10 @@ class GroupQueueManager:
         self._end_surplus()
         self.errors.since_batch = 0
         return batch
+
+    def lose(self, group: Group) -> None:
+        """What members of an open group had finished is gone."""
+        self._hand_back(group, Fate.FAILED, "lost with its node")
 
     def fatal(self, error: RolloutError) -> None:
         """End the run: everything that is not consumed is cancelled, and whoever waits gets the error."""
@@ -415,6 +424,11 @@ class GroupQueueManager:
         trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
         try:
             await parcels.load(trajectories)
+        except InfrastructureError:
+            if self._judges.pop(group, None) is not None:
+                self.lose(group)
+            return
+        try:
             keep = await within(self._filter_seconds, group_filter(trajectories), "reward_seconds")
             if inspect.isawaitable(keep):  # a plain function that returns what an async one gives
                 keep = await within(self._filter_seconds, keep, "reward_seconds")

@@ -63,7 +63,7 @@ class Line:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
+            if not turn.cancelled() or (self._heap and self._heap[0][2] is turn):
                 self.move()
             raise
 

@@ -417,13 +417,13 @@ class Sampler:
                 )
             self.epoch += 1
             epoch = self.epoch
-            moved = sum(seat.inflight for seat in leaving)
+            moved, moved_tokens = sum(seat.inflight for seat in leaving), sum(seat.load for seat in leaving)
             for seat in leaving:
                 seat.state = SeatState.LEAVING
             self.router.rebuild(self._seats)
             await self._each(leaving, lambda seat: self._put_to_sleep(seat, epoch))
             self._tell("shrink", "sampler", str(sorted(devices)))
-        return self._report(leaving, SeatState.ASLEEP, started, moved=moved)
+        return self._report(leaving, SeatState.ASLEEP, started, moved=moved, moved_tokens=moved_tokens)
 
     async def _expand(self, devices: Sequence[int], skip_load: bool) -> dict[str, Any]:
         started = asyncio.get_running_loop().time()
@@ -436,6 +436,8 @@ class Sampler:
                 raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
             if not self._suspended and not self._holders:
                 self._open_gate()
+                if self.config.balance_seconds:
+                    self.balancer.spread(self._active())
             self._tell("expand", "sampler", str(sorted(devices)))
         return self._report(coming, SeatState.ACTIVE, started)
 

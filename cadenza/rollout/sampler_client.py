@@ -13,12 +13,13 @@ from typing import Any
 
 from cadenza.cluster.peer import Peer, start
 from cadenza.cluster.wire import Wire
+from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
 from cadenza.rollout.failures import logger
 from cadenza.rollout.grants import Address, Granter, seats_of
 from cadenza.rollout.model import Codec
 from cadenza.rollout.router import Seat
-from cadenza.rollout.sampler import SamplerConfig, Verdict
+from cadenza.rollout.sampler import NoReplicas, SamplerConfig, Verdict
 from cadenza.rollout.sampler_desk import SamplerDesk, State
 
 START_SECONDS = 600.0
@@ -49,6 +50,7 @@ class SamplerClient:
         self._opened_there = 0.0
         self._counters: Mapping[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        """Resumes that nobody waits for."""
 
     # -- grants ----------------------------------------------------------------------------------------------------
 
@@ -106,15 +108,21 @@ class SamplerClient:
 
     async def refresh(self) -> None:
         """Know what the sampler knows now."""
-        async with self._turn:
-            if self._wire is None:
-                self.addresses, _ = await self._desk.about()
-                self._wire = wire = Wire(self._exchange, self._hear, self._gone)
-                self._granter = Granter(seats_of(self.addresses, self.name), self._namespace, wire.say)
-                wire.open()
-        self._heed(await self._desk.state())
+        try:
+            async with self._turn:
+                if self._wire is None:
+                    self.addresses, _ = await self._desk.about()
+                    self._wire = wire = Wire(self._exchange, self._hear, self._gone)
+                    self._granter = Granter(seats_of(self.addresses, self.name), self._namespace, wire.say)
+                    wire.open()
+            state = await self._desk.state()
+        except InfrastructureError as error:
+            raise NoReplicas(f"the sampler does not answer: {error}") from error
+        self._heed(state)
 
     async def suspend(self, mode: PauseMode = PauseMode.ABORT, holder: object = None) -> None:
+        if self._tasks:  # calls may overtake each other: a resume that is on its way would undo this one
+            await asyncio.wait(self._tasks)
         self._holding.add(self._key(holder))
         self._heed(await self._desk.suspend(mode, self._key(holder)))
 

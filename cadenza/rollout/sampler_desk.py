@@ -171,4 +171,11 @@ class SamplerDesk(Worker):
         client.clerk.close("client_lost")
         for holder in self._sampler.holders:
             if isinstance(holder, str) and holder.startswith(f"{name}/"):
-                self._sampler.let_go(holder)
+                opening = self._sampler.let_go(holder)
+                if opening is not None:
+                    opening.add_done_callback(self._opened)
+
+    def _opened(self, opening: asyncio.Task[None]) -> None:
+        if not opening.cancelled() and (error := opening.exception()) is not None:
+            logger.error("the gate does not open: %s", error)
+        self._tell()

@@ -142,6 +142,7 @@ class RolloutScheduler:
         stays closed until this scheduler resumes or takes a batch."""
         if self._closing.is_set():
             raise SchedulerClosed("the scheduler was shut down")
+        await self.sampler.refresh()  # a sampler elsewhere must know whom it waits for, should this process die
         await self.sampler.suspend(self.config.suspend_mode, holder=self)
 
     async def resume(self) -> None:
@@ -166,7 +167,7 @@ class RolloutScheduler:
             self.sampler.on_version.remove(self._advance)
             self.sampler.on_lost.remove(self._lost)
         if self.sampler.held_by(self):
-            with suppress(NoReplicas):
+            with suppress(NoReplicas, InfrastructureError):  # a sampler that is gone has no gate
                 await self.sampler.resume(holder=self)
         self._closing.set()
         if self._root is not None:
@@ -187,7 +188,16 @@ class RolloutScheduler:
         if (error := self.queue.ended) is not None:
             raise SchedulerClosed(f"nothing is left to save, the rollouts have ended: {error}") from error
         groups = [*self.ledger.open_groups(), *self._uncollated]
-        parcels.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
+        try:
+            parcels.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
+        except InfrastructureError:
+            for group in self.ledger.open_groups():
+                try:
+                    parcels.load_now(a.trajectory for a in group.finished if a.trajectory is not None)
+                except InfrastructureError as error:
+                    logger.error("g%d is lost with what its members had finished: %s", group.id, error)
+                    self.queue.lose(group)
+            parcels.load_now(a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None)
         journal.save(directory, self.queue, self._uncollated)
 
     def restore(self, directory: Path) -> None:
@@ -240,8 +250,8 @@ class RolloutScheduler:
             await self._begun()
             return
         await self.sampler.refresh()
-        if self._root is not None:  # somebody else was faster
-            await self._begun()
+        if self._closing.is_set() or self._root is not None:  # somebody else was faster
+            await self._start()
             return
         if self.sampler.version < self.queue.version:
             raise RuntimeError(
@@ -332,7 +342,8 @@ class RolloutScheduler:
             self.queue.fatal(error)
 
     def _advance(self, version: int) -> None:
-        self.queue.advance(version)
+        if self._tasks is not None:  # else the start looks at the version, when there are slots to fill
+            self.queue.advance(version)
 
     def _lost(self, name: str, cause: str) -> None:
         if all(state == "lost" for state in self.sampler.devices.values()):

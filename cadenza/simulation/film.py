@@ -47,7 +47,9 @@ class Film:
     spans: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     """By replica: from when to when each request was decoded. Times do not go back."""
     steps: list[tuple[float, float, float]] = field(default_factory=list)
-    """When the trainer asked for a batch, had it, and had trained it."""
+    """When the trainer asked for a batch or a part of one, had it, and had trained it."""
+    versions: list[float] = field(default_factory=list)
+    """When all of a batch was trained."""
     running: dict[int, dict[int, float]] = field(default_factory=dict)
     """By replica and request: since when what is not finished is decoded."""
 
@@ -68,10 +70,13 @@ class Film:
     def step(self, asked: float, began: float, ended: float) -> None:
         self.steps.append((asked, began, ended))
 
+    def version(self, time: float) -> None:
+        self.versions.append(time)
+
     def strip(self, first: int, seconds: float, columns: int) -> Strip:
-        """So many seconds from the end of a step on, or all that is left."""
-        start = self.steps[first][2]
-        end = min(start + seconds, self.steps[-1][2])
+        """So many seconds from a version on, or all that is left."""
+        start = self.versions[first]
+        end = min(start + seconds, self.versions[-1])
         edges = np.linspace(start, end, columns + 1)
         spans = [
             self.spans[replica] + [(since, max(since, end)) for since in self.running[replica].values()]
@@ -87,5 +92,5 @@ class Film:
             rows,
             trained=[(max(b, start), min(e, end)) for _, b, e in self.steps if b < end and e > start],
             waited=[(max(a, start), min(b, end)) for a, b, _ in self.steps if a < b and a < end and b > start],
-            published=[(e, number + 1) for number, (_, _, e) in enumerate(self.steps) if start <= e < end],
+            published=[(time, number + 1) for number, time in enumerate(self.versions) if start <= time < end],
         )

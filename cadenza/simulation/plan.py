@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cadenza.simulation import bounds
 from cadenza.simulation.account import Figures
@@ -29,6 +29,9 @@ POLICY = "cadenza"
 SPLITS = (0.6, 0.8, 1.0, 1.25, 1.6)
 """Training GPUs that are tried first, as multiples of their share of the work."""
 FEW_SPLITS = (0.75, 1.0, 1.35)
+SHARED = (0.25, 0.375, 0.5, 0.625, 0.75)
+"""Training GPUs that also generate and are tried first, as shares of all."""
+FEW_SHARED = (0.25, 0.5, 0.75)
 STEPS = (4, 8, 28)
 """Counted steps of the three rounds."""
 MOST_WARM_UP = 12
@@ -49,6 +52,8 @@ class Prediction:
     alpha: float
     train_gpus: int
     """0: all GPUs generate, and then all of them train."""
+    shared_gpus: int
+    """Those of them that generate between two train steps."""
     rollout_gpus: int
     figures: Figures
     steps: int
@@ -72,6 +77,7 @@ class Prediction:
         return {
             "alpha": self.alpha,
             "train_gpus": self.train_gpus,
+            "shared_gpus": self.shared_gpus,
             "rollout_gpus": self.rollout_gpus,
             **figures,
             "limited_by": self.limited_by,
@@ -101,86 +107,131 @@ class Plan:
         }
 
 
+class Line(NamedTuple):
+    """Candidates that differ in the number of training GPUs only."""
+
+    alpha: float
+    is_shared: bool = False
+    """The GPUs that train generate too, between two train steps."""
+
+
+Fits = Callable[[int, int], bool]
+"""Whether so many GPUs can train, and so many of these generate too."""
+
+
 def make_plan(
-    crew: Workers, workload: Workload, alphas: Sequence[float], fits: Callable[[int], bool] = lambda gpus: True
+    crew: Workers,
+    workload: Workload,
+    alphas: Sequence[float],
+    fits: Fits = lambda train, shared: True,
+    *,
+    shared: bool = False,
 ) -> Plan:
-    """Search the split for every alpha, among the numbers of training GPUs that fit, and choose."""
+    """Search the split for every alpha, among the numbers of training GPUs that fit, and choose. If GPUs may be
+    `shared`, those that train and generate by turns are searched too, for every alpha above 0."""
     if not alphas:
         raise ValueError("a plan needs at least one alpha")
     if workload.gpus == 1 and any(alphas):
         raise ValueError("with one GPU nothing can train while something generates: give more GPUs, or alpha 0")
     search = _Search(crew, workload, fits)
+    lines = [Line(alpha) for alpha in alphas if search.possible(Line(alpha))]
+    lines += [Line(alpha, True) for alpha in alphas if shared and alpha and search.possible(Line(alpha, True))]
     for alpha in alphas:
-        if not search.possible(alpha):
+        if not any(line.alpha == alpha for line in lines):
             raise ValueError(f"no split of {workload.gpus} GPUs fits at alpha {alpha:g}")
-    search.run([(alpha, gpus) for alpha in alphas for gpus in search.splits(alpha)], 0)
-    search.run([(alpha, gpus) for alpha in alphas for gpus in search.around(alpha)], 1)
+    search.run([(line, gpus) for line in lines for gpus in search.splits(line)], 0)
+    search.run([(line, gpus) for line in lines for gpus in search.around(line)], 1)
     if not search.frugal:
-        search.run([(alpha, search.best(alpha)) for alpha in alphas], 2)
-    finalists = [search.found[alpha, search.best(alpha)] for alpha in sorted(alphas)]
-    chosen = _chosen(finalists)
-    predicted = tuple(search.found[key] for key in sorted(search.found))
-    return Plan(workload, predicted, chosen, _why(chosen, finalists, predicted))
+        search.run([(line, search.best(line)) for line in lines], 2)
+    return search.plan(lines)
+
+
+def predict(crew: Workers, workload: Workload, alphas: Sequence[float], train_gpus: int, shared_gpus: int) -> Plan:
+    """What comes of GPUs that are given, for every alpha."""
+    search = _Search(crew, workload, lambda train, shared: train == train_gpus, shared_gpus)
+    lines = [Line(alpha, bool(shared_gpus)) for alpha in alphas]
+    search.run([(line, train_gpus) for line in lines], 1 if search.frugal else 2)
+    return search.plan(lines)
 
 
 class _Search:
     """What is known of the candidates so far."""
 
-    def __init__(self, crew: Workers, workload: Workload, fits: Callable[[int], bool]) -> None:
-        self.found: dict[tuple[float, int], Prediction] = {}
-        """By alpha and training GPUs, from the longest run of each."""
+    def __init__(self, crew: Workers, workload: Workload, fits: Fits, shared_gpus: int | None = None) -> None:
+        """All GPUs that train are shared where any are, unless it is given how many."""
+        self.found: dict[tuple[Line, int], Prediction] = {}
+        """By line and training GPUs, from the longest run of each."""
         self._crew = crew
         self._workload = workload
+        self._shared_gpus = shared_gpus
         self._outlook = Outlook.of(workload)
         self.frugal = self._outlook.turns > MANY_TURNS
-        self._fitting = [gpus for gpus in range(workload.gpus) if fits(gpus)]
+        self._fitting = {
+            is_shared: [gpus for gpus in range(workload.gpus) if fits(gpus, gpus if is_shared else 0)]
+            for is_shared in (False, True)
+        }
 
-    def possible(self, alpha: float) -> list[int]:
+    def possible(self, line: Line) -> list[int]:
         """Training GPUs that can be had: none that only train when synchronous, else at least one."""
-        return [gpus for gpus in self._fitting if bool(gpus) == bool(alpha)]
+        return [gpus for gpus in self._fitting[line.is_shared] if bool(gpus) == bool(line.alpha)]
 
-    def splits(self, alpha: float) -> list[int]:
+    def splits(self, line: Line) -> list[int]:
         """Where to begin."""
-        if not alpha:
+        if not line.alpha:
             return [0]
-        guess = first_guess(self._workload, POLICY, alpha).train_gpus
-        return self._nearest(alpha, (guess * f for f in (FEW_SPLITS if self.frugal else SPLITS)))
+        if line.is_shared:
+            return self._nearest(line, (self._workload.gpus * f for f in (FEW_SHARED if self.frugal else SHARED)))
+        guess = first_guess(self._workload, POLICY, line.alpha).train_gpus
+        return self._nearest(line, (guess * f for f in (FEW_SPLITS if self.frugal else SPLITS)))
 
-    def around(self, alpha: float) -> list[int]:
+    def around(self, line: Line) -> list[int]:
         """The best so far, and the middles between it and its neighbours; beyond the last one, half as far again."""
-        if not alpha:
+        if not line.alpha:
             return [0]
-        tried, best = sorted(gpus for known, gpus in self.found if known == alpha), self.best(alpha)
+        tried, best = sorted(gpus for known, gpus in self.found if known == line), self.best(line)
         at = tried.index(best)
         below = (best + tried[at - 1]) // 2 if at else round(best / 1.5)
         above = (best + tried[at + 1]) // 2 if at + 1 < len(tried) else round(best * 1.5)
-        return self._nearest(alpha, (best, below, above))
+        return self._nearest(line, (best, below, above))
 
-    def _nearest(self, alpha: float, wanted: Iterable[float]) -> list[int]:
-        possible = self.possible(alpha)
+    def _nearest(self, line: Line, wanted: Iterable[float]) -> list[int]:
+        possible = self.possible(line)
         return sorted({min(possible, key=lambda gpus: abs(gpus - round(want))) for want in wanted})
 
-    def best(self, alpha: float) -> int:
+    def best(self, line: Line) -> int:
         """The shortest steps among those that ran longest; of equals the one with fewer training GPUs."""
-        known = [prediction for (other, _), prediction in self.found.items() if other == alpha]
+        known = [prediction for (other, _), prediction in self.found.items() if other == line]
         longest = max(prediction.steps for prediction in known)
         finalists = [prediction for prediction in known if prediction.steps == longest]
         return min(finalists, key=lambda found: (found.figures.step_seconds, found.train_gpus)).train_gpus
 
-    def run(self, candidates: Iterable[tuple[float, int]], round: int) -> None:
+    def plan(self, lines: Sequence[Line]) -> Plan:
+        """What is best of what was simulated; of a split and shared GPUs, whatever has the shorter steps."""
+        by_alpha: dict[float, Prediction] = {}
+        for line in sorted(lines):
+            found = self.found[line, self.best(line)]
+            known = by_alpha.get(line.alpha)
+            if known is None or found.figures.step_seconds < known.figures.step_seconds:
+                by_alpha[line.alpha] = found
+        finalists = list(by_alpha.values())
+        chosen = _chosen(finalists)
+        predicted = tuple(self.found[key] for key in sorted(self.found))
+        return Plan(self._workload, predicted, chosen, _why(chosen, finalists, predicted))
+
+    def run(self, candidates: Iterable[tuple[Line, int]], round: int) -> None:
         """Simulate them for as long as this round is."""
         candidates = list(candidates)
         counted = STEPS[round]
-        trials = []
-        for alpha, gpus in candidates:
-            warm_up = min(2 * (round + 1) + math.ceil(alpha), MOST_WARM_UP)
-            settings = Settings(train_gpus=gpus)
-            trials.append(Trial(self._workload, POLICY, alpha, SEARCH_SEED, settings, warm_up + counted, warm_up))
-        for (alpha, gpus), figures in zip(candidates, self._crew.run(trials), strict=True):
-            limits = self._outlook.limits(alpha, gpus)
-            self.found[alpha, gpus] = Prediction(
-                alpha, gpus, self._workload.gpus - gpus, figures, counted, limits
-            )  # fmt: skip
+        trials, shares = [], []
+        for line, gpus in candidates:
+            warm_up = min(2 * (round + 1) + math.ceil(line.alpha), MOST_WARM_UP)
+            shares.append((gpus if self._shared_gpus is None else self._shared_gpus) if line.is_shared else 0)
+            settings = Settings(train_gpus=gpus, shared=shares[-1])
+            trials.append(Trial(self._workload, POLICY, line.alpha, SEARCH_SEED, settings, warm_up + counted, warm_up))
+        for (line, gpus), shared, figures in zip(candidates, shares, self._crew.run(trials), strict=True):
+            limits = self._outlook.limits(line.alpha, gpus, shared)
+            generating = self._workload.gpus - gpus + shared
+            self.found[line, gpus] = Prediction(line.alpha, gpus, shared, generating, figures, counted, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,12 +256,14 @@ class Outlook:
         turns = sum(len(episode.lengths) for episode in episodes) / SAMPLED
         return cls(workload, Demand.of(groups), longest, turns)
 
-    def limits(self, alpha: float, train_gpus: int) -> dict[str, float]:
+    def limits(self, alpha: float, train_gpus: int, shared_gpus: int = 0) -> dict[str, float]:
         """What one step takes at least at this split, by reason."""
         workload, demand = self.workload, self.demand
-        generators, trainers = workload.gpus - train_gpus, train_gpus or workload.gpus
-        generation = bounds.generation_seconds(demand, workload.cost) / SAMPLED / generators + workload.sync_seconds
-        training = bounds.training_seconds(demand, workload.train_seconds) / SAMPLED / trainers + workload.sync_seconds
+        generators, trainers = workload.gpus - train_gpus + shared_gpus, train_gpus or workload.gpus
+        training = bounds.training_seconds(demand, workload.train_seconds) / SAMPLED / trainers
+        generation = bounds.generation_seconds(demand, workload.cost) / SAMPLED + training * shared_gpus
+        generation = generation / generators + workload.sync_seconds
+        training += workload.sync_seconds
         alone = bounds.alone_seconds(self.longest, workload.cost)
         waits = self.longest.env_seconds > alone / 2
         return {
@@ -262,4 +315,8 @@ def _limit(chosen: Prediction) -> str:
 def _split(prediction: Prediction) -> str:
     if not prediction.train_gpus:
         return f"all {prediction.rollout_gpus} GPUs in turn"
+    if prediction.shared_gpus:
+        only = prediction.train_gpus - prediction.shared_gpus
+        others = f", and {only} that only train" if only else ""
+        return f"{prediction.rollout_gpus} generating GPUs, {prediction.shared_gpus} of which train by turns{others}"
     return f"{prediction.train_gpus} training and {prediction.rollout_gpus} generating GPUs"

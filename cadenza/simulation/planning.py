@@ -20,7 +20,15 @@ ALPHAS = "0,0.5,1,2,4"
 WORKLOAD = "W2"
 
 
-def plan(gpus: int | None, workload: str | None, alpha: str | None, model_cost: str | None, *, as_json: bool) -> int:
+def plan(
+    gpus: int | None,
+    workload: str | None,
+    alpha: str | None,
+    model_cost: str | None,
+    *,
+    shared: bool,
+    as_json: bool,
+) -> int:
     """Make a plan and show it; returns the exit code."""
     load = asked.workload(workload or WORKLOAD)
     alphas = asked.alphas(alpha or ALPHAS)
@@ -31,7 +39,7 @@ def plan(gpus: int | None, workload: str | None, alpha: str | None, model_cost: 
     if load.gpus == 1 and any(alphas):
         raise BadRequest("with one GPU nothing can train while something generates: give --gpus 2, or --alpha 0")
     with workers() as crew:
-        made = make_plan(crew, load, alphas)
+        made = make_plan(crew, load, alphas, shared=shared)
     if as_json:
         print(json.dumps(made.to_json(), indent=2))
     else:
@@ -52,7 +60,7 @@ def show(made: Plan, why: str = "") -> None:
         figures = prediction.figures
         table.add_row(
             f"{prediction.alpha:g}",
-            str(prediction.train_gpus or "in turn"),
+            f"{prediction.train_gpus or 'in turn'}{' shared' if prediction.shared_gpus else ''}",
             str(prediction.rollout_gpus),
             f"{figures.step_seconds:,.4g}",
             f"{figures.efficiency:.3f}",

@@ -49,7 +49,9 @@ class Scene:
 
     @property
     def name(self) -> str:
-        return f"{self.result.policy}, alpha {self.result.alpha:g}" if self.is_asynchronous else self.result.policy
+        shared = f", {shared} GPUs shared" if (shared := self.result.settings.shared) else ""
+        alpha = f", alpha {self.result.alpha:g}" if self.is_asynchronous else ""
+        return f"{self.result.policy}{alpha}{shared}"
 
     @property
     def is_asynchronous(self) -> bool:

@@ -3,7 +3,8 @@
     drive(): batch -> train (a sleep) -> publish, over and over, whatever the policy is
 
 A policy decides what `batch` waits for and what is generated meanwhile. Where it is synchronous, all GPUs generate and
-then all of them train; else `train_gpus` of them train while the others generate.
+then all of them train; else `train_gpus` of them train while the others generate, and those that are `shared` generate
+too while nothing is trained.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Settings:
     """What may be chosen for a policy; the best choice is searched."""
 
     train_gpus: int = 0
-    """GPUs that only train. 0: all GPUs generate, and all of them train in turn."""
+    """GPUs that train. 0: all GPUs generate, and all of them train in turn."""
+    shared: int = 0
+    """So many of them generate between two train steps, under the policy `cadenza`."""
     concurrency: int = 0
     """Trajectories under way per replica; 0 is no limit."""
     extra_members: int = 0
@@ -46,10 +49,14 @@ class Settings:
     def check(self, workload: Workload) -> None:
         if not 0 <= self.train_gpus < workload.gpus:
             raise ValueError(f"train_gpus must be from 0 to {workload.gpus - 1}, got {self.train_gpus}")
+        if not 0 <= self.shared <= self.train_gpus:
+            raise ValueError(f"shared must be from 0 to train_gpus {self.train_gpus}, got {self.shared}")
         if min(self.concurrency, self.extra_members, self.extra_after, self.extra_groups, self.balance_seconds) < 0:
             raise ValueError(f"settings must not be negative, got {self}")
         if self.parts < 1 or (self.parts > 1 and not self.train_gpus):
             raise ValueError(f"parts must be 1, or more where some GPUs only train, got {self}")
+        if self.parts > 1 and self.shared:
+            raise ValueError(f"parts must be 1 where GPUs are shared: they are taken back once for a batch, got {self}")
 
 
 class Policy(ABC):
@@ -71,8 +78,8 @@ class Policy(ABC):
 
     @property
     def generators(self) -> int:
-        """GPUs that generate."""
-        return self.workload.gpus - self.settings.train_gpus
+        """GPUs that generate, all the time or between two train steps."""
+        return self.workload.gpus - self.settings.train_gpus + self.settings.shared
 
     @property
     def trainers(self) -> int:
@@ -122,6 +129,8 @@ async def drive(policy: Policy, steps: int) -> Account:
                 if policy.film is not None:
                     policy.film.step(asked, began, loop.time())
             account.trained(loop.time(), waited, policy.meters())
+            if policy.film is not None:
+                policy.film.version(loop.time())
             if step < steps - 1:
                 await policy.publish(step + 1)
                 policy.version = step + 1

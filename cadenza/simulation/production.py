@@ -19,6 +19,7 @@ from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.rollout.sharing import SharedDevices
 from cadenza.simulation.account import Meters, Row
 from cadenza.simulation.policy import PROMPT, Policy, discarded, written
 from cadenza.simulation.replica import SimReplica
@@ -44,6 +45,7 @@ class Cadenza(Policy):
                 self._length,
                 devices=(number,),
                 load_seconds=workload.sync_seconds,
+                wake_seconds=workload.switch_seconds,
                 on_event=self.film.camera(number) if self.film is not None else None,
             )
             for number in range(self.generators)
@@ -92,6 +94,11 @@ class Cadenza(Policy):
             cluster,
             collator=self._collate,
         )
+        self.shared: SharedDevices | None = None
+        if settings.shared:
+            last = range(self.generators - settings.shared, self.generators)
+            self.shared = SharedDevices(self.scheduler, last, workload.groups, reload=self._switch)
+            await self.shared.lend()
 
     def parts(self) -> list[int]:
         groups, parts = self.workload.groups, min(self.settings.parts, self.workload.groups)
@@ -101,12 +108,16 @@ class Cadenza(Policy):
         data = DataProto(meta_info={"global_step": self.version})
         batch = await self.scheduler.get_batch(data, groups * self.workload.group_size)
         assert batch is not None, "the tasks never run out"
+        if self.shared is not None:
+            await self.shared.take_back()
         return self._rows
 
     async def publish(self, version: int) -> None:
         await self.scheduler.suspend()
         await self.scheduler.sampler.load_weights(version)
         await self.scheduler.resume()
+        if self.shared is not None:
+            await self.shared.lend()
 
     async def close(self) -> None:
         await self.scheduler.shutdown()
@@ -117,6 +128,9 @@ class Cadenza(Policy):
         wasted = Counter(ledger.lost_tokens) + discarded(self.replicas)
         given_up = sum(count for fate, count in ledger.groups_closed.items() if fate is not Fate.TRAINED)
         return Meters(written(self.replicas), wasted, queue.consumed + given_up)
+
+    async def _switch(self) -> None:
+        await asyncio.sleep(self.workload.switch_seconds)
 
     # -- what the scheduler is given -----------------------------------------------------------------------------------
 

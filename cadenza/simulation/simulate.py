@@ -164,6 +164,8 @@ def _waste(waste: dict[str, float]) -> str:
 def _settings(result: Result) -> str:
     settings = result.settings
     told = [f"{settings.train_gpus} train" if settings.train_gpus else "shared GPUs"]
+    if settings.shared:
+        told.append(f"{settings.shared} of them generate too")
     if settings.concurrency:
         told.append(f"{settings.concurrency} at once")
     if settings.extra_groups or settings.extra_members:

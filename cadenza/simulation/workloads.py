@@ -24,6 +24,8 @@ TRAIN_SECONDS_PER_TOKEN = 166e-6
 """Of one H100, for a model of 8B parameters."""
 SYNC_SECONDS = 2.0
 """For how long a weight update keeps a replica from generating."""
+SWITCH_SECONDS = 10.0
+"""For how long a GPU does nothing while it changes from generating to training, or back; 2 to 5 are good ones."""
 NEVER = -1
 BLOCK = 128
 """Groups whose numbers are drawn together."""
@@ -157,6 +159,8 @@ class Workload:
     """Correlation of log lengths in a group."""
     train_seconds: float = TRAIN_SECONDS_PER_TOKEN
     sync_seconds: float = SYNC_SECONDS
+    switch_seconds: float = SWITCH_SECONDS
+    """A GPU changes from generating to training, or back."""
     recorded: tuple[tuple[Episode, ...], ...] = ()
     """Groups of a user's own trace, replayed over and over, in an order that the seed shuffles."""
 

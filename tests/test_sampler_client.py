@@ -1,0 +1,179 @@
+"""The sampler as a worker of its own, rehearsed in one process under virtual time: the contract is that of a sampler in
+the scheduler's process, and what is lost on the way costs what docs/ray.md says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from builders import balanced, build, column, fake, get, got, pool, publish, simulate
+
+from cadenza import ResourceManager, RolloutScheduler
+from cadenza.cluster.peer import LocalPeer
+from cadenza.errors import InfrastructureError
+from cadenza.rollout.failures import SchedulerClosed
+from cadenza.rollout.sampler import NoReplicas, Sampler
+from cadenza.rollout.sampler_client import InferenceService, SamplerClient
+from cadenza.rollout.sampler_desk import FORGET_SECONDS
+from cadenza.testing import ByteCodec, FakeReplica
+
+
+class Site:
+    """A sampler that is a worker, and schedulers that would be in processes of their own."""
+
+    def __init__(self, service: InferenceService) -> None:
+        self.service = service
+        self.desk: Any = service._desk
+        self.schedulers: list[RolloutScheduler] = []
+
+    @property
+    def sampler(self) -> Sampler:
+        found: Sampler = self.desk._host._worker._sampler
+        return found
+
+    def scheduler(self, **options: Any) -> RolloutScheduler:
+        cluster: Any = InferenceService(self.desk, ByteCodec())  # what unpickling would give
+        cluster.resources = ResourceManager(2)
+        scheduler = build(cluster=cluster, **options)
+        self.schedulers.append(scheduler)
+        return scheduler
+
+
+@asynccontextmanager
+async def site(replicas: Sequence[FakeReplica] | None = None) -> AsyncIterator[Site]:
+    """At the end all schedulers are shut down and all books are checked."""
+    service = await InferenceService.start(replicas or pool(2), ByteCodec(), backend="embedded")  # type: ignore[arg-type]
+    found = Site(service)
+    try:
+        yield found
+    finally:
+        for scheduler in found.schedulers:
+            await scheduler.shutdown()
+            balanced(scheduler)
+            await client(scheduler).close()
+        if not found.desk._gone.done():
+            await service.shutdown()
+
+
+def client(scheduler: RolloutScheduler) -> SamplerClient:
+    assert isinstance(scheduler.sampler, SamplerClient)
+    return scheduler.sampler
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_and_every_grant_is_given_back(workers: int) -> None:
+    async def main() -> None:
+        async with site() as here:
+            scheduler = here.scheduler(batch_size=8, group_size=4, slots=6, workers=workers, alpha=1.0)
+            for step in range(3):
+                batch = await got(scheduler, 8, step)
+                assert batch.meta_info["version"] == step
+                await publish(scheduler, step + 1)
+            await scheduler.shutdown()
+            await asyncio.sleep(1.0)
+            assert [(seat.inflight, seat.load, seat.kept) for seat in here.sampler.seats] == [(0, 0, 0)] * 2
+
+    simulate(main)
+
+
+def test_a_suspension_is_not_undone_by_a_resume_that_is_still_on_its_way() -> None:
+    """Calls to an async actor may overtake each other."""
+
+    class Winding(LocalPeer):
+        async def ask(self, method: str, *args: Any) -> Any:
+            if method == "resume":
+                await asyncio.sleep(0.5)
+            return await super().ask(method, *args)
+
+    async def main() -> None:
+        replica = fake(10.0)
+        async with site([replica]) as here:
+            here.desk.__class__ = Winding
+            scheduler = here.scheduler(batch_size=4, alpha=1.0)
+            waiting = asyncio.ensure_future(get(scheduler, 4))
+            await asyncio.sleep(0.1)  # the resume of `get_batch` is on its way
+            await scheduler.suspend()
+            await asyncio.sleep(5.0)
+            assert not replica._running
+            await scheduler.resume()
+            assert await waiting is not None
+
+    simulate(main)
+
+
+def test_the_death_of_the_sampler_is_told_to_whoever_waits_and_whoever_comes_later() -> None:
+    async def main() -> None:
+        async with site([fake(10.0)]) as here:
+            scheduler = here.scheduler(batch_size=4)
+            waiting = asyncio.ensure_future(get(scheduler, 4))
+            await asyncio.sleep(1.0)
+            here.desk.kill()
+            for batch in (waiting, get(scheduler, 4)):
+                with pytest.raises(NoReplicas, match="sampler"):
+                    await batch
+
+    simulate(main)
+
+
+def test_a_scheduler_that_holds_the_gate_of_a_dead_sampler_can_be_shut_down() -> None:
+    async def main() -> None:
+        async with site([fake(10.0)]) as here:
+            scheduler = here.scheduler(batch_size=4, workers=2)
+            await scheduler.resume()
+            await scheduler.suspend()
+            here.desk.kill()
+            await asyncio.sleep(1.0)
+
+    simulate(main)
+
+
+def test_who_asks_after_the_end_is_not_left_waiting() -> None:
+    async def main() -> None:
+        async with site() as here:
+            sampler = here.service.sampler
+            await sampler.refresh()
+            await sampler.resume()
+            here.desk.kill()
+            await asyncio.sleep(1.0)
+            with pytest.raises(InfrastructureError, match="the sampler is gone"):
+                await sampler.grant(0, 0, 10)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("has_started", [True, False])
+def test_a_scheduler_that_is_gone_does_not_keep_the_gate_closed(has_started: bool) -> None:
+    async def main() -> None:
+        async with site([fake(1.0)]) as here:
+            gone, other = here.scheduler(batch_size=4), here.scheduler(batch_size=4)
+            if has_started:
+                await gone.resume()
+            await gone.suspend()
+            waiting = asyncio.ensure_future(get(other, 4))
+            await asyncio.sleep(1.0)
+            assert client(other).suspended
+            client(gone)._wire.close()  # type: ignore[union-attr]
+            batch = await asyncio.wait_for(waiting, 2 * FORGET_SECONDS)
+            assert batch is not None
+            assert column(batch, "attempt") == [0] * 4
+            assert not client(other).suspended  # or nobody would notice a stall
+            assert client(other).is_open
+
+    simulate(main)
+
+
+def test_a_shutdown_that_meets_a_start_leaves_nothing_running() -> None:
+    async def main() -> None:
+        async with site() as here:
+            scheduler = here.scheduler(batch_size=4, workers=2)
+            starting = asyncio.ensure_future(scheduler.resume())
+            await asyncio.sleep(0)
+            await scheduler.shutdown()
+            with pytest.raises(SchedulerClosed):
+                await starting
+            assert scheduler._root is None
+
+    simulate(main)
