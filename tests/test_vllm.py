@@ -190,7 +190,7 @@ class Lengths:
 """Answers of one group hardly ever get one reward, so that every step learns something."""
 
 
-def trained(directory: Path, path: Path, *overrides: str, devices: int = 1, **engine: Any) -> Path:
+def started(directory: Path, path: Path, *overrides: str, devices: int, **engine: Any) -> tuple[int, str]:
     """Three steps of a run in a process of its own, so that its Ray ends with it."""
     directory.joinpath("lengths.py").write_text(ENV)
     config = {
@@ -219,7 +219,13 @@ def trained(directory: Path, path: Path, *overrides: str, devices: int = 1, **en
         cwd=directory, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=800,
         check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def trained(directory: Path, path: Path, *overrides: str, devices: int = 1, **engine: Any) -> Path:
+    """A run that must come to its end."""
+    code, said = started(directory, path, *overrides, devices=devices, **engine)
+    assert code == 0, said
     return directory / "run"
 
 
@@ -234,18 +240,25 @@ def is_on_policy(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "lora"), [(1, True), (2, False)], ids=["adapter-one-replica", "whole-two-replicas"]
+    ("inference", "lora"), [("0", True), ("1-2", False)], ids=["adapter-one-replica", "whole-two-replicas"]
 )
 def test_a_run_learns_and_vllm_writes_under_what_it_learned(
-    tmp_path: Path, path: Path, python: str, devices: int, lora: bool
+    tmp_path: Path, path: Path, python: str, inference: str, lora: bool
 ) -> None:
     """Before the other tests, which keep their replicas to the end."""
     run = trained(
-        tmp_path, path, "backend=ray", f"devices={{inference: 0-{devices - 1}}}",
+        tmp_path, path, "backend=ray", f"devices={{actor: '0', inference: '{inference}'}}",
         *(["model.lora={r: 8, alpha: 16}", "actor.lr=2e-3"] if lora else ["envs.workers=2"]),
-        devices=devices, kind="vllm", python=python, max_running=16, options=OPTIONS, environment=ENVIRONMENT,
+        devices=3, kind="vllm", python=python, max_running=16, options=OPTIONS, environment=ENVIRONMENT,
     )  # fmt: skip
     is_on_policy(run)
+
+
+def test_a_run_is_refused_in_which_vllm_would_have_to_sleep_on_a_cpu(tmp_path: Path, path: Path, python: str) -> None:
+    overrides = ("backend=ray", "devices={actor: '0', inference: 0-1}")
+    code, said = started(tmp_path, path, *overrides, devices=2, kind="vllm", python=python)
+    assert code == 1, said
+    assert "actor and inference cannot take turns on 0: vLLM cannot sleep on a CPU. Give them devices" in said
 
 
 def test_tokens_and_logprobs_are_those_of_transformers(
@@ -396,11 +409,11 @@ def test_an_adapter_writes_what_peft_writes_with_it(
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=LORA[0], lora_alpha=LORA[1], target_modules="all-linear", task_type="CAUSAL_LM")
     base = with_weights(model, model.state_dict())
+    torch.manual_seed(3)  # peft draws too
     adapted = peft.get_peft_model(base, config).eval()
-    torch.manual_seed(3)
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
-            parameter.data = 0.02 * torch.randn_like(parameter)
+            parameter.data = 0.05 * torch.randn_like(parameter)
 
     async def work() -> None:
         prompt = text(path, "Name three colours.")

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from cadenza.cluster import Cluster, DeviceMap, PlacementError, ResourceManager, Worker
-from cadenza.cluster.placement import AUTO
+from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.data import DataProto
 from cadenza.inference.codec import TokenizerNotFound, load_codec
 from cadenza.off_loop import as_async
@@ -101,9 +101,15 @@ class Parts:
         try:
             resources = ResourceManager.on_ray() if on_ray else ResourceManager(config.device_count)
             self._stack.push_async_callback(resources.shutdown)
-            return resources.place(roles)
+            placed = resources.place(roles)
         except PlacementError as error:
             raise ConfigError(f"devices: {error}") from error
+        if config.shared_devices and config.engine.kind == "vllm" and getattr(resources, "kind", None) == "CPU":
+            raise ConfigError(
+                f"devices: actor and inference cannot take turns on {format_devices(config.shared_devices)}: vLLM "
+                "cannot sleep on a CPU. Give them devices of their own, or all of them to both"
+            )
+        return placed
 
     async def _cluster(self, role: str, worker: type[Worker], **init: Any) -> Cluster[Any]:
         cluster = Cluster(role, worker, self._map[role], blueprint=self._blueprint, **init)
