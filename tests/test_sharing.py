@@ -190,6 +190,34 @@ def test_the_last_replica_that_lives_is_not_taken(caplog: pytest.LogCaptureFixtu
     simulate(main)
 
 
+@pytest.mark.parametrize("dies", [0.5, 4.0], ids=["in the wait for a batch", "while the actor has its devices"])
+def test_when_the_last_other_replica_dies_those_that_were_taken_wake(
+    dies: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        replicas = sims(2, 300)
+        async with playing(replicas, batch_size=4, alpha=1, slots=4) as scheduler:
+            shared = SharedDevices(scheduler, [1], 4)
+            assert await shared.lend()
+            shared.gate.rates[False].add(1000.0, 1.0)  # so fast that lending does not pay
+            await got(scheduler, 4)
+            await shared.take_back()
+            if dies > 1.0:
+                replicas[0].crash()
+                await asyncio.sleep(dies)
+            await publish(scheduler, 1)
+            assert not await shared.lend()
+            asyncio.get_running_loop().call_later(dies, replicas[0].crash)
+            batch = await got(scheduler, 4, 1)
+            assert [len(response) for response in responses(batch)] == [300] * 4
+            assert scheduler.sampler.devices == {0: "lost", 1: "active"}
+            await shared.take_back()
+            assert scheduler.sampler.devices == {0: "lost", 1: "active"}
+        assert "replicas on devices [1] generate beside the actor: no other is alive" in caplog.text
+
+    simulate(main)
+
+
 def test_a_shared_replica_that_died_stays_out() -> None:
     async def main() -> None:
         replicas = sims(3, 100)

@@ -7,6 +7,8 @@ end before the other side begins.
 train -> publish -> lend, if it pays -> all devices generate -> the batch is whole -> take back -> train
                        no: the shared devices wait for the batch with the actor's states on them
 ```
+Where no other replica is alive, those on the shared devices generate beside the actor: a run that has one goes on.
+
 The batch is whole when the buffer holds what the next train step needs. Whether lending pays is decided from what was
 measured in the same place of earlier steps. With m tokens to be written until then, at a rate g without the shared
 devices and G with them, it does if
@@ -142,6 +144,9 @@ class SharedDevices:
         self.moved_tokens = 0
         """Of context when they were granted; with what was written since, others had to prefill it again."""
         self._rollouts = rollouts
+        self._turn = asyncio.Lock()
+        self._waking: set[asyncio.Task[None]] = set()
+        rollouts.sampler.on_lost.append(self._lost)
         self._need = need
         self._offload, self._reload = offload, reload
         self.gate = Gate()
@@ -153,6 +158,24 @@ class SharedDevices:
 
     async def take_back(self) -> None:
         """The batch is there: the actor gets its devices, and their requests move. At most once between two `lend`."""
+        async with self._turn:
+            await self._take_back()
+
+    async def lend(self) -> bool:
+        """The train step is over and its weights are published: the devices generate, if that pays."""
+        async with self._turn:
+            return await self._lend()
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start."""
+        return {
+            "sharing/lent": self.lent,
+            "sharing/refused": self.gate.refusals,
+            "sharing/moved": self.moved,
+            "sharing/moved_tokens": self.moved_tokens,
+        }
+
+    async def _take_back(self) -> None:
         if self._missing > 0:
             written = await self._tokens()
             weight = self._missing / self._need  # a short wait says little: more runs in it than in a long one
@@ -174,8 +197,7 @@ class SharedDevices:
             self.is_lent = False
         self.gate.take_seconds.add(_now() - began)
 
-    async def lend(self) -> bool:
-        """The train step is over and its weights are published: the devices generate, if that pays."""
+    async def _lend(self) -> bool:
         self._missing = max(self._need - self._rollouts.queue.ready, 0)
         self._before = await self._tokens()
         if not self.is_lent and self.gate.pays(self._missing):
@@ -189,14 +211,21 @@ class SharedDevices:
         self._began, self._written = _now(), await self._tokens()
         return self.is_lent
 
-    def metrics(self) -> dict[str, float]:
-        """Counts since the start."""
-        return {
-            "sharing/lent": self.lent,
-            "sharing/refused": self.gate.refusals,
-            "sharing/moved": self.moved,
-            "sharing/moved_tokens": self.moved_tokens,
-        }
+    def _lost(self, name: str, cause: str) -> None:
+        task = asyncio.get_running_loop().create_task(self._wake(), name="wake shared replicas")
+        self._waking.add(task)
+        task.add_done_callback(self._woken)
+
+    async def _wake(self) -> None:
+        async with self._turn:  # what changes hands has done so before
+            if (coming := self._in_state(SeatState.ASLEEP)) and not self._states(SeatState.ACTIVE):
+                logger.warning("replicas on devices %s generate beside the actor: no other is alive", coming)
+                await self._rollouts.expand_sampler(coming)
+
+    def _woken(self, task: asyncio.Task[None]) -> None:
+        self._waking.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("replicas on the shared devices %s do not wake: %s", list(self.devices), error)
 
     def _states(self, state: SeatState) -> list[int]:
         return [device for device, found in self._rollouts.sampler.devices.items() if found == state.value]
