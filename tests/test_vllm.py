@@ -57,7 +57,12 @@ T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 TOLERANCE = 5e-4
 """Between the logprobs of vLLM and those of a full forward of transformers, both in float32."""
-OPTIONS = {"enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 1 << 28}
+OPTIONS = {
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_batched_tokens": 512,
+    "kv_cache_memory_bytes": 1 << 28,
+}
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=0.7, top_p=0.9)
 LORA = (8, 16.0)
@@ -291,6 +296,17 @@ def test_a_seed_is_a_sample_and_its_logprobs_are_those_of_the_draw(
     run(work())
 
 
+def test_prompts_that_do_not_fit_into_one_step_wait_for_the_next(replicas: list[RemoteReplica], run: Any) -> None:
+    """On a CPU, vLLM dies of a prompt in parts whose request has a seed."""
+
+    async def work() -> None:
+        prompts = [[5 + number, *range(100, 290)] for number in range(8)]
+        answers = await asyncio.gather(*(replicas[0].generate(ask(prompt, 4, WARM)) for prompt in prompts))
+        assert all(answer.finish in (Finish.LENGTH, Finish.STOP) for answer in answers)
+
+    run(work())
+
+
 def test_stop_tokens_end_an_answer_and_belong_to_it(
     replicas: list[RemoteReplica], run: Any, path: Path, model: Any
 ) -> None:
@@ -494,7 +510,8 @@ def test_a_server_is_a_replica_over_http_and_takes_weights(
     command = [
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--served-model-name", "smollm2",
         "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "512",
-        "--kv-cache-memory-bytes", str(1 << 28), "--weight-transfer-config", '{"backend": "cadenza"}',
+        "--kv-cache-memory-bytes", str(1 << 28), "--no-enable-chunked-prefill",
+        "--weight-transfer-config", '{"backend": "cadenza"}',
     ]  # fmt: skip
     log = tmp_path / "server.log"
     with log.open("w") as output:

@@ -96,10 +96,19 @@ class VllmReplica(TaskReplica):
             "weight_transfer_config": {"backend": BACKEND},
             "enable_sleep_mode": current_platform.is_sleep_mode_available(),
             "disable_log_stats": True,
+            "use_tqdm_on_load": False,
         }
+        if is_cpu := current_platform.is_cpu():
+            settings["enable_chunked_prefill"] = False
         if lora is not None:
             settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora[0]}
-        args = AsyncEngineArgs(**(settings | dict(options or {})))
+        settings |= options or {}
+        if is_cpu and settings["enable_chunked_prefill"]:
+            raise ValueError(
+                f"{name}: enable_chunked_prefill must be left out on a CPU: vLLM dies there of a request with a seed "
+                "whose prompt is computed in more than one step"
+            )
+        args = AsyncEngineArgs(**settings)
         self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: self._steps])
         config = self._llm.vllm_config
         self.kv_capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size

@@ -101,7 +101,8 @@ def vllm_cluster(placement: Placement, engine: EngineConfig, **init: Any) -> Clu
     """A worker in the interpreter that has vLLM; `init` is what `VllmWorker` is made with besides."""
     from cadenza.cluster.ray_crew import RayCrew
 
-    variables = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING", **engine.environment}
+    quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
+    variables = {"VLLM_NO_USAGE_STATS": "1", **quiet, **engine.environment}
     runtime_env: dict[str, Any] = {"env_vars": variables}
     if engine.python is not None:
         # A link stays one: it is how an interpreter finds its packages.
