@@ -47,7 +47,7 @@ class BenchReplica:
 
     def __init__(self, device: int, tokens: int, hold: int) -> None:
         self.name = f"bench{device}"
-        self.devices = (device,)
+        self.devices: tuple[int, ...] = (device,)
         self.kv_capacity = 1 << 40
         self.in_flight: deque[asyncio.Future[Generation]] = deque()
         self.held = 0

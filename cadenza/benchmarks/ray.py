@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.benchmarks.control_plane import NAMED
+from cadenza.benchmarks.control_plane import NAMED, BenchReplica
 from cadenza.cluster import Cluster, ResourceManager
 from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.data import DataProto
-from cadenza.inference.replica import Finish, Flight, Generation, PauseMode, ReplicaStats, Request, Span, Tokens
+from cadenza.inference.replica import Finish, Generation, Request, Span, Tokens
 from cadenza.rollout import DomainConfig, EnvManagerConfig, InferenceService, RolloutConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.testing import ByteCodec
@@ -42,50 +42,20 @@ TURNS_TARGET = 400.0
 """What `turns_per_cpu_second` must reach."""
 
 
-class Instant:
+class Instant(BenchReplica):
     """A replica that has the answer at once."""
 
-    kv_capacity = 1 << 40
-
     def __init__(self, number: int, devices: tuple[int, ...], tokens: int) -> None:
-        self.name = f"instant{number}"
+        super().__init__(number, tokens, hold=0)
         self.devices = devices
-        self._tokens = np.arange(tokens, dtype=np.int32)
+        self._answer_tokens = np.arange(tokens, dtype=np.int32)
         self._logprobs = np.full(tokens, -1.0, np.float32)
-        self._version = 0
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        spans = (Span(self._version, len(self._tokens)),)
-        future.set_result(Generation(self._tokens.copy(), self._logprobs.copy(), spans, Finish.STOP))
+        spans = (Span(self._version, self._tokens),)
+        future.set_result(Generation(self._answer_tokens.copy(), self._logprobs.copy(), spans, Finish.STOP))
         return future
-
-    def abort(self, request_id: int, cause: str) -> None:
-        return
-
-    def flights(self) -> list[Flight]:
-        return []
-
-    async def pause(self, epoch: int, mode: PauseMode) -> None:
-        return
-
-    async def resume(self) -> None:
-        return
-
-    async def load_weights(self, version: int, weights: object) -> None:
-        self._version = version
-
-    async def sleep(self) -> None:
-        return
-
-    async def wake(self) -> None:
-        return
-
-    async def stats(self) -> ReplicaStats:
-        return ReplicaStats(self._version, 0, 0, time.monotonic_ns(), False, 0, 0, 0, 0)
-
-    def kill(self, cause: str) -> None:
-        return
 
 
 class InstantWorker(ReplicaWorker):

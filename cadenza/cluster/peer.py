@@ -9,6 +9,7 @@ by name, like those of a cluster: `await peer.exchange(...)`.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -19,7 +20,7 @@ from cadenza.cluster.placement import Place
 from cadenza.cluster.worker import Host, Worker, WorkerLost
 
 
-class Peer:
+class Peer(ABC):
     """A worker that can be asked."""
 
     world_size = 1
@@ -27,32 +28,34 @@ class Peer:
     def __init__(self, role: str) -> None:
         self.role = role
 
+    @abstractmethod
     async def ask(self, method: str, *args: Any) -> Any:
-        raise NotImplementedError
+        """What this method of the worker returns."""
 
     async def talk(self, method: str, *args: Any) -> Any:
         """The same for what is said all the time, and is small."""
         return await self.ask(method, *args)
 
+    @abstractmethod
     async def talk_for_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
         """Of the two things that the method returns: the first, and a handle for the second, which stays where it is
         until somebody fetches it."""
-        raise NotImplementedError
 
     async def fetch(self, handles: Sequence[Any]) -> list[Any]:
         """What such handles stand for."""
         return self.fetch_now(handles)
 
+    @abstractmethod
     def fetch_now(self, handles: Sequence[Any]) -> list[Any]:
-        raise NotImplementedError
+        """The same, and the loop waits."""
 
     async def shutdown(self) -> None:
         """End the worker in good order."""
         self.kill()
 
+    @abstractmethod
     def kill(self) -> None:
         """End the worker."""
-        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         if name.startswith("_"):

@@ -244,6 +244,5 @@ class EnvHost(Worker):
 def _record(attempt: Attempt, trajectory: Trajectory, row: int) -> Record:
     return Record(
         attempt.id, row, trajectory.score, trajectory.terminated, trajectory.truncated, trajectory.info,
-        trajectory.final, trajectory.started, trajectory.ended, trajectory.versions, len(trajectory.turns),
-        attempt.tokens,
+        trajectory.final, trajectory.started, trajectory.ended, trajectory.versions,
     )  # fmt: skip

@@ -255,7 +255,6 @@ class Clerk:
         self._kept: dict[int, Seat] = {}
         """Sessions that are away, and where."""
         self._moves: dict[int, Any] = {}
-        self._is_closed = False
 
     def hear(self, message: Any) -> bool:
         """Whether it was one for the clerk."""
@@ -277,7 +276,6 @@ class Clerk:
 
     def close(self, cause: str) -> None:
         """The granter is gone: nobody asks any more, and what runs for it is ended."""
-        self._is_closed = True
         for task in self._asking.values():
             task.cancel()
         self._asking.clear()
@@ -309,10 +307,7 @@ class Clerk:
         except InfrastructureError as error:
             self._say(Denied(ask.number, str(error)))
         else:
-            if self._asking.get(ask.number) is asyncio.current_task() and not self._is_closed:
-                self._give(ask, seat)
-            else:  # withdrawn at the very moment at which it was granted
-                self._sampler.release(seat, ask.context, self._sampler.next_id(), Verdict.UNSENT)
+            self._give(ask, seat)
         finally:
             self._asking.pop(ask.number, None)
 

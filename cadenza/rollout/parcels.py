@@ -35,9 +35,6 @@ class Record(NamedTuple):
     ended: float
     """Times are of the clock where it ran."""
     versions: tuple[int, int] | None
-    turns: int
-    tokens: int
-    """Response tokens booked for the attempt."""
 
 
 class Contents(NamedTuple):

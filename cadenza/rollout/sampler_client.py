@@ -111,7 +111,7 @@ class SamplerClient:
         try:
             async with self._turn:
                 if self._wire is None:
-                    self.addresses, _ = await self._desk.about()
+                    self.addresses = await self._desk.about()
                     self._wire = wire = Wire(self._exchange, self._hear, self._gone)
                     self._granter = Granter(seats_of(self.addresses, self.name), self._namespace, wire.say)
                     wire.open()

@@ -68,10 +68,9 @@ class SamplerDesk(Worker):
         self._numbers = itertools.count()
         self._watch: asyncio.Task[None] | None = None
 
-    async def about(self) -> tuple[list[Address], int]:
-        """Where the replicas are, and a range of ids for the one who asks."""
-        sampler = await self._made()
-        return addresses(sampler), sampler.namespace()
+    async def about(self) -> list[Address]:
+        """Where the replicas are."""
+        return addresses(await self._made())
 
     async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Any]]:
         """See wire.py."""
