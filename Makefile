@@ -38,8 +38,9 @@ check: $(VENV)/.dev  ## lint, format, types, layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-fuzz: $(VENV)/.light  ## run 50,000 random schedules
+fuzz: $(VENV)/.dev  ## run 50,000 random schedules, and 2,000 with workers that would be in processes of their own
 	$(BIN)/cadenza fuzz --schedules 50000
+	CADENZA_CHAOS_SEEDS=2000 $(BIN)/pytest -q -n auto tests/test_chaos.py
 
 bench: $(VENV)/.dev  ## measure the control plane and the engine
 	$(BIN)/cadenza bench control-plane
@@ -58,11 +59,6 @@ clean:  ## remove the environment and the caches; runs/ stays
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The default install and the plots.
-$(VENV)/.light: pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP) -e '.[plot]'
-	touch $@
-
 # What training needs. Torch comes first and pinned, so that no later requirement picks another build of it.
 $(VENV)/.models: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
@@ -77,7 +73,7 @@ $(VENV)/.ray: $(VENV)/.models
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
 	$(PIP) -e '.[dev]'
-	touch $(VENV)/.light $(VENV)/.models $@
+	touch $(VENV)/.models $@
 
 $(VENV)/.dev-ray: $(VENV)/.dev
 	$(PIP) -e '.[dev,ray]'

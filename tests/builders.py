@@ -19,16 +19,17 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from cadenza import DataProto, RolloutScheduler
+from cadenza import DataProto, ResourceManager, RolloutScheduler
 from cadenza.inference.replica import Replica, Request
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.ledger import Attempt, Group
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler, SamplerConfig
+from cadenza.rollout.sampler_client import InferenceService, SamplerClient
 from cadenza.simulation.clock import run
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.replica import SimReplica
-from cadenza.testing import FakeReplica, LocalCluster
+from cadenza.testing import ByteCodec, FakeReplica, LocalCluster
 
 T = TypeVar("T")
 FOREVER = 1e9
@@ -259,3 +260,50 @@ def open_attempts(scheduler: RolloutScheduler) -> list[Attempt]:
 
 def open_groups(scheduler: RolloutScheduler) -> list[Group]:
     return scheduler.ledger.open_groups()
+
+
+# -- a sampler of its own ----------------------------------------------------------------------------------------------
+
+
+class Site:
+    """A sampler that is a worker, and schedulers that would be in processes of their own."""
+
+    def __init__(self, service: InferenceService, replicas: int) -> None:
+        self.service = service
+        self.resources = ResourceManager(replicas)
+        self.desk: Any = service._desk
+        self.schedulers: list[RolloutScheduler] = []
+
+    @property
+    def sampler(self) -> Sampler:
+        found: Sampler = self.desk._host._worker._sampler
+        return found
+
+    def scheduler(self, **options: Any) -> RolloutScheduler:
+        cluster: Any = InferenceService(self.desk, ByteCodec())  # what unpickling would give
+        cluster.resources = self.resources
+        scheduler = build(cluster=cluster, **options)
+        self.schedulers.append(scheduler)
+        return scheduler
+
+
+@asynccontextmanager
+async def site(replicas: Sequence[FakeReplica] | None = None) -> AsyncIterator[Site]:
+    """At the end all schedulers are shut down and all books are checked."""
+    replicas = replicas or pool(2)
+    service = await InferenceService.start(replicas, ByteCodec(), backend="embedded")  # type: ignore[arg-type]
+    found = Site(service, len(replicas))
+    try:
+        yield found
+    finally:
+        for scheduler in found.schedulers:
+            await scheduler.shutdown()
+            balanced(scheduler)
+            await client(scheduler).close()
+        if not found.desk._gone.done():
+            await service.shutdown()
+
+
+def client(scheduler: RolloutScheduler) -> SamplerClient:
+    assert isinstance(scheduler.sampler, SamplerClient)
+    return scheduler.sampler

@@ -4,63 +4,16 @@ the scheduler's process, and what is lost on the way costs what docs/ray.md says
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from builders import balanced, build, column, fake, get, got, pool, publish, simulate
+from builders import client, column, fake, get, got, publish, simulate, site
 
-from cadenza import ResourceManager, RolloutScheduler
 from cadenza.cluster.peer import LocalPeer
 from cadenza.errors import InfrastructureError
 from cadenza.rollout.failures import SchedulerClosed
-from cadenza.rollout.sampler import NoReplicas, Sampler
-from cadenza.rollout.sampler_client import InferenceService, SamplerClient
+from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.sampler_desk import FORGET_SECONDS
-from cadenza.testing import ByteCodec, FakeReplica
-
-
-class Site:
-    """A sampler that is a worker, and schedulers that would be in processes of their own."""
-
-    def __init__(self, service: InferenceService) -> None:
-        self.service = service
-        self.desk: Any = service._desk
-        self.schedulers: list[RolloutScheduler] = []
-
-    @property
-    def sampler(self) -> Sampler:
-        found: Sampler = self.desk._host._worker._sampler
-        return found
-
-    def scheduler(self, **options: Any) -> RolloutScheduler:
-        cluster: Any = InferenceService(self.desk, ByteCodec())  # what unpickling would give
-        cluster.resources = ResourceManager(2)
-        scheduler = build(cluster=cluster, **options)
-        self.schedulers.append(scheduler)
-        return scheduler
-
-
-@asynccontextmanager
-async def site(replicas: Sequence[FakeReplica] | None = None) -> AsyncIterator[Site]:
-    """At the end all schedulers are shut down and all books are checked."""
-    service = await InferenceService.start(replicas or pool(2), ByteCodec(), backend="embedded")  # type: ignore[arg-type]
-    found = Site(service)
-    try:
-        yield found
-    finally:
-        for scheduler in found.schedulers:
-            await scheduler.shutdown()
-            balanced(scheduler)
-            await client(scheduler).close()
-        if not found.desk._gone.done():
-            await service.shutdown()
-
-
-def client(scheduler: RolloutScheduler) -> SamplerClient:
-    assert isinstance(scheduler.sampler, SamplerClient)
-    return scheduler.sampler
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -79,7 +32,9 @@ def test_batches_come_and_every_grant_is_given_back(workers: int) -> None:
     simulate(main)
 
 
-def test_a_suspension_is_not_undone_by_a_resume_that_is_still_on_its_way() -> None:
+@pytest.mark.parametrize("call", ["get_batch", "resume"])
+@pytest.mark.parametrize("after", [0.0, 0.1])
+def test_a_suspension_is_not_undone_by_a_call_that_came_before(call: str, after: float) -> None:
     """Calls to an async actor may overtake each other."""
 
     class Winding(LocalPeer):
@@ -93,13 +48,15 @@ def test_a_suspension_is_not_undone_by_a_resume_that_is_still_on_its_way() -> No
         async with site([replica]) as here:
             here.desk.__class__ = Winding
             scheduler = here.scheduler(batch_size=4, alpha=1.0)
-            waiting = asyncio.ensure_future(get(scheduler, 4))
-            await asyncio.sleep(0.1)  # the resume of `get_batch` is on its way
+            calling: Any = get(scheduler, 4) if call == "get_batch" else scheduler.resume()
+            waiting = asyncio.ensure_future(calling)
+            await asyncio.sleep(after)
             await scheduler.suspend()
             await asyncio.sleep(5.0)
             assert not replica._running
             await scheduler.resume()
-            assert await waiting is not None
+            await waiting
+            assert await get(scheduler, 4) is not None
 
     simulate(main)
 

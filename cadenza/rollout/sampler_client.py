@@ -49,8 +49,8 @@ class SamplerClient:
         self._number = -1
         self._opened_there = 0.0
         self._counters: Mapping[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Resumes that nobody waits for."""
+        self._resumes: set[asyncio.Task[None]] = set()
+        """That are on their way."""
 
     # -- grants ----------------------------------------------------------------------------------------------------
 
@@ -121,22 +121,18 @@ class SamplerClient:
         self._heed(state)
 
     async def suspend(self, mode: PauseMode = PauseMode.ABORT, holder: object = None) -> None:
-        if self._tasks:  # calls may overtake each other: a resume that is on its way would undo this one
-            await asyncio.wait(self._tasks)
+        if self._resumes:  # calls may overtake each other: a resume that is on its way would undo this one
+            await asyncio.wait(self._resumes)
         self._holding.add(self._key(holder))
         self._heed(await self._desk.suspend(mode, self._key(holder)))
 
     async def resume(self, holder: object = None) -> None:
-        self._holding.discard(self._key(holder))
-        self._heed(await self._desk.resume(self._key(holder)))
+        await self._resuming(self._key(holder))
 
     def let_go(self, holder: object = None) -> asyncio.Task[None] | None:
         if self.is_open and self._key(holder) not in self._holding:
             return None
-        task = asyncio.get_running_loop().create_task(self.resume(holder), name="sampler resume")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._resuming(self._key(holder))
 
     def held_by(self, holder: object) -> bool:
         return self._key(holder) in self._holding
@@ -169,6 +165,16 @@ class SamplerClient:
 
     def _key(self, holder: object) -> str:
         return f"{self.name}/{id(holder)}"
+
+    def _resuming(self, key: str) -> asyncio.Task[None]:
+        self._holding.discard(key)
+        task = asyncio.get_running_loop().create_task(self._resume(key), name="sampler resume")
+        self._resumes.add(task)
+        task.add_done_callback(self._resumes.discard)
+        return task
+
+    async def _resume(self, key: str) -> None:
+        self._heed(await self._desk.resume(key))
 
     async def _exchange(self, number: int, messages: list[Any]) -> tuple[int, Sequence[Any]]:
         answer: tuple[int, Sequence[Any]] = await self._desk.talk("exchange", self.name, number, messages)

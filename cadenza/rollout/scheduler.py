@@ -101,6 +101,8 @@ class RolloutScheduler:
         self.queue.spawn = lambda coroutine: self._spawn(coroutine, "group filter")
         self._uncollated: list[Group] = []
         self._turn = asyncio.Lock()
+        self._suspensions = 0
+        """Asked for. A call that opens the gate does not undo one that came later."""
         self._tasks: asyncio.TaskGroup | None = None
         self._root: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -116,11 +118,13 @@ class RolloutScheduler:
         if not isinstance(step, int):
             raise ValueError(f"data.meta_info['global_step'] must be an int, got {step!r}")
         loop = asyncio.get_running_loop()
-        asked = loop.time()
+        asked, suspensions = loop.time(), self._suspensions
         await self._start()
         await self.sampler.refresh()
-        if (opening := self.sampler.let_go(holder=self)) is not None:  # a batch that is ready does not wait for it
-            opening.add_done_callback(self._opened)
+        if suspensions == self._suspensions:  # else a suspension that was asked for later is already under way
+            opening = self.sampler.let_go(holder=self)
+            if opening is not None:  # a batch that is ready does not wait for it
+                opening.add_done_callback(self._opened)
         async with self._turn:
             cut = self._uncollated or await self._taken(groups)
             if not cut:
@@ -142,13 +146,16 @@ class RolloutScheduler:
         stays closed until this scheduler resumes or takes a batch."""
         if self._closing.is_set():
             raise SchedulerClosed("the scheduler was shut down")
+        self._suspensions += 1
         await self.sampler.refresh()  # a sampler elsewhere must know whom it waits for, should this process die
         await self.sampler.suspend(self.config.suspend_mode, holder=self)
 
     async def resume(self) -> None:
         """Open the gate; turns go on from the tokens they had."""
+        suspensions = self._suspensions
         await self._start()
-        await self.sampler.resume(holder=self)
+        if suspensions == self._suspensions:
+            await self.sampler.resume(holder=self)
 
     async def shrink_sampler(self, target_gpus: Sequence[int]) -> dict[str, Any]:
         """Take the replicas off these devices; their requests move to the others with their tokens."""
