@@ -370,6 +370,20 @@ def share(*, json: Flag = False) -> int:
 
 
 @bench.command
+def schedule(*, json: Flag = False) -> int:
+    """What parts and moves gain in real processes on Ray, beside what the simulation says; takes 20 minutes.
+
+    Parameters
+    ----------
+    json
+        Print one JSON object and nothing else.
+    """
+    from cadenza.benchmarks.schedule import schedule as measure
+
+    return measure(json)
+
+
+@bench.command
 def control_plane(*, json: Flag = False) -> int:
     """CPU time and memory of the scheduler per trajectory, route and batch.
 

@@ -611,6 +611,20 @@ def test_a_request_of_the_new_epoch_waits_for_the_resume() -> None:
     simulate(main)
 
 
+def test_on_the_wall_clock_it_goes_on_after_a_pause() -> None:
+    """Time passes between any two looks at the clock."""
+
+    async def main() -> None:
+        replica = make(cost=CostModel(a=1e-3, b=0.0, c=0.0, p=0.0, kv_capacity=1000))
+        answer = replica.generate(ask())
+        await asyncio.sleep(0.01)
+        await replica.pause(1, PauseMode.KEEP)
+        await replica.resume()
+        assert len((await asyncio.wait_for(answer, 30.0)).tokens) == 50
+
+    asyncio.run(main())
+
+
 def test_keeping_through_new_weights_makes_two_spans() -> None:
     async def main() -> None:
         replica = make(100, load_seconds=2.0, version=4)

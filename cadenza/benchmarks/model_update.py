@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cadenza.benchmarks.paced import own_ray
 from cadenza.cluster import ray_tensors
 from cadenza.cluster.shipping import Broadcast, Layout, Lines, Stored
 
@@ -68,15 +69,8 @@ class End:
 
 def update(as_json: bool) -> int:
     """Measure and show; returns the exit code."""
-    try:
-        ray: Any = import_module("ray")
-    except ImportError as error:
-        raise ImportError("this measurement needs Ray: pip install 'cadenza[ray]'") from error
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=1 + RECEIVERS)
-    try:
+    with own_ray(1 + RECEIVERS) as ray:
         figures = _measured(ray)
-    finally:
-        ray.shutdown()
     if as_json:
         print(json.dumps(figures, indent=2))
         return 0

@@ -15,13 +15,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cadenza.benchmarks.control_plane import NAMED, BenchReplica
+from cadenza.benchmarks.paced import own_ray
 from cadenza.cluster import Cluster, ResourceManager
 from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.data import DataProto
@@ -187,21 +187,14 @@ def benches(ray: Any) -> Iterator[Callable[[int, int], Bench]]:
 
 def measure(batches: int = 12) -> dict[str, float]:
     """All figures, in one Ray of this process."""
-    try:
-        ray: Any = import_module("ray")
-    except ImportError as error:
-        raise ImportError("cadenza bench ray needs Ray: pip install 'cadenza[ray]'") from error
-    ray.init(address="local", num_cpus=REPLICAS, include_dashboard=False, log_to_driver=False)
-    figures: dict[str, float] = {"startup_cpu_seconds": tree_cpu_seconds()}
-    try:
+    with own_ray(REPLICAS) as ray:
+        figures: dict[str, float] = {"startup_cpu_seconds": tree_cpu_seconds()}
         with benches(ray) as make:
             figures["cpu_ms_per_trajectory"] = make(64, 1).cpu_seconds(batches) / (batches * BATCH) * 1e3
             figures["turns_per_cpu_second"] = batches * BATCH * 8 / make(64, 8).cpu_seconds(batches)
             long = make(4096, 1)
             figures["cpu_ms_per_trajectory_4096"] = long.cpu_seconds(batches) / (batches * BATCH) * 1e3
             figures["get_batch_512x4096_ms"] = get_batch_ms(long)
-    finally:
-        ray.shutdown()
     return figures
 
 

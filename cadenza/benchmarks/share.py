@@ -14,45 +14,28 @@ from __future__ import annotations
 
 import asyncio
 import json
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cadenza.cluster import Cluster, ResourceManager, dispatch
-from cadenza.cluster.remote_replica import RemoteReplica, ReplicaWorker
+from cadenza.benchmarks.paced import VOCAB, own_ray, paced_replicas
 from cadenza.data import DataProto
-from cadenza.inference.replica import Sampling, Tokens
+from cadenza.inference.replica import Request, Sampling, Tokens
 from cadenza.observe.events import Event
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.model import GOLDEN, MASK64
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.cost import CostModel, drawn
-from cadenza.simulation.replica import SimReplica
 from cadenza.testing import LocalCluster
 
 REPLICAS, IN_FLIGHT = 4, 96
 TURNS = 1600
 PROMPT, ANSWER = 1000, 300
-VOCAB = 1000
 PERIOD = 6.0
 """Seconds between two changes."""
 COST = CostModel(a=0.01, b=0.0, c=0.0, p=5e-6, kv_capacity=1 << 20)
 """A turn alone takes 3 s; moving one costs 5 to 6.5 ms of prefill."""
-
-
-class PacedWorker(ReplicaWorker):
-    """An engine that takes its time from the cost model. It is made on the loop whose time that is."""
-
-    def __init__(self) -> None:
-        """Nothing can be asked of it before `about`."""
-
-    @dispatch("rank_zero")
-    async def about(self) -> tuple[str, tuple[int, ...], int]:
-        name, devices = f"paced-{self.place.data_rank}", self.place.devices
-        super().__init__(SimReplica(name, COST, lambda request: ANSWER, devices=devices, vocab=VOCAB))
-        return name, devices, COST.kv_capacity
 
 
 class Question:
@@ -87,24 +70,16 @@ class Seen(NamedTuple):
 
 def measure(turns: int = TURNS, in_flight: int = IN_FLIGHT, period: float = PERIOD) -> dict[str, Any]:
     """All figures, in one Ray of this process."""
-    try:
-        ray: Any = import_module("ray")
-    except ImportError as error:
-        raise ImportError("cadenza bench share needs Ray: pip install 'cadenza[ray]'") from error
-    ray.init(address="local", num_cpus=REPLICAS, include_dashboard=False, log_to_driver=False)
-    try:
+    with own_ray(REPLICAS):
         return asyncio.run(_measured(turns, in_flight, period))
-    finally:
-        ray.shutdown()
+
+
+def _length(request: Request) -> int:
+    return ANSWER
 
 
 async def _measured(turns: int, in_flight: int, period: float) -> dict[str, Any]:
-    resources = ResourceManager.on_ray()
-    parts = resources.place({"inference": f"0-{REPLICAS - 1}"})["inference"].replicas()
-    clusters = [Cluster("inference", PacedWorker, part) for part in parts]
-    try:
-        await asyncio.gather(*(cluster.start() for cluster in clusters))
-        replicas = [await RemoteReplica.of(cluster) for cluster in clusters]
+    async with paced_replicas(REPLICAS, COST, _length) as replicas:
         local, events, found = LocalCluster(replicas), list[Event](), list[Trajectory]()
 
         def collator(trajectories: list[Trajectory]) -> DataProto:
@@ -128,9 +103,6 @@ async def _measured(turns: int, in_flight: int, period: float) -> dict[str, Any]
         metrics = scheduler.metrics()
         await scheduler.shutdown()
         await local.sampler.close()
-    finally:
-        await asyncio.gather(*(cluster.shutdown() for cluster in clusters))
-        await resources.shutdown()
     written = sum(one.generated for one in stats.values())
     return _figures(_seen(found, events), changes, events, written, metrics, turns)
 

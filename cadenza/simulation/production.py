@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
-from cadenza.inference.replica import PauseMode, Request, Sampling, Tokens
+from cadenza.inference.replica import PauseMode, Replica, Request, Sampling, Tokens
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
@@ -38,20 +39,8 @@ class Cadenza(Policy):
         workload, settings = self.workload, self.settings
         self._lengths: dict[int, int] = {}
         self._rows: list[Row] = []
-        self.replicas = [
-            SimReplica(
-                f"r{number}",
-                workload.cost,
-                self._length,
-                devices=(number,),
-                load_seconds=workload.sync_seconds,
-                wake_seconds=workload.switch_seconds,
-                on_event=self.film.camera(number) if self.film is not None else None,
-            )
-            for number in range(self.generators)
-        ]
         cluster = LocalCluster(
-            self.replicas,
+            await self._engines(),
             _NoText(),
             SamplerConfig(
                 balance_seconds=settings.balance_seconds,
@@ -134,12 +123,27 @@ class Cadenza(Policy):
 
     # -- what the scheduler is given -----------------------------------------------------------------------------------
 
+    async def _engines(self) -> Sequence[Replica]:
+        workload = self.workload
+        self.replicas = [
+            SimReplica(
+                f"r{number}",
+                workload.cost,
+                self._length,
+                devices=(number,),
+                load_seconds=workload.sync_seconds,
+                wake_seconds=workload.switch_seconds,
+                on_event=self.film.camera(number) if self.film is not None else None,
+            )
+            for number in range(self.generators)
+        ]
+        return self.replicas
+
     async def _play(self, task: Task, env: EnvHandle, model: Model) -> None:
         """The default rollout, which besides tells the replicas how long each answer is."""
         trajectory = model.trajectory
         episode = self.trace.episode(task.seed, trajectory.member)
-        first_try = trajectory.attempt == 0
-        observation = await env.reset((task.seed << MEMBER_BITS | trajectory.member) << 1 | first_try)
+        observation = await env.reset(reset_seed(task, trajectory))
         try:
             for length in episode.lengths:
                 self._lengths[trajectory.id] = length
@@ -164,6 +168,12 @@ class Cadenza(Policy):
             rows.append(Row(group, self.trace.episode(group, trajectory.member), versions[0]))
         self._rows = rows
         return DataProto()
+
+
+def reset_seed(task: Task, trajectory: Trajectory) -> int:
+    """What a `TraceEnv` is reset with."""
+    first_try = trajectory.attempt == 0
+    return (task.seed << MEMBER_BITS | trajectory.member) << 1 | first_try
 
 
 class TraceEnv:

@@ -581,7 +581,7 @@ class SimReplica:
                 self._kv_outdated = False
             self._frozen = False
             self._start = now + self._debt
-            self._soon()
+            self._act(now)
 
     # Requests, versions, the cache.
 

@@ -1,0 +1,137 @@
+"""`cadenza bench schedule`: what ideas of the schedule gain in real processes, beside what the simulation says.
+
+Every replica is a process on Ray, the clock is the wall clock, and the scheduler and the program around it are those of
+the policy `cadenza`. What a GPU would do is slept: replicas and trainer take the times of the cost model, divided by
+SPEED. So messages, processes and their delays are real, and no figure depends on what a CPU can compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as json_format
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from cadenza.benchmarks.paced import own_ray, paced_replicas
+from cadenza.inference.replica import Replica, Request
+from cadenza.rollout.env_handle import EnvHandle
+from cadenza.rollout.model import Model
+from cadenza.rollout.records import Task
+from cadenza.simulation.account import Figures, Meters
+from cadenza.simulation.experiment import Trial
+from cadenza.simulation.policy import Settings, drive
+from cadenza.simulation.production import Cadenza, reset_seed
+from cadenza.simulation.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find, trace_of
+
+SPEED = 50.0
+"""Seconds of the cost model in one of the wall clock."""
+GPUS, ALPHA = 8, 1.0
+STEPS, WARM_UP = 12, 4
+SEEDS = (0, 1)
+WHOLE = Settings(train_gpus=1, balance_seconds=0.0)
+IDEAS = {
+    "whole batches, no moves": WHOLE,
+    "whole batches, moves": replace(WHOLE, balance_seconds=5.0),
+    "in 8 parts, no moves": replace(WHOLE, parts=8),
+    "in 8 parts, moves": replace(WHOLE, parts=8, balance_seconds=5.0),
+}
+
+
+def workload() -> Workload:
+    """W2 on 8 GPUs. Its one trainer is faster than the others' by as much as makes it the share that 5 of 32 are."""
+    found = find(f"W2x{GPUS}")
+    return replace(found, train_seconds=TRAIN_SECONDS_PER_TOKEN * (1 / GPUS) / (5 / 32))
+
+
+def hurried(workload: Workload, speed: float) -> Workload:
+    """The same in less time."""
+    cost = workload.cost
+    faster = replace(cost, a=cost.a / speed, b=cost.b / speed, c=cost.c / speed, p=cost.p / speed)
+    return replace(
+        workload,
+        cost=faster,
+        train_seconds=workload.train_seconds / speed,
+        sync_seconds=workload.sync_seconds / speed,
+    )
+
+
+class OnRay(Cadenza):
+    """The policy, with its replicas in processes of their own. An episode is one answer, whose length stands at the
+    beginning of its prompt."""
+
+    async def _engines(self) -> Sequence[Replica]:
+        self._stack = AsyncExitStack()
+        engines = paced_replicas(self.generators, self.workload.cost, _length, load_seconds=self.workload.sync_seconds)
+        return await self._stack.enter_async_context(engines)
+
+    async def _play(self, task: Task, env: EnvHandle, model: Model) -> None:
+        prompt = np.array(await env.reset(reset_seed(task, model.trajectory)))
+        prompt[0] = self.trace.episode(task.seed, model.trajectory.member).response
+        await model.generate(prompt)
+        await env.step("")
+
+    async def close(self) -> None:
+        await super().close()
+        await self._stack.aclose()
+
+    def meters(self) -> Meters:
+        """Tokens are counted when they come."""
+        return replace(super().meters(), generated=sum(self.scheduler.ledger.tokens.values()))
+
+
+def _length(request: Request) -> int:
+    return int(request.chunks[0][0])
+
+
+def measured(settings: Settings, seed: int, steps: int = STEPS, warm_up: int = WARM_UP) -> Figures:
+    """A real run, in the seconds of the cost model."""
+    hurry = hurried(workload(), SPEED)
+    settings = replace(settings, balance_seconds=settings.balance_seconds / SPEED)
+    policy = OnRay(hurry, trace_of(hurry, seed), ALPHA, settings)
+    figures = asyncio.run(drive(policy, steps)).figures(seed, warm_up)
+    return replace(figures, step_seconds=figures.step_seconds * SPEED, wait_seconds=figures.wait_seconds * SPEED)
+
+
+def simulated(settings: Settings, seed: int, steps: int = STEPS, warm_up: int = WARM_UP) -> Figures:
+    """The same under the virtual clock."""
+    return Trial(workload(), "cadenza", ALPHA, seed, settings, steps, warm_up).run()
+
+
+def schedule(json: bool) -> int:
+    """Print what was found."""
+    found: dict[str, dict[str, Any]] = {}
+    with own_ray(GPUS):
+        for idea, settings in IDEAS.items():
+            real = [measured(settings, seed) for seed in SEEDS]
+            found[idea] = _compared(real, [simulated(settings, seed) for seed in SEEDS])
+    if json:
+        print(json_format.dumps(found))
+    else:
+        _show(found)
+    return 0
+
+
+def _compared(real: Sequence[Figures], virtual: Sequence[Figures]) -> dict[str, Any]:
+    return {
+        name: fmean(getattr(figures, field) for figures in figures_of)
+        for prefix, figures_of in (("", real), ("simulated_", virtual))
+        for field in ("efficiency", "step_seconds", "wait_seconds")
+        for name in (prefix + field,)
+    } | {"staleness_max": max(figures.staleness_max for figures in real)}
+
+
+def _show(found: dict[str, dict[str, Any]]) -> None:
+    title = f"W2 on {GPUS} GPUs, alpha {ALPHA:g}: {len(SEEDS)} runs of {STEPS} steps on Ray, {SPEED:g} times as fast"
+    table = Table("", "efficiency", "simulated", "step s", "simulated", "trainer waits s", "simulated", title=title)
+    for idea, figures in found.items():
+        cells = [f"{figures[name]:.3f}" for name in ("efficiency", "simulated_efficiency")]
+        seconds = ("step_seconds", "simulated_step_seconds", "wait_seconds", "simulated_wait_seconds")
+        table.add_row(idea, *cells, *(f"{figures[name]:,.0f}" for name in seconds))
+    Console().print(table)
