@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from builders import (
     first_time,
     get,
     got,
+    now,
     playing,
     pool,
     publish,
@@ -33,6 +35,8 @@ from builders import (
 from cadenza.cluster import WorkerLost
 from cadenza.cluster.peer import LocalPeer, Peer
 from cadenza.data import DataProto
+from cadenza.errors import InfrastructureError
+from cadenza.rollout import fleet as fleet_module
 from cadenza.rollout.failures import RolloutError, TrajectoriesLost
 from cadenza.rollout.fleet import EnvFleet, NoEnvWorkers
 from cadenza.rollout.ledger import LedgerError
@@ -171,6 +175,67 @@ def test_env_workers_that_die_again_and_again_end_the_run() -> None:
             with pytest.raises(NoEnvWorkers, match="died in a row"):
                 await get(scheduler, 4)
             murderer.cancel()
+
+    simulate(main)
+
+
+def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with playing([fake(1.0)], slots=4, workers=2, batch_size=4, alpha=1.0) as scheduler:
+            await got(scheduler, 4)
+            real, tries = fleet_module.start, 0
+
+            async def full(*args: Any, **options: Any) -> Peer:
+                nonlocal tries
+                tries += 1
+                if tries < 3:
+                    raise InfrastructureError("no node has room")
+                return await real(*args, **options)
+
+            monkeypatch.setattr(fleet_module, "start", full)
+            fleet(scheduler)._crews[0].peer.kill()  # type: ignore[union-attr]
+            for version in range(1, 3):
+                await publish(scheduler, version)
+                await got(scheduler, 4, version)
+            await asyncio.sleep(3 * fleet_module.RETRY_SECONDS)
+            assert sorted(len(crew.free) + len(crew.runs) for crew in fleet(scheduler)._crews) == [2, 2]
+            assert tries == 3
+
+    simulate(main)
+
+
+def test_a_shutdown_does_not_wait_for_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def full(*args: Any, **options: Any) -> Peer:
+        raise InfrastructureError("no node has room")
+
+    async def main() -> None:
+        async with playing([fake(1.0)], slots=4, workers=2, batch_size=4) as scheduler:
+            await got(scheduler, 4)
+            monkeypatch.setattr(fleet_module, "start", full)
+            fleet(scheduler)._crews[0].peer.kill()  # type: ignore[union-attr]
+            await asyncio.sleep(1.0)
+            began = now()
+            await scheduler.shutdown()
+            assert now() == began
+
+    simulate(main)
+
+
+def test_what_an_env_tells_must_pickle(caplog: pytest.LogCaptureFixture) -> None:
+    class Handle:
+        async def reset(self, seed: int) -> str:
+            return f"task {seed}"
+
+        async def step(self, action: str) -> tuple[Any, ...]:
+            return "", 1.0, True, False, {"lock": threading.Lock()}
+
+    async def main() -> None:
+        async with playing(env=Handle, slots=4, workers=2, batch_size=4, max_attempts=1, error_budget=3) as scheduler:
+            with pytest.raises(RolloutError, match="info of domain 'toy': TypeError"):
+                await get(scheduler, 4)
+            assert "give it plain values" in caplog.text
+            assert causes(scheduler, Fate.FAILED) == {"info: TypeError": 4}
+            assert fleet(scheduler).lost == 0
 
     simulate(main)
 

@@ -11,6 +11,7 @@ scheduler (fleet.py) --Lease, Stop, Granted--> exchange --> EnvWorker: env <-> m
 from __future__ import annotations
 
 import asyncio
+import pickle
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -153,6 +154,14 @@ class Copybook:
         attempt.state = AttemptState.SCORING
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
+        if trajectory.info:
+            try:
+                pickle.dumps(trajectory.info)
+            except Exception as error:  # noqa: BLE001 - user code decides what a pickle raises
+                text = f"'info' cannot be sent to the scheduler, give it plain values: {error}"
+                self.add(f"info of domain '{attempt.group.task.domain}'", TypeError(text))
+                self.fail(attempt, "info: TypeError", text[:200])
+                return
         attempt.state = AttemptState.FINISHED
         del self._attempts[attempt.id]
         self._say(Finished(attempt, trajectory))

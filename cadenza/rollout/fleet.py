@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cadenza.cluster.peer import Peer, start
@@ -32,6 +33,8 @@ from cadenza.rollout.sampler import Sampler
 from cadenza.rollout.sampler_client import SamplerClient
 
 START_SECONDS = 600.0
+RETRY_SECONDS = 60.0
+"""Between two tries to start a worker in the place of one that died."""
 MAX_LOSSES = 3
 """Of every worker, in a row and without one trajectory in between, before the run ends."""
 
@@ -103,6 +106,7 @@ class EnvFleet:
         self._starting = 0
         self._losses = 0
         self._is_closed = False
+        self._draining = asyncio.Event()
         self._empty: asyncio.Future[None] | None = None
         queue.stop = self.stop
         queue.refill = self.fill
@@ -163,6 +167,7 @@ class EnvFleet:
 
     async def drain(self) -> None:
         """Wait until every slot is free."""
+        self._draining.set()
         if self.busy:
             self._empty = asyncio.get_running_loop().create_future()
             await self._empty
@@ -247,15 +252,23 @@ class EnvFleet:
             self._spawn(self._replace(successor), f"start of env worker {crew.number}")
 
     async def _replace(self, crew: _Crew) -> None:
-        try:
-            await self._start(crew)
-        except (InfrastructureError, OSError) as error:
-            logger.error("env worker %d cannot be started again: %s", crew.number, error)
-            if not self._crews and not self._starting:
-                self._queue.fatal(NoEnvWorkers(f"no env worker is left, and none can be started: {error}"))
-            return
-        self._join(crew)
-        self.fill()
+        while self._queue.ended is None and not self._draining.is_set():
+            try:
+                await self._start(crew)
+            except (InfrastructureError, OSError) as error:
+                if not self._crews and not self._starting:
+                    self._queue.fatal(NoEnvWorkers(f"no env worker is left, and none can be started: {error}"))
+                    return
+                logger.error(
+                    "env worker %d cannot be started again, the next try is in %g s: %s",
+                    crew.number, RETRY_SECONDS, error,
+                )  # fmt: skip
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._draining.wait(), RETRY_SECONDS)
+            else:
+                self._join(crew)
+                self.fill()
+                return
 
     def _join(self, crew: _Crew) -> None:
         if self._is_closed:
