@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +29,7 @@ app.command(bench)
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Seed = Annotated[int, Parameter(validator=validators.Number(gte=0))]
 Flag = Annotated[bool, Parameter(negative="")]
+Json = Annotated[bool, Parameter(negative="", help="Print one JSON object and nothing else.")]
 
 
 @app.command
@@ -53,7 +56,7 @@ def fuzz(
     schedules: Count = 2000,
     seed: Seed = 0,
     replay: Seed | None = None,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Run random schedules with faults and check the invariants; a failure prints the seed that replays it.
 
@@ -65,8 +68,6 @@ def fuzz(
         Where the random numbers start.
     replay
         Run the one schedule of this seed again.
-    json
-        Print one JSON object and nothing else.
     """
     from cadenza.simulation.fuzz import cli_fuzz
 
@@ -86,7 +87,7 @@ def simulate(
     search: Flag = False,
     settings: str = "",
     out: Path | None = None,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Compare rollout schedules on a virtual cluster; the policy 'cadenza' is the production scheduler itself.
 
@@ -114,8 +115,6 @@ def simulate(
         balance_seconds; key=value with commas.
     out
         Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
-    json
-        Print one JSON object and nothing else.
     """
     from cadenza.simulation import simulate as simulation
     from cadenza.simulation.asked import BadRequest
@@ -139,7 +138,7 @@ def plan(
     alpha: str | None = None,
     model_cost: str | None = None,
     shared: Flag = False,
-    json: Flag = False,
+    json: Json = False,
 ) -> int:
     """Choose how many GPUs train and how far generation runs ahead, by simulating the production scheduler.
 
@@ -166,8 +165,6 @@ def plan(
         tokens (docs/simulation.md), or a name and then what differs; that of the workload unless given.
     shared
         Try GPUs too that train and, between two train steps, generate.
-    json
-        Print one JSON object and nothing else.
     """
     from cadenza.simulation import planning
     from cadenza.simulation.asked import BadRequest
@@ -186,7 +183,7 @@ def plan(
 
 
 @app.command
-def train(config: Path, *overrides: str, dry_run: Flag = False, json: Flag = False) -> int:
+def train(config: Path, *overrides: str, dry_run: Flag = False, json: Json = False) -> int:
     """Train a policy as a config file says.
 
     Parameters
@@ -206,7 +203,7 @@ def train(config: Path, *overrides: str, dry_run: Flag = False, json: Flag = Fal
 
 
 @app.command
-def resume(run: Path, *overrides: str, json: Flag = False) -> int:
+def resume(run: Path, *overrides: str, json: Json = False) -> int:
     """Go on with a run from its last checkpoint.
 
     Parameters
@@ -225,7 +222,7 @@ def resume(run: Path, *overrides: str, json: Flag = False) -> int:
 
 @app.command(name="eval")
 def evaluate(
-    run: Path, *, episodes: Count = 200, checkpoint: str = "best", greedy: Flag = False, json: Flag = False
+    run: Path, *, episodes: Count = 200, checkpoint: str = "best", greedy: Flag = False, json: Json = False
 ) -> int:
     """Measure a checkpoint on the tasks of the validation.
 
@@ -239,8 +236,6 @@ def evaluate(
         best, last, or step-000012.
     greedy
         Take the likeliest token instead of sampling as the run did.
-    json
-        Print one JSON object and nothing else.
     """
     from cadenza.pipelines import commands
 
@@ -267,30 +262,39 @@ def play(run: Path, *, episodes: Count = 1, checkpoint: str = "best", greedy: Fl
     return commands.play(run, episodes=episodes, which=checkpoint, greedy=greedy)
 
 
+MEASURES = {
+    "control-plane": "CPU time and memory of the scheduler per trajectory, route and batch.",
+    "engine": "Tokens per CPU second of the embedded engine, against transformers.",
+    "simulator": "The simulation against real runs of a tiny policy: what one run says of another; takes minutes.",
+    "ray": "CPU time of rollouts on Ray, of the whole process tree, per trajectory and turn; takes two minutes.",
+    "share": "Replicas on Ray leave and come back under load: what requests on the others notice; takes two minutes.",
+    "update": "Seconds and copies of weights on their way from a trainer to replicas on Ray.",
+    "schedule": "What parts and moves gain in processes on Ray, beside what the simulation says; takes 20 minutes.",
+}
+"""The module of the same name in `benchmarks` has a function of the same name."""
+
+
+def _measuring(name: str) -> Callable[..., int]:
+    def command(*, json: Json = False) -> int:
+        module = name.replace("-", "_")
+        measured: int = getattr(import_module(f"cadenza.benchmarks.{module}"), module)(json)
+        return measured
+
+    return command
+
+
+for _name, _help in MEASURES.items():
+    bench.command(_measuring(_name), name=_name, help=_help)
+
+
 @bench.command
-def engine(*, json: Flag = False) -> int:
-    """Tokens per CPU second of the embedded engine, against transformers.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object and nothing else.
-    """
-    from cadenza.benchmarks.engine import engine as measure
-
-    return measure(json)
-
-
-@bench.command
-def asynchrony(*, seeds: Count = 5, json: Flag = False) -> int:
+def asynchrony(*, seeds: Count = 5, json: Json = False) -> int:
     """Samples and wall time until 90 % on FrozenLake, asynchronous against synchronous; takes some minutes.
 
     Parameters
     ----------
     seeds
         Runs of each kind.
-    json
-        Print one JSON object and nothing else.
     """
     from cadenza.benchmarks.asynchrony import asynchrony as measure
 
@@ -298,103 +302,17 @@ def asynchrony(*, seeds: Count = 5, json: Flag = False) -> int:
 
 
 @bench.command
-def simulator(*, json: Flag = False) -> int:
-    """The simulation against real runs of a tiny policy: calibrated on one run, it predicts another; takes minutes.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object and nothing else.
-    """
-    from cadenza.benchmarks.simulator import simulator as measure
-
-    return measure(json)
-
-
-@bench.command
-def update(*, json: Flag = False) -> int:
-    """Seconds and copies of weights on their way from a trainer to replicas on Ray.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object and nothing else.
-    """
-    from cadenza.benchmarks.model_update import update as measure
-
-    return measure(json)
-
-
-@bench.command
-def trl(*, rounds: Count = 3, json: Flag = False) -> int:
+def trl(*, rounds: Count = 3, json: Json = False) -> int:
     """CPU time per sample against TRL's GRPOTrainer, which gets an environment of its own; takes 15 minutes.
 
     Parameters
     ----------
     rounds
         How often each side runs each task.
-    json
-        Print one JSON object and nothing else.
     """
     from cadenza.benchmarks.trl import trl as measure
 
     return measure(json, rounds)
-
-
-@bench.command
-def ray(*, json: Flag = False) -> int:
-    """CPU time of rollouts on Ray, of the whole process tree, per trajectory and turn; takes two minutes.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object and nothing else.
-    """
-    from cadenza.benchmarks.ray import ray as measure
-
-    return measure(json)
-
-
-@bench.command
-def share(*, json: Flag = False) -> int:
-    """Replicas on Ray leave and come back under load: what requests on the others notice; takes two minutes.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object and nothing else.
-    """
-    from cadenza.benchmarks.share import share as measure
-
-    return measure(json)
-
-
-@bench.command
-def schedule(*, json: Flag = False) -> int:
-    """What parts and moves gain in real processes on Ray, beside what the simulation says; takes 20 minutes.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object and nothing else.
-    """
-    from cadenza.benchmarks.schedule import schedule as measure
-
-    return measure(json)
-
-
-@bench.command
-def control_plane(*, json: Flag = False) -> int:
-    """CPU time and memory of the scheduler per trajectory, route and batch.
-
-    Parameters
-    ----------
-    json
-        Print one JSON object and nothing else.
-    """
-    from cadenza.benchmarks.control_plane import control_plane as measure
-
-    return measure(json)
 
 
 def main(arguments: list[str] | None = None) -> int:
