@@ -64,11 +64,14 @@ class Chaos:
         sampler = here.service.sampler
         seen: set[tuple[int, int]] = set()
         for version in range(STEPS):
+            overtaken = [asyncio.ensure_future(train.suspend())] if self.random.random() < 0.3 else []
+            await asyncio.sleep(0)
             getting = asyncio.ensure_future(got(train, 8, version))
             if self.random.random() < 0.5:  # soon enough to meet the call that opens the gate
                 await asyncio.sleep(self.random.choice([0, 0.01, 0.5]))
                 await self._suspended(train)
             keys = set(column(await getting, "traj_key"))
+            await asyncio.gather(*overtaken)
             assert len(keys) >= 8
             assert not keys & seen
             seen |= keys

@@ -32,7 +32,7 @@ from builders import (
     stepping,
 )  # fmt: skip
 
-from cadenza.cluster import WorkerLost
+from cadenza.cluster import VersionMismatch, WorkerLost
 from cadenza.cluster.peer import LocalPeer, Peer
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
@@ -188,8 +188,10 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
             async def full(*args: Any, **options: Any) -> Peer:
                 nonlocal tries
                 tries += 1
-                if tries < 3:
+                if tries == 1:
                     raise InfrastructureError("no node has room")
+                if tries == 2:
+                    raise VersionMismatch("another torch")
                 return await real(*args, **options)
 
             monkeypatch.setattr(fleet_module, "start", full)
@@ -204,8 +206,11 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
     simulate(main)
 
 
-def test_a_shutdown_does_not_wait_for_a_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_shutdown_does_not_wait_for_a_replacement(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*args: Any, **options: Any) -> Peer:
+        if is_slow:
+            await asyncio.sleep(FOREVER)
         raise InfrastructureError("no node has room")
 
     async def main() -> None:
@@ -217,6 +222,7 @@ def test_a_shutdown_does_not_wait_for_a_replacement(monkeypatch: pytest.MonkeyPa
             began = now()
             await scheduler.shutdown()
             assert now() == began
+            await scheduler.shutdown()
 
     simulate(main)
 

@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from builders import client, column, fake, get, got, publish, simulate, site
+from builders import FOREVER, client, column, fake, get, got, publish, simulate, site
 
 from cadenza.cluster.peer import LocalPeer
 from cadenza.errors import InfrastructureError
@@ -57,6 +57,61 @@ def test_a_suspension_is_not_undone_by_a_call_that_came_before(call: str, after:
             await scheduler.resume()
             await waiting
             assert await get(scheduler, 4) is not None
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("call", ["get_batch", "resume"])
+@pytest.mark.parametrize("late", ["state", "suspend", "resume"])
+def test_a_call_that_came_after_a_suspension_opens_the_gate(call: str, late: str) -> None:
+    class Winding(LocalPeer):
+        async def ask(self, method: str, *args: Any) -> Any:
+            if method == late:
+                await asyncio.sleep(0.02)
+            return await super().ask(method, *args)
+
+    async def main() -> None:
+        async with site([fake(1.0)]) as here:
+            scheduler = here.scheduler(batch_size=4, alpha=1.0)
+            await got(scheduler, 4)
+            here.desk.__class__ = Winding
+            suspending = asyncio.ensure_future(scheduler.suspend())
+            await asyncio.sleep(0)
+            await (get(scheduler, 4) if call == "get_batch" else scheduler.resume())
+            await suspending
+            await asyncio.sleep(1.0)
+            assert here.sampler.is_open
+            assert here.sampler.holders == []
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("call", ["suspend", "resume", "get_batch", "shrink", "shutdown"])
+def test_nobody_waits_for_ever_for_a_sampler_that_is_silent(call: str) -> None:
+    class Silent(LocalPeer):
+        async def ask(self, method: str, *args: Any) -> Any:
+            await asyncio.sleep(FOREVER)
+
+    async def main() -> None:
+        async with site() as here:
+            scheduler = here.scheduler(batch_size=4, alpha=1.0)
+            await got(scheduler, 4)
+            await scheduler.suspend()
+            here.desk.__class__ = Silent
+            calls: dict[str, Any] = {
+                "suspend": scheduler.suspend,
+                "resume": scheduler.resume,
+                "get_batch": lambda: get(scheduler, 4),
+                "shrink": lambda: scheduler.shrink_sampler([0]),
+                "shutdown": scheduler.shutdown,
+            }
+            async with asyncio.timeout(600.0):
+                if call == "shutdown":
+                    await calls[call]()
+                else:
+                    with pytest.raises(NoReplicas, match="the sampler is gone: no answer"):
+                        await calls[call]()
+            here.desk.__class__ = LocalPeer
 
     simulate(main)
 
@@ -118,6 +173,24 @@ def test_a_scheduler_that_is_gone_does_not_keep_the_gate_closed(has_started: boo
             assert column(batch, "attempt") == [0] * 4
             assert not client(other).suspended  # or nobody would notice a stall
             assert client(other).is_open
+
+    simulate(main)
+
+
+def test_a_scheduler_that_is_gone_before_it_said_anything_does_not_keep_the_gate_closed() -> None:
+    class Winding(LocalPeer):
+        async def ask(self, method: str, *args: Any) -> Any:
+            if method == "exchange":
+                await asyncio.sleep(0.5)
+            return await super().ask(method, *args)
+
+    async def main() -> None:
+        async with site([fake(1.0)]) as here:
+            here.desk.__class__ = Winding
+            gone, other = here.scheduler(batch_size=4), here.scheduler(batch_size=4)
+            await gone.suspend()
+            client(gone)._wire.close()  # type: ignore[union-attr]
+            assert await asyncio.wait_for(get(other, 4), 2 * FORGET_SECONDS) is not None
 
     simulate(main)
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from cadenza.cluster.wire import Box
@@ -156,7 +158,7 @@ class Copybook:
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         if trajectory.info:
             try:
-                pickle.dumps(trajectory.info)
+                _send(trajectory.info)
             except Exception as error:  # noqa: BLE001 - user code decides what a pickle raises
                 text = f"'info' cannot be sent to the scheduler, give it plain values: {error}"
                 self.add(f"info of domain '{attempt.group.task.domain}'", TypeError(text))
@@ -248,6 +250,16 @@ class EnvHost(Worker):
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._box.say(Broken("".join(traceback.format_exception(error))))
+
+
+def _send(info: dict[str, object]) -> None:
+    """Whatever Ray can send may be sent."""
+    try:
+        pickle.dumps(info)
+    except Exception:
+        if "ray" not in sys.modules:
+            raise
+        import_module("ray.cloudpickle").dumps(info)
 
 
 def _record(attempt: Attempt, trajectory: Trajectory, row: int) -> Record:

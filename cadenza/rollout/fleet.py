@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cadenza.cluster.peer import Peer, start
 from cadenza.cluster.wire import Wire
-from cadenza.errors import InfrastructureError
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_host import Broken, Counters, EnvHost, Failed, Lease, Orders, Raised, Stop, Vacated
 from cadenza.rollout.env_worker import sampling_key
@@ -252,23 +250,37 @@ class EnvFleet:
             self._spawn(self._replace(successor), f"start of env worker {crew.number}")
 
     async def _replace(self, crew: _Crew) -> None:
+        """Until it succeeds, or nobody needs it any more."""
         while self._queue.ended is None and not self._draining.is_set():
             try:
-                await self._start(crew)
-            except (InfrastructureError, OSError) as error:
+                if await self._unless_draining(self._start(crew)):
+                    self._join(crew)
+                    self.fill()
+                    return
+            except Exception as error:  # noqa: BLE001 - a node may be full, or have other versions: the next try may meet another
                 if not self._crews and not self._starting:
                     self._queue.fatal(NoEnvWorkers(f"no env worker is left, and none can be started: {error}"))
                     return
                 logger.error(
-                    "env worker %d cannot be started again, the next try is in %g s: %s",
-                    crew.number, RETRY_SECONDS, error,
+                    "env worker %d cannot be started again, the next try is in %g s: %s: %s",
+                    crew.number, RETRY_SECONDS, type(error).__name__, error,
                 )  # fmt: skip
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._draining.wait(), RETRY_SECONDS)
-            else:
-                self._join(crew)
-                self.fill()
-                return
+                await self._unless_draining(asyncio.sleep(RETRY_SECONDS))
+
+    async def _unless_draining(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether it was done; what is not is broken off."""
+        doing, draining = asyncio.ensure_future(work), asyncio.ensure_future(self._draining.wait())
+        try:
+            await asyncio.wait([doing, draining], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            draining.cancel()
+            if not doing.done():
+                doing.cancel()
+                await asyncio.wait([doing])
+        if doing.cancelled():
+            return False
+        doing.result()
+        return True
 
     def _join(self, crew: _Crew) -> None:
         if self._is_closed:

@@ -2,6 +2,10 @@
 
 What is known here of the version and the gate may be a moment old; `refresh` asks. A scheduler refreshes before it
 cuts a batch, so that a version which the controller has published before counts.
+
+Invariant: calls about the gate are sent one after the other, in the order in which they were made, because calls to an
+async actor may overtake each other. No call waits longer than the wire: when the sampler is gone, or silent, all of
+them end with `NoReplicas`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from cadenza.cluster.peer import Peer, start
 from cadenza.cluster.wire import Wire
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
+from cadenza.off_loop import within
 from cadenza.rollout.failures import logger
 from cadenza.rollout.grants import Address, Granter, seats_of
 from cadenza.rollout.model import Codec
@@ -46,11 +51,13 @@ class SamplerClient:
         self._granter: Granter
         self._wire: Wire | None = None
         self._turn = asyncio.Lock()
+        self._end: asyncio.Future[str] | None = None
+        """Why the sampler does not answer any more."""
+        self._last: asyncio.Task[None] | None = None
+        """The last call about the gate."""
         self._number = -1
         self._opened_there = 0.0
         self._counters: Mapping[str, float] = {}
-        self._resumes: set[asyncio.Task[None]] = set()
-        """That are on their way."""
 
     # -- grants ----------------------------------------------------------------------------------------------------
 
@@ -108,48 +115,38 @@ class SamplerClient:
 
     async def refresh(self) -> None:
         """Know what the sampler knows now."""
-        try:
-            async with self._turn:
-                if self._wire is None:
-                    self.addresses = await self._desk.about()
-                    self._wire = wire = Wire(self._exchange, self._hear, self._gone)
-                    self._granter = Granter(seats_of(self.addresses, self.name), self._namespace, wire.say)
-                    wire.open()
-            state = await self._desk.state()
-        except InfrastructureError as error:
-            raise NoReplicas(f"the sampler does not answer: {error}") from error
-        self._heed(state)
+        await self._connect()
+        self._heed(await self._ask("state"))
 
     async def suspend(self, mode: PauseMode = PauseMode.ABORT, holder: object = None) -> None:
-        if self._resumes:  # calls may overtake each other: a resume that is on its way would undo this one
-            await asyncio.wait(self._resumes)
-        self._holding.add(self._key(holder))
-        self._heed(await self._desk.suspend(mode, self._key(holder)))
+        key = self._key(holder)
+        self._holding.add(key)
+        await asyncio.shield(self._in_turn("suspend", mode, key))
 
     async def resume(self, holder: object = None) -> None:
-        await self._resuming(self._key(holder))
+        await asyncio.shield(self._resuming(holder))
 
     def let_go(self, holder: object = None) -> asyncio.Task[None] | None:
         if self.is_open and self._key(holder) not in self._holding:
             return None
-        return self._resuming(self._key(holder))
+        return self._resuming(holder)
 
     def held_by(self, holder: object) -> bool:
         return self._key(holder) in self._holding
 
     async def load_weights(self, version: int, weights: object = None) -> None:
-        self._heed(await self._desk.load_weights(version, weights))
+        self._heed(await self._ask("load_weights", version, weights))
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
-        found: dict[str, Any] = await self._desk.shrink(devices)
+        found: dict[str, Any] = await self._ask("shrink", devices)
         return found
 
     async def expand(self, devices: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = await self._desk.expand(devices, skip_load)
+        found: dict[str, Any] = await self._ask("expand", devices, skip_load)
         return found
 
     async def stats(self) -> dict[str, ReplicaStats]:
-        found: dict[str, ReplicaStats] = await self._desk.stats()
+        found: dict[str, ReplicaStats] = await self._ask("stats")
         return found
 
     def counters(self) -> dict[str, float]:
@@ -166,15 +163,53 @@ class SamplerClient:
     def _key(self, holder: object) -> str:
         return f"{self.name}/{id(holder)}"
 
-    def _resuming(self, key: str) -> asyncio.Task[None]:
+    def _resuming(self, holder: object) -> asyncio.Task[None]:
+        key = self._key(holder)
         self._holding.discard(key)
-        task = asyncio.get_running_loop().create_task(self._resume(key), name="sampler resume")
-        self._resumes.add(task)
-        task.add_done_callback(self._resumes.discard)
+        return self._in_turn("resume", key)
+
+    def _in_turn(self, method: str, *args: Any) -> asyncio.Task[None]:
+        """A call about the gate, after those before it, and to its end, whether somebody waits for it or not."""
+        call = self._after(self._last, method, *args)
+        self._last = task = asyncio.get_running_loop().create_task(call, name=f"sampler {method}")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be nobody to hear it
         return task
 
-    async def _resume(self, key: str) -> None:
-        self._heed(await self._desk.resume(key))
+    async def _after(self, before: asyncio.Task[None] | None, method: str, *args: Any) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        await self._connect()  # the sampler must know whom it waits for, should this process die
+        self._heed(await self._ask(method, *args))
+
+    async def _connect(self) -> None:
+        async with self._turn:
+            if self._wire is None:
+                try:
+                    self.addresses = await within(START_SECONDS, self._desk.about(), "start seconds")
+                except InfrastructureError as error:
+                    raise NoReplicas(f"the sampler does not answer: {error}") from error
+                self._end = asyncio.get_running_loop().create_future()
+                self._wire = wire = Wire(self._exchange, self._hear, self._gone)
+                self._granter = Granter(seats_of(self.addresses, self.name), self._namespace, wire.say)
+                wire.open()
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """What the sampler answers. It may take its time, but the wire must hear of it."""
+        await self._connect()
+        assert self._end is not None
+        call = asyncio.ensure_future(self._desk.ask(method, *args))
+        either: list[asyncio.Future[Any]] = [call, self._end]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not call.done():
+                call.cancel()
+        if not call.done() or call.cancelled():
+            raise NoReplicas(self._end.result() if self._end.done() else f"the sampler broke '{method}' off")
+        try:
+            return call.result()
+        except InfrastructureError as error:
+            raise NoReplicas(f"the sampler does not answer: {error}") from error
 
     async def _exchange(self, number: int, messages: list[Any]) -> tuple[int, Sequence[Any]]:
         answer: tuple[int, Sequence[Any]] = await self._desk.talk("exchange", self.name, number, messages)
@@ -209,6 +244,8 @@ class SamplerClient:
     def _gone(self, error: Exception) -> None:
         logger.error("the sampler does not answer any more: %s", error)
         text = f"the sampler is gone: {error}"
+        assert self._end is not None
+        self._end.set_result(text)
         self._granter.lost(text)
         self.lost = dict(self.lost) | {"sampler": str(error)}
         self.devices = dict.fromkeys(self.devices, "lost")

@@ -74,20 +74,16 @@ class SamplerDesk(Worker):
 
     async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Any]]:
         """See wire.py."""
-        sampler = await self._made()
-        if client in self._forgotten:
-            raise InfrastructureError(f"the sampler gave '{client}' up: it was silent for {FORGET_SECONDS:g} s")
-        known = self._clients.get(client)
-        if known is None:
-            known = self._clients[client] = _Client(sampler)
-        known.seen = asyncio.get_running_loop().time()
+        known = self._seen(client, await self._made())
         return await known.box.exchange(number, messages)
 
     async def state(self) -> State:
         return self._state(await self._made())
 
     async def suspend(self, mode: PauseMode, holder: str) -> State:
+        """`holder` begins with the name of the client."""
         sampler = await self._made()
+        self._seen(holder.partition("/")[0], sampler)  # it may never call again
         await sampler.suspend(mode, holder)
         return self._tell()
 
@@ -136,6 +132,16 @@ class SamplerDesk(Worker):
                 sampler.on_lost.append(self._changed)
                 self._watch = asyncio.get_running_loop().create_task(self._look(), name="sampler clients")
             return self._sampler
+
+    def _seen(self, client: str, sampler: Sampler) -> _Client:
+        """A client calls."""
+        if client in self._forgotten:
+            raise InfrastructureError(f"the sampler gave '{client}' up: it was silent for {FORGET_SECONDS:g} s")
+        known = self._clients.get(client)
+        if known is None:
+            known = self._clients[client] = _Client(sampler)
+        known.seen = asyncio.get_running_loop().time()
+        return known
 
     def _state(self, sampler: Sampler) -> State:
         return State(

@@ -147,7 +147,6 @@ class RolloutScheduler:
         if self._closing.is_set():
             raise SchedulerClosed("the scheduler was shut down")
         self._suspensions += 1
-        await self.sampler.refresh()  # a sampler elsewhere must know whom it waits for, should this process die
         await self.sampler.suspend(self.config.suspend_mode, holder=self)
 
     async def resume(self) -> None:
@@ -183,8 +182,8 @@ class RolloutScheduler:
             if not self._root.done():
                 logger.error("%d attempts do not end; they are left behind", self._slots.busy)
                 self._root.cancel()
-                return
-            self._root.result()
+            elif not self._root.cancelled():
+                self._root.result()
 
     # -- over a restart ------------------------------------------------------------------------------------------
 
