@@ -327,9 +327,12 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if not _is_expected(error):
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
+            [cause] = cause.exceptions
+        if not isinstance(cause, Exception) or not _is_expected(cause):
             raise
-        return _complain(_told(error), 1)
+        return _complain(_told(cause), 1)
     return code if isinstance(code, int) else 0
 
 

@@ -104,7 +104,7 @@ def test_auto_may_choose_shared_devices(tmp_path: Path, workload: str) -> None:
 
 
 def test_what_the_run_measured_before_is_what_is_planned_with(tmp_path: Path) -> None:
-    trained(tmp_path, "steps=2", "engine.max_running=8")
+    trained(tmp_path, "steps=40", "engine.max_running=8")
     told = json.loads(planned(tmp_path, "devices=auto", "rollout.alpha=1", "--gpus", "2", "--json").out)
     assert told["why"].endswith(f"Costs and lengths: measured in {tmp_path / 'tiny'}.")
     assert told["batch"] == 8
@@ -121,7 +121,7 @@ def test_without_measurements_it_says_that_costs_are_stated(tmp_path: Path) -> N
     [
         (["devices={inference: 0-3}", "--gpus", "2"], 1, "inference: devices 2-3 do not exist: there are 2"),
         (["devices={actor: auto}"], 1, "devices: 'auto' is for actor and inference together"),
-        (["devices=auto", "--gpus", "3", "--nodes", "2"], 2, "--gpus 3 are all devices, and 2 nodes cannot have"),
+        (["devices=auto", "--gpus", "3", "--nodes", "2"], 2, "2 nodes cannot have equally many of all 3 devices"),
         (["devices={actors: 0}"], 1, "this run has no role 'actors'"),
         (["--workload", "W9"], 2, "workload 'W9' is not known"),
     ],

@@ -18,7 +18,7 @@ from cadenza.observe.run import RunDirectory
 from cadenza.simulation import clock, gates
 from cadenza.simulation.account import Account, Figures, Meters, Row
 from cadenza.simulation.bounds import Demand
-from cadenza.simulation.cost import CostModel
+from cadenza.simulation.cost import H100_QWEN3_8B, CostModel
 from cadenza.simulation.experiment import POLICIES, Result, Trial, evaluate, first_guess, search, workers
 from cadenza.simulation.film import Film
 from cadenza.simulation.policy import Settings, drive
@@ -224,7 +224,7 @@ def test_a_search_finds_nothing_worse_than_the_first_guess() -> None:
         ({"policy": "fifo"}, "policy 'fifo' is not known; take one of barrier"),
         ({"alpha": -1.0}, "alpha must be >= 0, got -1"),
         ({"settings": Settings(train_gpus=4)}, "train_gpus must be from 0 to 3, got 4"),
-        ({"settings": Settings(concurrency=-1)}, "must not be negative"),
+        ({"settings": Settings(concurrency=-1)}, "must be a number from 0 on"),
         ({"warm_up": 10}, "from 1 to steps - 1 = 9 steps, got 10"),
     ],
 )
@@ -286,6 +286,24 @@ def test_a_gate_holds_within_a_fifth_and_in_shape(value: tuple[float, ...], shap
     assert gates.Gate("kv-bound", "", (1.42, 1.63), value, shape).holds is holds
 
 
+def test_the_gates_hold() -> None:
+    with workers() as crew:
+        assert gates.holding(crew) == dict.fromkeys(("admission", "env-level", "kv-bound", "sync-bound"), True)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_comparison_says_whether_the_gates_hold(
+    mine: str, holds: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gates, "_HOLDING", {"admission": True, "kv-bound": holds})
+    options = ["--policy", "barrier,queue", "--seeds", "1", "--steps", "3", "--warm-up", "1"]
+    assert main(["simulate", "--workload", mine, *options]) == 0
+    told = capsys.readouterr().out
+    assert ("all 2 calibration gates hold" if holds else "not to be believed: kv-bound") in told
+    assert main(["simulate", "--workload", mine, *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gates_hold"] is holds
+
+
 def test_a_limit_is_not_to_be_hit_but_kept() -> None:
     assert gates.Gate("sync-bound", "", (1.05,), (0.5,), True, at_most=True).holds
     assert not gates.Gate("sync-bound", "", (1.05,), (1.06,), True, at_most=True).holds
@@ -328,6 +346,33 @@ def test_policies_stand_side_by_side_and_the_synchronous_ones_once(
     assert [line[0] for line in lines if line[0] in POLICIES] == ["barrier", "admission", "admission"]
 
 
+def test_workloads_of_one_name_are_told_apart(mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "other" / "mine.json", tmp_path / "W2.json"]
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(Path(mine).read_bytes())
+    options = ["--policy", "barrier", "--seeds", "1", "--steps", "3", "--warm-up", "1", "--json"]
+    assert main(["simulate", "--workload", ",".join(map(str, (mine, *paths))), *options]) == 0
+    told = json.loads(capsys.readouterr().out)["results"]
+    assert [result["workload"] for result in told] == [mine, *map(str, paths)]
+
+
+@pytest.mark.parametrize("policy", ["barrier", "cadenza"])
+def test_a_long_prompt_is_as_long_as_it_is(policy: str) -> None:
+    def seconds(prompt: int) -> float:
+        recorded = ((Episode((10,), (prompt,)),),)
+        workload = Workload("mine", "", H100_QWEN3_8B, 1, 1, 1, train_seconds=0.0, recorded=recorded)
+        return Trial(workload, policy, 0.0, 0, Settings(), 3, 1).run().step_seconds
+
+    assert seconds(150_000) - seconds(50_000) == pytest.approx(100_000 * H100_QWEN3_8B.p, rel=0.05)
+
+
+def test_a_context_that_no_replica_holds_is_refused() -> None:
+    workload = Workload("mine", "", H100_QWEN3_8B, 1, 1, 1, recorded=((Episode((10,), (400_000,)),),))
+    with pytest.raises(ValueError, match="a context of mine has 400010 tokens, but a KV cache holds 350000"):
+        Trial(workload, "cadenza", 0.0, 0, Settings(), 3, 1)
+
+
 def test_settings_can_be_given_by_hand(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--policy", "admission", "--alpha", "1", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--json"]
     told = []
@@ -357,6 +402,13 @@ def test_shared_gpus_are_told_as_such(mine: str, capsys: pytest.CaptureFixture[s
         (["--steps", "5", "--warm-up", "5"], "--warm-up must be below --steps 5, got 5"),
         (["--seeds", "0"], "Must be >= 1"),
         (["--settings", "part=1"], "settings 'part=1' is not known; give key=value of train_gpus"),
+        (
+            ["--policy", "cadenza", "--settings", "balance_seconds=nan"],
+            "cadenza on W2: balance_seconds must be a number from 0 on, got nan",
+        ),
+        (["--policy", "admission", "--settings", "parts=4"], "parts is a setting of cadenza, got 4 for 'admission'"),
+        (["--workload", "W2x99999936"], "at most 16384 GPUs can be simulated"),
+        (["--gates", "--settings", "parts=1"], "leave out --settings and --out"),
         (["--settings", "parts=1.5"], "settings: parts must be a whole number, got '1.5'"),
         (
             ["--policy", "cadenza", "--seeds", "1", "--settings", "train_gpus=99"],
@@ -368,7 +420,7 @@ def test_shared_gpus_are_told_as_such(mine: str, capsys: pytest.CaptureFixture[s
         ),
         (
             ["--policy", "queue", "--seeds", "1", "--settings", "train_gpus=8,shared=8"],
-            "only the policy 'cadenza' shares GPUs",
+            "shared is a setting of cadenza, got 8 for 'queue'",
         ),
     ],
 )
@@ -378,8 +430,8 @@ def test_a_wrong_command_says_why(arguments: list[str], message: str, capsys: py
 
 
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--workload", "nowhere.json"]) == 1
-    assert "nowhere.json" in capsys.readouterr().err
+    assert main(["simulate", "--workload", "nowhere.json"]) == 2
+    assert "there is no trace file nowhere.json" in capsys.readouterr().err
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -474,7 +526,7 @@ def test_a_finished_run_is_a_workload_with_its_own_costs(tmp_path: Path) -> None
 
 
 def test_the_last_groups_of_a_long_run_are_replayed(tmp_path: Path) -> None:
-    workload = read_run(run_directory(tmp_path / "long", *(run_step(step, 1000, cost=None) for step in (1, 2, 3, 4))))
+    workload = read_run(run_directory(tmp_path / "long", *(run_step(step, 1000, cost=COSTS) for step in (1, 2, 3, 4))))
     assert {group[0].lengths[0] for group in workload.recorded} == {20, 30, 40}
 
 
@@ -482,6 +534,13 @@ def test_a_resumed_run_forgets_the_steps_that_happen_again(tmp_path: Path) -> No
     path = run_directory(tmp_path / "run", run_step(1, cost=COSTS), run_step(2, cost=COSTS))
     RunDirectory(path, resume=1, trackers=()).close()
     assert len(read_run(path).recorded) == 2
+
+
+def test_a_run_that_measured_no_costs_is_refused_unless_others_are_given(tmp_path: Path) -> None:
+    path = run_directory(tmp_path / "run", run_step(1, cost=None))
+    with pytest.raises(TraceFileError, match="this run measured no costs"):
+        read_run(path)
+    assert read_run(path, needs_costs=False).groups == 2
 
 
 def test_a_run_that_recorded_nothing_is_refused(tmp_path: Path) -> None:

@@ -152,7 +152,9 @@ def test_a_trace_file_is_replayed_whole_before_it_begins_again(tmp_path: Path) -
         ({"trace": [{"prompt": 5, "members": [{"lengths": [4], "steps": [-1.0]}]}]}, "no time may be negative"),
         ({"trace": [{"prompt": 5, "members": [{"length": [4]}]}]}, "length"),
         ({"cost": "b200"}, "cost 'b200' is not known; take one of h100"),
-        ({"cost": {"a": 0.01}}, "missing"),
+        ({"cost": {"a": 0.01}}, "cost lacks b, c, p, kv_capacity"),
+        ({"train_seconds": -1.0}, "train_seconds must be a number from 0 on, got -1.0"),
+        ({"gpus": 0}, "gpus, groups and group_size must be >= 1, got 0,"),
         ({"gpus": 0}, "must be >= 1"),
     ],
 )

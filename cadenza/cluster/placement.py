@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from cadenza.config import Config
 
 AUTO = "auto"
-MAX_RANGE = 1 << 20
+MAX_RANGE = 1 << 16
 """Devices that one range may name: more is a slip of the pen."""
 
 
@@ -285,5 +285,5 @@ def _range(part: str, whole: str) -> range:
     if last < first:
         raise ValueError(f"devices {whole!r}: the range {part!r} runs backwards; write '{last}-{first}'")
     if last - first >= MAX_RANGE:
-        raise ValueError(f"devices {whole!r}: the range {part!r} names {last - first + 1} devices")
+        raise ValueError(f"devices {whole!r}: the range {part!r} names {last - first + 1} devices, above {MAX_RANGE}")
     return range(first, last + 1)

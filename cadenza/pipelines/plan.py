@@ -175,17 +175,20 @@ def _split(roles: Mapping[str, RoleConfig], train_gpus: int, shared_gpus: int, g
 def _resources(config: RunConfig, given: Asked) -> ResourceManager:
     gpus = given.gpus or config.device_count
     if gpus % given.nodes:
-        raise BadRequest(f"--gpus {gpus} are all devices, and {given.nodes} nodes cannot have equally many of them")
+        raise BadRequest(
+            f"{given.nodes} nodes cannot have equally many of all {gpus} devices: give a --gpus that --nodes divides"
+        )
     return ResourceManager(gpus // given.nodes, given.nodes)
 
 
 def _workload(config: RunConfig, given: Asked, gpus: int) -> tuple[Workload, str]:
     """What the run asks of its devices, and how that is known."""
-    run = config.out / config.name
+    run, needs_costs = config.out / config.name, given.model_cost is None
     if given.workload is not None:
-        found, source = asked.workload(given.workload), f"{given.workload}, as --workload says"
+        found = asked.workload(given.workload, needs_costs=needs_costs)
+        source = f"{given.workload}, as --workload says"
     elif (run / "trace.jsonl").is_file():
-        found, source = asked.workload(str(run)), f"measured in {run}"
+        found, source = asked.workload(str(run), needs_costs=needs_costs), f"measured in {run}"
     else:
         found = asked.workload(STATED)
         source = f"stated, those of {STATED}: {run} has measured none yet, and --workload names no other"

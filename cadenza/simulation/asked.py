@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +25,35 @@ class BadRequest(ValueError):
 
 def workloads(names: str) -> list[Workload]:
     """Those that are named, with commas between them, or all that ship."""
-    return list(WORKLOADS.values()) if names == "all" else [workload(name) for name in split(names, "workload")]
+    if names == "all":
+        return list(WORKLOADS.values())
+    given = split(names, "workload")
+    found = [workload(name) for name in given]
+    count = Counter(one.name for one in found)
+    return [replace(one, name=name) if count[one.name] > 1 else one for name, one in zip(given, found, strict=True)]
 
 
-def workload(name: str) -> Workload:
+def workload(name: str, *, needs_costs: bool = True) -> Workload:
     """A trace file, a workload that ships, or the directory of a run."""
     path = Path(name)
     try:
         if path.suffix == ".json":
-            return read_trace(path)
-        return read_run(path) if path.is_dir() and name not in WORKLOADS else find(name)
+            found = read_trace(path)
+        elif path.is_dir() and name not in WORKLOADS:
+            found = read_run(path, needs_costs=needs_costs)
+        else:
+            return find(name)
     except ValueError as error:
         raise BadRequest(str(error)) from None
+    return replace(found, name=name) if _ships(found.name) else found
+
+
+def _ships(name: str) -> bool:
+    try:
+        find(name)
+    except ValueError:
+        return False
+    return True
 
 
 def policies(names: str) -> list[str]:
@@ -85,7 +104,9 @@ def with_cost(workload: Workload, text: str) -> Workload:
             try:
                 values[key] = float(value)
             except ValueError:
-                raise BadRequest(f"model cost: {key} must be a number, got '{value}'") from None
+                values[key] = math.nan
+            if not math.isfinite(values[key]):
+                raise BadRequest(f"model cost: {key} must be a number, got '{value}'")
         else:
             keys = ", ".join((*COST_KEYS, "train"))
             raise BadRequest(
@@ -97,7 +118,7 @@ def with_cost(workload: Workload, text: str) -> Workload:
         if not 0 <= train < float("inf"):
             raise ValueError(f"train must be >= 0, got {train:g}")
         cost = replace(cost, **{name: int(value) if name in WHOLE else value for name, value in changed.items()})
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise BadRequest(f"model cost: {error}") from None
     return replace(workload, cost=cost, train_seconds=train)
 

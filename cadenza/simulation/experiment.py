@@ -60,9 +60,11 @@ class Trial:
             raise ValueError(f"alpha must be >= 0, got {self.alpha}")
         if not 1 <= self.warm_up < self.steps:
             raise ValueError(f"the warm-up must be from 1 to steps - 1 = {self.steps - 1} steps, got {self.warm_up}")
-        if self.settings.shared and self.policy != "cadenza":
-            raise ValueError(f"only the policy 'cadenza' shares GPUs, '{self.policy}' got {self.settings}")
         self.settings.check(self.workload)
+        self.settings.check_policy(self.policy)
+        longest, kv = self.workload.longest_context, self.workload.cost.kv_capacity
+        if longest is not None and longest > kv:
+            raise ValueError(f"a context of {self.workload.name} has {longest} tokens, but a KV cache holds {kv}")
 
     def run(self) -> Figures:
         """Under virtual time."""

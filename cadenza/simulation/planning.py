@@ -30,7 +30,7 @@ def plan(
     as_json: bool,
 ) -> int:
     """Make a plan and show it; returns the exit code."""
-    load = asked.workload(workload or WORKLOAD)
+    load = asked.workload(workload or WORKLOAD, needs_costs=model_cost is None)
     alphas = asked.alphas(alpha or ALPHAS)
     if gpus is not None:
         load = replace(load, gpus=gpus)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -100,7 +101,7 @@ def write(out: Path, scenes: Sequence[Scene]) -> tuple[list[Path], str]:
     files = []
     with rc_context({"text.parse_math": False, "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
         for name, own in _by_workload(scenes).items():
-            stem = name.replace(":", "-")
+            stem = re.sub(r"[^\w.]+", "-", name).strip("-")
             for figure, kind in ((_policies(name, own), "policies"), (_timeline(name, own), "timeline")):
                 files.append(out / f"{stem}-{kind}.png")
                 figure.savefig(files[-1])

@@ -10,21 +10,33 @@ too while nothing is trained.
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 
+from cadenza.inference.replica import Tokens
 from cadenza.simulation.account import Account, Meters, Row
 from cadenza.simulation.film import Film
 from cadenza.simulation.replica import SimReplica
 from cadenza.simulation.workloads import TraceLike, Workload
 
-PROMPT = np.zeros(1 << 15, np.int32)
-"""What any observation says: only its length matters."""
+_SHOWN = np.zeros(1 << 15, np.int32)
 ENGINE_LIMIT = 1 << 20
 """More trajectories than a replica ever has."""
+
+
+OWNERS = {
+    "shared": ("cadenza",),
+    "parts": ("cadenza",),
+    "balance_seconds": ("cadenza",),
+    "extra_after": ("cadenza",),
+    "extra_members": ("cadenza", "group-queue"),
+    "extra_groups": ("cadenza", "group-queue"),
+}
+"""The policies that have a setting, where not all have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +63,31 @@ class Settings:
             raise ValueError(f"train_gpus must be from 0 to {workload.gpus - 1}, got {self.train_gpus}")
         if not 0 <= self.shared <= self.train_gpus:
             raise ValueError(f"shared must be from 0 to train_gpus {self.train_gpus}, got {self.shared}")
-        if min(self.concurrency, self.extra_members, self.extra_after, self.extra_groups, self.balance_seconds) < 0:
-            raise ValueError(f"settings must not be negative, got {self}")
+        for name in ("concurrency", "extra_members", "extra_after", "extra_groups", "balance_seconds"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be a number from 0 on, got {value}")
         if self.parts < 1 or (self.parts > 1 and not self.train_gpus):
-            raise ValueError(f"parts must be 1, or more where some GPUs only train, got {self}")
+            raise ValueError(
+                f"parts must be 1, or more where some GPUs only train: got {self.parts} and train_gpus "
+                f"{self.train_gpus}"
+            )
         if self.parts > 1 and self.shared:
-            raise ValueError(f"parts must be 1 where GPUs are shared: they are taken back once for a batch, got {self}")
+            raise ValueError(
+                f"parts must be 1 where GPUs are shared, they are taken back once for a batch: got {self.parts} and "
+                f"shared {self.shared}"
+            )
+
+    def check_policy(self, policy: str) -> None:
+        """Refuse what this policy does not have, where it differs from what nothing is."""
+        nothing = Settings()
+        for name, owners in OWNERS.items():
+            if policy not in owners and (value := getattr(self, name)) != getattr(nothing, name):
+                raise ValueError(f"{name} is a setting of {' and '.join(owners)}, got {value} for '{policy}'")
+
+
+def shown(tokens: int) -> Tokens:
+    """An observation of so many tokens: only its length matters, and most of them share one array."""
+    return _SHOWN[:tokens] if tokens <= len(_SHOWN) else np.zeros(tokens, np.int32)
 
 
 class Policy(ABC):

@@ -22,7 +22,7 @@ from cadenza.rollout.sampler import SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.sharing import SharedDevices
 from cadenza.simulation.account import Meters, Row
-from cadenza.simulation.policy import PROMPT, Policy, discarded, written
+from cadenza.simulation.policy import Policy, discarded, shown, written
 from cadenza.simulation.replica import SimReplica
 from cadenza.simulation.workloads import NEVER, Episode, TraceLike
 from cadenza.testing import LocalCluster
@@ -191,7 +191,7 @@ class TraceEnv:
         self._fails_at = episode.fails_at if seed & 1 else NEVER
         if episode.reset:
             await asyncio.sleep(episode.reset)
-        return PROMPT[: episode.observations[0]]
+        return shown(episode.observations[0])
 
     async def step(self, action: str) -> tuple[Tokens, float, bool, bool, dict[str, object]]:
         episode, turn = self._episode, self._turn
@@ -201,7 +201,7 @@ class TraceEnv:
         if turn == self._fails_at:
             raise InfrastructureError("env failed")
         done = self._turn == len(episode.lengths)
-        return PROMPT[: 0 if done else episode.observations[self._turn]], 0.0, done, False, {}
+        return shown(0 if done else episode.observations[self._turn]), 0.0, done, False, {}
 
 
 class _NoText:

@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 
 from cadenza.inference.replica import Finish, PauseMode, Request, Sampling
 from cadenza.simulation.account import Meters, Row
-from cadenza.simulation.policy import ENGINE_LIMIT, PROMPT, Policy, discarded, written
+from cadenza.simulation.policy import ENGINE_LIMIT, Policy, discarded, shown, written
 from cadenza.simulation.replica import SimReplica
 from cadenza.simulation.workloads import NEVER, Episode
 
@@ -169,7 +169,7 @@ class Rival(Policy):
 
     async def _turn(self, sample: Sample, session: int, context: int, length: int) -> None:
         replica, done = self.replicas[sample.replica], 0
-        prompt = (PROMPT[: sample.episode.observations[0]],)
+        prompt = (shown(sample.episode.observations[0]),)
         while done < length:
             self._ids += 1
             request = Request(

@@ -41,8 +41,12 @@ def simulate(
     """Run what was asked; returns the exit code."""
     if warm_up >= steps:
         raise BadRequest(f"--warm-up must be below --steps {steps}, got {warm_up}")
+    if gates and (settings or out is not None):
+        raise BadRequest("--gates checks workloads and settings of its own: leave out --settings and --out")
     loads = asked.workloads(workload)
     given = asked.settings(settings)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # rather now than after the simulation
     wanted = [(w, p, a) for w in loads for a in asked.alphas(alpha) for p in asked.policies(policy)]
     synchronous = {p for _, p, _ in wanted if not POLICIES[p].asynchronous}
     console = wide_console()
@@ -57,15 +61,18 @@ def simulate(
                         crew, w, p, a, range(seeds), given=given, steps=steps, warm_up=warm_up, search_anew=search
                     )
                 except ValueError as error:  # the settings do not fit the workload
-                    raise BadRequest(f"settings '{settings}', {p} on {w.name}: {error}") from None
+                    why = f"settings '{settings}', " if settings else ""
+                    raise BadRequest(f"{why}{p} on {w.name}: {error}") from None
                 results.append(result)
                 if p in synchronous:  # they have no alpha: once is enough
                     done[w.name, p] = result
+        is_comparison = len({result.policy for result in results}) > 1
+        holding = calibration.holding(crew) if is_comparison else None
         scenes = [] if out is None or gates else _film(crew, loads, results, warm_up)
     if as_json:
-        print(jsonlib.dumps(_to_json(results, checked), indent=2))
+        print(jsonlib.dumps(_to_json(results, checked, holding), indent=2))
     else:
-        _show(console, results, checked)
+        _show(console, results, checked, holding)
     if out is not None and results:
         _draw(console, out, scenes, quiet=as_json)
     return 0 if all(gate.holds for gate in checked) else 1
@@ -98,7 +105,7 @@ def wide_console() -> Console:
     return console
 
 
-def _to_json(results: list[Result], checked: list[Gate]) -> dict[str, Any]:
+def _to_json(results: list[Result], checked: list[Gate], holding: dict[str, bool] | None) -> dict[str, Any]:
     """One result stands at the top, several in a list."""
     told: dict[str, Any] = {}
     if len(results) == 1:
@@ -107,21 +114,31 @@ def _to_json(results: list[Result], checked: list[Gate]) -> dict[str, Any]:
         told["results"] = [result.to_json() for result in results]
     if checked:
         told["gates"] = {gate.name: gate.to_json() for gate in checked}
-        told["gates_hold"] = all(gate.holds for gate in checked)
+        holding = {gate.name: gate.holds for gate in checked}
+    if holding is not None:
+        told["gates_hold"] = all(holding.values())
     return told
 
 
-def _show(console: Console, results: list[Result], checked: list[Gate]) -> None:
+def _show(console: Console, results: list[Result], checked: list[Gate], holding: dict[str, bool] | None) -> None:
     for name in dict.fromkeys(result.workload for result in results):
         console.print(_table(name, [result for result in results if result.workload == name]))
     if results:
         console.print(
-            "[dim]medians over the seeds; staleness mean/max; worst: the seed with the lowest efficiency; "
-            "a comparison holds while `cadenza simulate --gates` does[/]",
+            "[dim]medians over the seeds; staleness mean/max; worst: the seed with the lowest efficiency[/]",
             soft_wrap=True,
         )
+    if holding is not None:
+        console.print(_verdict(holding), soft_wrap=True)
     if checked:
         console.print(_gate_table(checked))
+
+
+def _verdict(holding: dict[str, bool]) -> str:
+    """Whether to believe a comparison."""
+    if broken := [name for name, holds in holding.items() if not holds]:
+        return f"[bold red]not to be believed: {', '.join(broken)} of the calibration gates do not hold[/]"
+    return f"[green]all {len(holding)} calibration gates hold[/] [dim](one seed; `--gates` shows them)[/]"
 
 
 def _table(name: str, results: list[Result]) -> Table:

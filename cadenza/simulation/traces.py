@@ -86,7 +86,9 @@ def read_trace(path: Path) -> Workload:
             sync_seconds=file.sync_seconds,
             recorded=recorded,
         )
-    except (msgspec.MsgspecError, ValueError, TypeError) as error:
+    except FileNotFoundError:
+        raise TraceFileError(f"there is no trace file {path}") from None
+    except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
         raise TraceFileError(f"{path}: {error}") from error
 
 
@@ -98,6 +100,8 @@ def _cost(cost: str | dict[str, float]) -> CostModel:
             )
         return COSTS[cost]
     fields: dict[str, Any] = dict(cost)
+    if missing := [name for name in ("a", "b", "c", "p", "kv_capacity") if name not in cost]:
+        raise ValueError(f"cost lacks {', '.join(missing)}")
     fields |= {name: int(cost[name]) for name in ("kv_capacity", "max_running") if name in cost}
     return CostModel(**fields)
 
@@ -202,8 +206,9 @@ class RunStep(msgspec.Struct, omit_defaults=True):
         return shown + sum(sum(member.lengths) + sum(member.observations) for member in members)
 
 
-def read_run(path: Path) -> Workload:
-    """The workload of a finished run, as it was in its last steps: its trajectories, its batches, its costs.
+def read_run(path: Path, *, needs_costs: bool = True) -> Workload:
+    """The workload of a finished run, as it was in its last steps: its trajectories, its batches, its costs. Where
+    these are going to be replaced, a run need not have measured any.
 
     Training is charged with everything that is neither waiting for a batch nor handing out weights.
     """
@@ -213,6 +218,11 @@ def read_run(path: Path) -> Workload:
         if not steps:
             raise ValueError("no step of it was recorded")
         last = steps[-1]
+        if last.cost is None and needs_costs:
+            raise ValueError(
+                "the engine of this run measured no costs, for it made too few steps or is a server: make a longer "
+                "run, or give `cadenza plan` a --model-cost"
+            )
         recorded = tuple(
             _group(number, group) for number, group in enumerate(group for step in steps for group in step.groups)
         )

@@ -26,6 +26,7 @@ SYNC_SECONDS = 2.0
 """For how long a weight update keeps a replica from generating."""
 SWITCH_SECONDS = 10.0
 """For how long a GPU does nothing while it changes from generating to training, or back; 2 to 5 are good ones."""
+MAX_GPUS = 16_384
 NEVER = -1
 BLOCK = 128
 """Groups whose numbers are drawn together."""
@@ -134,6 +135,12 @@ class Episode:
         return sum(self.lengths) + sum(self.observations)
 
     @property
+    def context(self) -> int:
+        """Tokens of its longest context."""
+        turns = zip(self.observations, self.lengths, strict=True)
+        return max(shown + written for shown, written in turns) if self.fresh else self.tokens
+
+    @property
     def env_seconds(self) -> float:
         return self.reset + sum(self.steps)
 
@@ -171,12 +178,26 @@ class Workload:
         if not 0 <= self.rho <= 1:
             raise ValueError(f"rho must be from 0 to 1, got {self.rho}")
         if min(self.gpus, self.groups, self.group_size) < 1:
-            raise ValueError(f"gpus, groups and group_size must be >= 1, got {self}")
+            raise ValueError(
+                f"gpus, groups and group_size must be >= 1, got {self.gpus}, {self.groups} and {self.group_size}"
+            )
+        if self.gpus > MAX_GPUS:
+            raise ValueError(f"at most {MAX_GPUS} GPUs can be simulated, got {self.gpus}")
+        for name in ("train_seconds", "sync_seconds", "switch_seconds"):
+            if not 0 <= (seconds := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be a number from 0 on, got {seconds}")
 
     @property
     def batch(self) -> int:
         """Trajectories of a batch."""
         return self.groups * self.group_size
+
+    @property
+    def longest_context(self) -> int | None:
+        """Tokens that the longest context may have; None where it depends on what envs say."""
+        if self.responses is not None:
+            return self.prompt + self.responses.longest
+        return max((episode.context for group in self.recorded for episode in group), default=None)
 
     def scaled(self, gpus: int) -> Workload:
         """The same work per GPU on more or fewer of them."""
