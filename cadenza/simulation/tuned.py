@@ -21,6 +21,7 @@ TUNED: dict[tuple[str, str, float], Settings] = {
     ("W2", "cadenza", 1.0): Settings(train_gpus=5, parts=8),
     ("W2", "cadenza", 2.0): Settings(train_gpus=5, parts=8),
     ("W2", "cadenza", 4.0): Settings(train_gpus=5, concurrency=80, parts=8),
+    ("W2x1024", "cadenza", 0.0): Settings(),
     ("W2x1024", "cadenza", 1.0): Settings(train_gpus=160, parts=8),
     ("W3", "queue", 0.0): Settings(concurrency=48),
     ("W3", "oracle", 0.0): Settings(concurrency=80),
