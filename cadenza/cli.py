@@ -107,7 +107,7 @@ def simulate(
     warm_up
         Steps at the beginning that are not counted.
     gates
-        Check instead whether the simulation reproduces published figures.
+        Check instead whether the simulation reproduces published figures, on at most 3 seeds.
     search
         Search the best settings of each policy anew.
     settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,10 @@ def _film(crew: Workers, loads: list[Workload], results: list[Result], warm_up: 
 def _draw(console: Console, out: Path, scenes: list[plots.Scene], *, quiet: bool) -> None:
     """Pictures of everything."""
     files, missing = plots.write(out, scenes)
-    if quiet:
-        return
-    for file in files:
-        console.print(str(file), soft_wrap=True, markup=False)
     if missing:
-        console.print(missing, soft_wrap=True, markup=False)
+        print(missing, file=sys.stderr)
+    for file in [] if quiet else files:
+        console.print(str(file), soft_wrap=True, markup=False)
 
 
 # -- what came of it ---------------------------------------------------------------------------------------------------
