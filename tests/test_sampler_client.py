@@ -13,7 +13,9 @@ from cadenza.cluster.peer import LocalPeer
 from cadenza.errors import InfrastructureError
 from cadenza.rollout.failures import SchedulerClosed
 from cadenza.rollout.sampler import NoReplicas
+from cadenza.rollout.sampler_client import InferenceService
 from cadenza.rollout.sampler_desk import FORGET_SECONDS
+from cadenza.testing import ByteCodec
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -191,6 +193,22 @@ def test_a_scheduler_that_is_gone_before_it_said_anything_does_not_keep_the_gate
             await gone.suspend()
             client(gone)._wire.close()  # type: ignore[union-attr]
             assert await asyncio.wait_for(get(other, 4), 2 * FORGET_SECONDS) is not None
+
+    simulate(main)
+
+
+def test_a_controller_that_only_calls_keeps_the_gate_closed_until_it_resumes() -> None:
+    async def main() -> None:
+        async with site([fake(1.0)]) as here:
+            scheduler = here.scheduler(batch_size=4)
+            controller = InferenceService(here.desk, ByteCodec()).sampler
+            await controller.suspend()
+            assert controller._wire is None  # nothing that would have to live on with the loop of this call
+            waiting = asyncio.ensure_future(get(scheduler, 4))
+            await asyncio.sleep(3 * FORGET_SECONDS)
+            assert not waiting.done()
+            await controller.resume()
+            assert await waiting is not None
 
     simulate(main)
 

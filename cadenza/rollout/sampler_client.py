@@ -4,8 +4,9 @@ What is known here of the version and the gate may be a moment old; `refresh` as
 cuts a batch, so that a version which the controller has published before counts.
 
 Invariant: calls about the gate are sent one after the other, in the order in which they were made, because calls to an
-async actor may overtake each other. No call waits longer than the wire: when the sampler is gone, or silent, all of
-them end with `NoReplicas`.
+async actor may overtake each other. A scheduler is connected: no call of it waits longer than the wire, and when the
+sampler is gone, or silent, all of them end with `NoReplicas`; and when the scheduler is gone, what it holds is given
+back. A controller that only calls is not: it may have another loop for every call, and its hold stays until it resumes.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ class SamplerClient:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _key(self, holder: object) -> str:
-        return f"{self.name}/{id(holder)}"
+        """Who holds the gate. With a '/' it is somebody whom the sampler watches."""
+        return self.name if holder is None else f"{self.name}/{id(holder)}"
 
     def _resuming(self, holder: object) -> asyncio.Task[None]:
         key = self._key(holder)
@@ -176,9 +178,10 @@ class SamplerClient:
         return task
 
     async def _after(self, before: asyncio.Task[None] | None, method: str, *args: Any) -> None:
-        if before is not None:
+        if before is not None and not before.done():
             await asyncio.wait([before])
-        await self._connect()  # the sampler must know whom it waits for, should this process die
+        if "/" in args[-1]:
+            await self._connect()
         self._heed(await self._ask(method, *args))
 
     async def _connect(self) -> None:
@@ -194,18 +197,20 @@ class SamplerClient:
                 wire.open()
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        """What the sampler answers. It may take its time, but the wire must hear of it."""
-        await self._connect()
-        assert self._end is not None
+        """What the sampler answers. It may take its time, but the wire, if there is one, must hear of it."""
         call = asyncio.ensure_future(self._desk.ask(method, *args))
-        either: list[asyncio.Future[Any]] = [call, self._end]
+        either: list[asyncio.Future[Any]] = [call]
+        if self._end is not None and self._end.get_loop() is asyncio.get_running_loop():
+            either.append(self._end)
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not call.done():
                 call.cancel()
-        if not call.done() or call.cancelled():
-            raise NoReplicas(self._end.result() if self._end.done() else f"the sampler broke '{method}' off")
+        if self._end in either and self._end.done() and not call.done():
+            raise NoReplicas(self._end.result())
+        if call.cancelled():
+            raise NoReplicas(f"the sampler broke '{method}' off")
         try:
             return call.result()
         except InfrastructureError as error:

@@ -81,9 +81,11 @@ class SamplerDesk(Worker):
         return self._state(await self._made())
 
     async def suspend(self, mode: PauseMode, holder: str) -> State:
-        """`holder` begins with the name of the client."""
+        """`holder` is the name of the client, and after a '/' who it is there, if that one is to be watched."""
         sampler = await self._made()
-        self._seen(holder.partition("/")[0], sampler)  # it may never call again
+        client, is_watched, _ = holder.partition("/")
+        if is_watched:
+            self._seen(client, sampler)  # it may never call again
         await sampler.suspend(mode, holder)
         return self._tell()
 
