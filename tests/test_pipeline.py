@@ -148,7 +148,7 @@ def test_samples_are_episodes_as_text(first: Done) -> None:
 
 
 def test_a_finished_run_is_a_workload_for_the_simulation(first: Done) -> None:
-    workload = read_run(first.run)
+    workload = read_run(first.run, needs_costs=False)  # three steps are too few to measure any
     trained = first.figures["samples"]
     assert sum(len(group) for group in workload.recorded) == trained
     assert (workload.gpus, workload.batch) == (1, trained // first.figures["steps"])
