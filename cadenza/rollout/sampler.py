@@ -474,6 +474,7 @@ class Sampler:
                     raise NoAnswer(f"did not answer 'pause' within {seconds} s")
         finally:
             pausing.cancel()
+            pausing.add_done_callback(_unheard)
 
     async def _load(self, seat: Seat, version: int, weights: object) -> None:
         """Load into a replica that does not generate; a failure is tried once more."""
@@ -621,10 +622,19 @@ async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
 async def _while_it_lives(seat: Seat, call: Coroutine[Any, Any, None]) -> None:
     """Await a call to a replica, but not longer than the replica lives."""
     task = asyncio.ensure_future(call)
+    task.add_done_callback(_unheard)  # the replica may end, or this be cancelled, at the moment at which it fails
     either: list[asyncio.Future[Any]] = [task, seat.gone]
-    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
     if not task.done():
-        task.cancel()
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # whatever it still says is late
         raise ReplicaLost(seat.gone.result())
     task.result()
+
+
+def _unheard(task: asyncio.Future[Any]) -> None:
+    """Nobody need hear what it says."""
+    if not task.cancelled():
+        task.exception()
