@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,13 @@ from cadenza import Cluster, DataProto, ResourceManager, RolloutScheduler  # noq
 from cadenza.cluster import dispatch  # noqa: E402
 from cadenza.cluster.remote_replica import ReplicaWorker  # noqa: E402
 from cadenza.inference.replica import Request  # noqa: E402
-from cadenza.rollout import DomainConfig, EnvManagerConfig, InferenceService, RolloutConfig  # noqa: E402
+from cadenza.rollout import (  # noqa: E402
+    DomainConfig,
+    EnvManagerConfig,
+    InferenceService,
+    RolloutConfig,
+    env_host,
+)
 from cadenza.testing import ByteCodec, FakeReplica, LocalCluster  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -275,3 +282,13 @@ def test_replicas_in_the_controller_are_out_of_reach_for_env_workers(a_ray: None
             await scheduler.resume()
 
     asyncio.run(main())
+
+
+def test_info_may_hold_what_only_ray_can_send() -> None:
+    class Local:
+        pass
+
+    assert "ray" in sys.modules
+    env_host._check_sendable({"note": Local()})
+    with pytest.raises(TypeError, match="lock"):
+        env_host._check_sendable({"lock": threading.Lock()})

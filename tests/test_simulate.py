@@ -373,6 +373,16 @@ def test_a_context_that_no_replica_holds_is_refused() -> None:
         Trial(workload, "cadenza", 0.0, 0, Settings(), 3, 1)
 
 
+def test_a_directory_that_cannot_be_is_told_before_the_simulation(
+    mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Trial, "run", lambda trial: pytest.fail("it began to simulate"))
+    options = ["--policy", "barrier", "--seeds", "1", "--out", str(tmp_path / "file" / "plots")]
+    assert main(["simulate", "--workload", mine, *options]) == 1
+    assert "Not a directory" in capsys.readouterr().err
+
+
 def test_settings_can_be_given_by_hand(mine: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--policy", "admission", "--alpha", "1", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--json"]
     told = []

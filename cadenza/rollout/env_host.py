@@ -158,7 +158,7 @@ class Copybook:
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         if trajectory.info:
             try:
-                _send(trajectory.info)
+                _check_sendable(trajectory.info)
             except Exception as error:  # noqa: BLE001 - user code decides what a pickle raises
                 text = f"'info' cannot be sent to the scheduler, give it plain values: {error}"
                 self.add(f"info of domain '{attempt.group.task.domain}'", TypeError(text))
@@ -252,8 +252,8 @@ class EnvHost(Worker):
             self._box.say(Broken("".join(traceback.format_exception(error))))
 
 
-def _send(info: dict[str, object]) -> None:
-    """Whatever Ray can send may be sent."""
+def _check_sendable(info: dict[str, object]) -> None:
+    """Raises what pickling raises. Whatever Ray can send may be sent."""
     try:
         pickle.dumps(info)
     except Exception:
