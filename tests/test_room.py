@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request
 from cadenza.rollout.line import RETRY_SECONDS, Line
-from cadenza.rollout.router import FULL, HOLD_SECONDS, Router, Seat
+from cadenza.rollout.router import FULL, HOLD_SECONDS, Need, Router, Seat
 from cadenza.rollout.sampler import Sampler
 from cadenza.simulation.cost import CostModel
 
@@ -34,11 +34,11 @@ def test_a_session_that_is_away_keeps_its_room() -> None:
     async def main() -> None:
         router, [seat] = seats()
         router.keep(seat, session=1, context=ROOM // 2, age=1, now=0.0)
-        assert router.admit(2, 2, ROOM // 2, age=2, sticky=None, cached=0, now=1.0) is seat
-        assert router.admit(2, 2, ROOM // 2 + 10, age=2, sticky=None, cached=0, now=1.0) is None
-        assert router.admit(1, 1, ROOM, age=1, sticky=seat, cached=ROOM // 2, now=1.0) is seat  # it grew
+        assert router.admit(Need(2, 2, ROOM // 2, age=2), None, 0, 1.0) is seat
+        assert router.admit(Need(2, 2, ROOM // 2 + 10, age=2), None, 0, 1.0) is None
+        assert router.admit(Need(1, 1, ROOM, age=1), seat, ROOM // 2, 1.0) is seat  # it grew
         assert router.forget(seat, 1)
-        assert router.admit(2, 2, ROOM, age=2, sticky=None, cached=0, now=1.0) is seat
+        assert router.admit(Need(2, 2, ROOM, age=2), None, 0, 1.0) is seat
 
     simulate(main)
 
@@ -48,9 +48,9 @@ def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_f
         router, [seat] = seats()
         for age in (5, 7, 6):
             router.keep(seat, session=age, context=ROOM // 3, age=age, now=0.0)
-        assert router.admit(9, 9, 1_000, age=9, sticky=None, cached=0, now=1.0) is None
+        assert router.admit(Need(9, 9, 1_000, age=9), None, 0, 1.0) is None
         assert set(seat.held) == {5, 6, 7}
-        assert router.admit(1, 1, 1_000, age=1, sticky=None, cached=0, now=1.0) is seat
+        assert router.admit(Need(1, 1, 1_000, age=1), None, 0, 1.0) is seat
         assert set(seat.held) == {5, 6}
         assert not router.forget(seat, 7)
 
@@ -61,8 +61,8 @@ def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
     async def main() -> None:
         router, [seat] = seats()
         router.keep(seat, session=1, context=ROOM, age=1, now=0.0)
-        assert router.admit(2, 2, ROOM, age=2, sticky=None, cached=0, now=HOLD_SECONDS) is None
-        assert router.admit(2, 2, ROOM, age=2, sticky=None, cached=0, now=HOLD_SECONDS + 1) is seat
+        assert router.admit(Need(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS) is None
+        assert router.admit(Need(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS + 1) is seat
 
     simulate(main)
 
@@ -70,9 +70,9 @@ def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
 def test_a_replica_without_work_takes_a_context_of_any_size() -> None:
     async def main() -> None:
         router, [seat] = seats()
-        assert router.admit(1, 1, 5 * CAPACITY, age=1, sticky=None, cached=0, now=0.0) is seat
+        assert router.admit(Need(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is seat
         router.add(seat, 10)
-        assert router.admit(1, 1, 5 * CAPACITY, age=1, sticky=None, cached=0, now=0.0) is None
+        assert router.admit(Need(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is None
 
     simulate(main)
 
@@ -82,7 +82,7 @@ def test_another_replica_with_room_is_better_than_waiting() -> None:
         router, [full, other] = seats(2)
         router.add(full, ROOM)
         router.keep(full, session=1, context=10, age=1, now=0.0)
-        assert router.admit(1, 1, ROOM, age=1, sticky=full, cached=10, now=0.0) is other
+        assert router.admit(Need(1, 1, ROOM, age=1), full, 10, 0.0) is other
 
     simulate(main)
 
@@ -94,7 +94,7 @@ def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[i
         where: dict[int, Seat] = {}
         for now, (kind, session, context) in enumerate(story):
             if kind == 0 and session not in where:
-                seat = router.admit(session, session, context, session, None, 0, float(now))
+                seat = router.admit(Need(session, session, context, session), None, 0, float(now))
                 if seat is not None:
                     assert seat.load + seat.kept + context <= ROOM
                     router.add(seat, context)
@@ -118,13 +118,13 @@ def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
         line, order = Line(), []
 
         async def wait(age: int) -> None:
-            await line.wait(age)
+            await line.wait((0, age))
             order.append(age)
             line.move()
 
         waits = [asyncio.ensure_future(wait(age)) for age in (3, 1, 2)]
         await asyncio.sleep(0)
-        assert (len(line), line.is_behind(1), line.is_behind(2)) == (3, False, True)
+        assert (len(line), line.is_behind((0, 1)), line.is_behind((0, 2))) == (3, False, True)
         waits[1].cancel()
         line.move()
         await asyncio.gather(*waits, return_exceptions=True)
@@ -136,7 +136,7 @@ def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
 def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_along() -> None:
     async def main() -> None:
         line = Line()
-        first, second = asyncio.ensure_future(line.wait(1)), asyncio.ensure_future(line.wait(2))
+        first, second = asyncio.ensure_future(line.wait((0, 1))), asyncio.ensure_future(line.wait((0, 2)))
         await asyncio.sleep(0)
         line.move()
         first.cancel()
@@ -150,7 +150,7 @@ def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_alo
 def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
     async def main() -> None:
         line = Line()
-        waits = [asyncio.ensure_future(line.wait(age)) for age in (1, 2, 3, 4)]
+        waits = [asyncio.ensure_future(line.wait((0, age))) for age in (1, 2, 3, 4)]
         await asyncio.sleep(0)
         waits[2].cancel()
         await asyncio.sleep(0.1)
@@ -159,7 +159,7 @@ def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
         waits[1].cancel()
         await asyncio.sleep(0.1)
         assert waits[3].done()
-        assert not line.is_behind(5)
+        assert not line.is_behind((0, 5))
 
     simulate(main)
 
@@ -168,15 +168,15 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        seat = await sampler.grant(1, 1, 5_000, age=1)
-        oldest = asyncio.ensure_future(sampler.grant(0, 0, ROOM, age=0))
+        seat = await sampler.grant(Need(1, 1, 5_000, age=1))
+        oldest = asyncio.ensure_future(sampler.grant(Need(0, 0, ROOM, age=0)))
         await asyncio.sleep(0.1)
-        behind = asyncio.ensure_future(sampler.grant(2, 2, 10, age=2))
+        behind = asyncio.ensure_future(sampler.grant(Need(2, 2, 10, age=2)))
         await asyncio.sleep(0.1)
         oldest.cancel()
         await asyncio.sleep(0.1)
         assert behind.result() is seat
-        assert await sampler.grant(3, 3, 10, age=3) is seat
+        assert await sampler.grant(Need(3, 3, 10, age=3)) is seat
         assert asyncio.get_running_loop().time() < 1.0
         await sampler.close()
 
@@ -186,7 +186,7 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
 def test_the_first_in_line_looks_again_after_a_while() -> None:
     async def main() -> None:
         line = Line()
-        _, when = await timed(line.wait(1))
+        _, when = await timed(line.wait((0, 1)))
         assert when == RETRY_SECONDS
 
     simulate(main)
@@ -196,13 +196,13 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        seat = await sampler.grant(1, 1, ROOM, age=1)
-        waiting = asyncio.ensure_future(sampler.grant(2, 2, 1_000, age=2))
-        behind = asyncio.ensure_future(sampler.grant(3, 3, 10, age=3))
+        seat = await sampler.grant(Need(1, 1, ROOM, age=1))
+        waiting = asyncio.ensure_future(sampler.grant(Need(2, 2, 1_000, age=2)))
+        behind = asyncio.ensure_future(sampler.grant(Need(3, 3, 10, age=3)))
         await asyncio.sleep(2 * RETRY_SECONDS)
         assert not waiting.done()
         assert not behind.done()  # small as it is, it does not overtake
-        sampler.release(seat, ROOM, 0)
+        sampler.release(seat, Need(1, 1, ROOM, age=1), 0)
         await asyncio.wait([waiting, behind], timeout=1.0)
         assert waiting.result() is behind.result() is seat
         await sampler.close()
@@ -214,8 +214,8 @@ def test_closing_the_sampler_ends_the_line() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        await sampler.grant(1, 1, ROOM, age=1)
-        waiting = asyncio.ensure_future(sampler.grant(2, 2, 1_000, age=2))
+        await sampler.grant(Need(1, 1, ROOM, age=1))
+        waiting = asyncio.ensure_future(sampler.grant(Need(2, 2, 1_000, age=2)))
         await asyncio.sleep(0)
         await sampler.close()
         await asyncio.wait([waiting], timeout=1.0)

@@ -31,7 +31,7 @@ from builders import (
 
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Finish, Generation, PauseMode, ReplicaLost, Request, RequestRefused, Sampling
-from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, Router, Seat
+from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, Need, Router, Seat
 from cadenza.rollout.sampler import NoReplicas, Sampler, SamplerConfig
 from cadenza.simulation.cost import CostModel
 from cadenza.testing import FakeReplica
@@ -41,13 +41,14 @@ SAMPLING = Sampling()
 
 async def ask(sampler: Sampler, *, group: int = 0, context: int = 10, limit: int = 10_000) -> Generation:
     """A client: one request, whatever comes back."""
-    seat = await sampler.grant(group, group, context)
+    need = Need(group, group, context)
+    seat = await sampler.grant(need)
     id = sampler.next_id()
     request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, sampler.epoch)
     try:
         return await seat.replica.generate(request)
     finally:
-        sampler.release(seat, context, id)
+        sampler.release(seat, need, id)
 
 
 def start(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:

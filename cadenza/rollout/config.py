@@ -22,6 +22,10 @@ class RolloutConfig(Config):
     """Trajectories of one task in a batch."""
     alpha: float = Field(default=0.0, ge=0.0)
     """Asynchronous ratio: how many batches generation may run ahead of training. The staleness bound is its ceiling."""
+    slice_tokens: int = Field(default=12_800, ge=0)
+    """At alpha 0, where a batch is over when its last answer is: an answer that has written so many tokens gives way to
+    those that wait for room in the KV caches, and goes on when it is its turn again. So no long answer begins last.
+    0 lets everybody write to the end. Does not apply at other alphas, where younger groups fill the gaps."""
     staleness: Literal["wait", "drop"] = "wait"
     """At the bound: wait for the old groups (nothing is thrown away), or drop them (counted, with the bias)."""
     extra_members: int = Field(default=0, ge=0)
@@ -53,6 +57,11 @@ class RolloutConfig(Config):
         if self.batch_size % self.group_size:
             raise ValueError(not_whole_groups("batch_size", self.batch_size, self.group_size))
         return self
+
+    @property
+    def slice_at_alpha(self) -> int:
+        """`slice_tokens` where it applies, else 0."""
+        return 0 if self.alpha else self.slice_tokens
 
     @property
     def groups_per_batch(self) -> int:

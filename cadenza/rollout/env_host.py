@@ -107,6 +107,7 @@ class Orders:
     namespace: int
     seed: int
     max_reward_tries: int
+    slice_tokens: int
 
 
 class Copybook:
@@ -231,6 +232,7 @@ class EnvHost(Worker):
             self._spawn,
             seed=orders.seed,
             max_reward_tries=orders.max_reward_tries,
+            slice_tokens=orders.slice_tokens,
         )
 
     def _hear(self, message: Any) -> None:

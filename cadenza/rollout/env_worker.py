@@ -100,6 +100,7 @@ class EnvWorker:
         *,
         seed: int,
         max_reward_tries: int,
+        slice_tokens: int,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -126,7 +127,7 @@ class EnvWorker:
         self._leases = Leases(config.lease_seconds, self._expire)
         self._around = Surroundings(
             sampler, codec, config.sampling, config.max_context, config.max_turns, self._leases, queue.ledger,
-            sampler.namespace(),
+            sampler.namespace(), slice_tokens,
         )  # fmt: skip
         queue.stop = self.stop
         queue.refill = self.fill

@@ -85,6 +85,7 @@ class EnvFleet:
         backend: str,
         seed: int,
         max_reward_tries: int,
+        slice_tokens: int,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -97,6 +98,7 @@ class EnvFleet:
         self._backend = backend
         self._seed = seed
         self._max_reward_tries = max_reward_tries
+        self._slice_tokens = slice_tokens
         self._namespace = sampler.namespace()
         self._crews: list[_Crew] = []
         self._past = Counters(0, 0)
@@ -190,6 +192,7 @@ class EnvFleet:
             self._namespace,
             self._seed,
             self._max_reward_tries,
+            self._slice_tokens,
         )
         self._starting += 1
         try:

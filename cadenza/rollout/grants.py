@@ -21,7 +21,7 @@ from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.wire import LINGER_SECONDS
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Replica, ReplicaError, ReplicaLost
-from cadenza.rollout.router import Seat
+from cadenza.rollout.router import Need, Seat
 from cadenza.rollout.sampler import Sampler, Verdict
 
 MAX_MOVES = 1024
@@ -38,27 +38,10 @@ class Grants(Protocol):
 
     def namespace(self) -> int: ...
 
-    async def grant(
-        self,
-        session: int,
-        group: int,
-        context: int,
-        age: int = 0,
-        sticky: Seat | None = None,
-        cached: int = 0,
-        moved_to: Any = None,
-    ) -> Seat: ...
+    async def grant(self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Any = None) -> Seat: ...
 
     def release(
-        self,
-        seat: Seat,
-        context: int,
-        request: int,
-        verdict: Verdict,
-        error: ReplicaError | None,
-        session: int,
-        cached: int,
-        age: int,
+        self, seat: Seat, need: Need, request: int, verdict: Verdict, error: ReplicaError | None, cached: int
     ) -> Any: ...
 
     def leave(self, seat: Seat, session: int) -> None: ...
@@ -103,10 +86,7 @@ class Ask(NamedTuple):
 
     number: int
     """Of the question, among those of its granter."""
-    session: int
-    group: int
-    context: int
-    age: int
+    need: Need
     sticky: int
     """Seat, -1 for none."""
     cached: int
@@ -136,9 +116,7 @@ class Release(NamedTuple):
     request: int
     verdict: Verdict
     error: str = ""
-    session: int = -1
     cached: int = 0
-    age: int = 0
 
 
 class Leave(NamedTuple):
@@ -171,22 +149,13 @@ class Granter:
     def namespace(self) -> int:
         return self._namespace
 
-    async def grant(
-        self,
-        session: int,
-        group: int,
-        context: int,
-        age: int = 0,
-        sticky: Seat | None = None,
-        cached: int = 0,
-        moved_to: Any = None,
-    ) -> Seat:
+    async def grant(self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Any = None) -> Seat:
         if self._end:
             raise InfrastructureError(self._end)
         number = next(self._numbers)
         after = -1 if moved_to is None else moved_to
         seat_number = -1 if sticky is None else sticky.index
-        self._say(Ask(number, session, group, context, age, seat_number, cached, after))
+        self._say(Ask(number, need, seat_number, cached, after))
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
             granted = await future
@@ -203,18 +172,10 @@ class Granter:
         return seat
 
     def release(
-        self,
-        seat: Seat,
-        context: int,
-        request: int,
-        verdict: Verdict,
-        error: ReplicaError | None,
-        session: int,
-        cached: int,
-        age: int,
+        self, seat: Seat, need: Need, request: int, verdict: Verdict, error: ReplicaError | None, cached: int
     ) -> int:
         """The request itself stands for where its turn should go on: the clerk knows."""
-        self._say(Release(request, verdict, str(error) if error is not None else "", session, cached, age))
+        self._say(Release(request, verdict, str(error) if error is not None else "", cached))
         return request
 
     def leave(self, seat: Seat, session: int) -> None:
@@ -250,8 +211,8 @@ class Clerk:
         self._sampler = sampler
         self._say = say
         self._asking: dict[int, asyncio.Task[None]] = {}
-        self._held: dict[int, tuple[Seat, int]] = {}
-        """Granted and not released: seat and context."""
+        self._held: dict[int, tuple[Seat, Need]] = {}
+        """Granted and not released."""
         self._kept: dict[int, Seat] = {}
         """Sessions that are away, and where."""
         self._moves: dict[int, Any] = {}
@@ -280,16 +241,16 @@ class Clerk:
             task.cancel()
         self._asking.clear()
         held, self._held = self._held, {}
-        for request, (seat, context) in held.items():
+        for request, (seat, need) in held.items():
             seat.replica.abort(request, cause)
-            self._sampler.release(seat, context, request, Verdict.UNSENT)
+            self._sampler.release(seat, need, request, Verdict.UNSENT)
         kept, self._kept = self._kept, {}
         for session, seat in kept.items():
             self._sampler.leave(seat, session)
 
     def _ask(self, ask: Ask) -> None:
         sticky = None if ask.sticky < 0 else self._sampler.seats[ask.sticky]
-        about = (ask.session, ask.group, ask.context, ask.age, sticky, ask.cached, self._moves.pop(ask.after, None))
+        about = (ask.need, sticky, ask.cached, self._moves.pop(ask.after, None))
         try:
             seat = self._sampler.grant_now(*about)
         except InfrastructureError as error:
@@ -313,24 +274,22 @@ class Clerk:
 
     def _give(self, ask: Ask, seat: Seat) -> None:
         request = self._sampler.next_id()
-        self._held[request] = (seat, ask.context)
+        self._held[request] = (seat, ask.need)
         self._say(Granted(ask.number, request, seat.index, self._sampler.epoch))
 
     def _release(self, message: Release) -> None:
         held = self._held.pop(message.request, None)
         if held is None:
             return
-        seat, context = held
+        seat, need = held
         error: ReplicaError | None = None
         if message.verdict is Verdict.LOST:
             error = ReplicaLost(message.error)
         elif message.verdict is Verdict.FAILED:
             error = ReplicaError(message.error)
         if message.cached:
-            self._kept[message.session] = seat
-        moved_to = self._sampler.release(
-            seat, context, message.request, message.verdict, error, message.session, message.cached, message.age
-        )
+            self._kept[need.session] = seat
+        moved_to = self._sampler.release(seat, need, message.request, message.verdict, error, message.cached)
         if moved_to is not None:
             self._moves[message.request] = moved_to
             if len(self._moves) > MAX_MOVES:

@@ -1,6 +1,7 @@
 """Where turns wait: at the gate, and in line for room in the KV caches.
 
-Invariant of the line: the oldest group is first, and whoever leaves it, by a cancellation too, lets the next one look.
+Invariant of the line: whose answer has had the fewest slices is first, and of these the oldest group; and whoever
+leaves it, by a cancellation too, lets the next one look.
 No wait is endless: the first in line looks again every RETRY_SECONDS, whatever happens meanwhile.
 """
 
@@ -38,26 +39,26 @@ class Gate:
 
 
 class Line:
-    """Turns that wait, by the age of their groups."""
+    """Turns that wait, by their places: the lower, the earlier."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._heap: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def is_behind(self, age: int) -> bool:
-        """Whether somebody older waits than one of this age (the number of its group: the lower, the older)."""
-        return bool(self._heap) and self._heap[0][0] < age
+    def is_behind(self, place: tuple[int, int]) -> bool:
+        """Whether somebody waits who goes before one with this place."""
+        return bool(self._heap) and self._heap[0][0] < place
 
-    async def wait(self, age: int) -> None:
+    async def wait(self, place: tuple[int, int]) -> None:
         """Until it is worth a look."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._count += 1
-        heapq.heappush(self._heap, (age, self._count, turn))
+        heapq.heappush(self._heap, (place, self._count, turn))
         if self._timer is None:
             self._timer = loop.call_later(RETRY_SECONDS, self._retry)
         try:

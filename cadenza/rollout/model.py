@@ -35,7 +35,7 @@ from cadenza.rollout.grants import Grants
 from cadenza.rollout.leases import Leases
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
-from cadenza.rollout.router import Seat
+from cadenza.rollout.router import Need, Seat
 from cadenza.rollout.sampler import Verdict
 
 Observation = str | Sequence[dict[str, str]] | Tokens
@@ -108,6 +108,8 @@ class Surroundings:
     ledger: TokenBook
     namespace: int
     """Where this scheduler's range of session and group ids begins."""
+    slice_tokens: int
+    """After so many tokens an answer gives way to those that wait; 0: never."""
 
 
 class Model:
@@ -199,21 +201,24 @@ class Model:
         return answer
 
     async def _part(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
-        """One answer of one replica: whole, or the beginning of it."""
+        """One answer of one replica: whole, or the beginning of it. A slice of it is as good as interrupted."""
         attempt, around = self._attempt, self._around
         sampler, namespace = around.sampler, around.namespace
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
         group = attempt.group.id + namespace if namespace else attempt.group.id
         session = attempt.id + namespace if namespace else attempt.id
+        slices, most = 0, limit
+        if around.slice_tokens:
+            slices, written = divmod(done, around.slice_tokens)
+            most = min(limit, around.slice_tokens - written)
+        need = Need(session, group, context, attempt.group.id, slices, around.slice_tokens)
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            seat = await sampler.grant(
-                session, group, context, attempt.group.id, self._seat, self._cached, self._moved_to
-            )
+            seat = await sampler.grant(need, self._seat, self._cached, self._moved_to)
             self._moved_to = None
             request = Request(
-                sampler.next_id(), chunks, context, limit, around.sampling, seed, done,
+                sampler.next_id(), chunks, context, most, around.sampling, seed, done,
                 session, group, sampler.epoch,
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
@@ -253,8 +258,10 @@ class Model:
                 verdict, blame = Verdict.FAILED, ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
                 continue
             finally:
-                moved_to = sampler.release(seat, context, request.id, verdict, blame, session, cached, attempt.group.id)
+                moved_to = sampler.release(seat, need, request.id, verdict, blame, cached)
             self._tell("answer", part.finish.value, len(part.tokens))
+            if part.finish is Finish.LENGTH and len(part.tokens) == most < limit:
+                part = Generation(part.tokens, part.logprobs, part.spans, Finish.ABORT)
             self._seat = seat
             self._moved_to = moved_to if part.finish is Finish.ABORT else None
             around.ledger.add_tokens(attempt, len(part.tokens))

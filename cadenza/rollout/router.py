@@ -46,12 +46,30 @@ class SeatState(Enum):
     LOST = "lost"
 
 
+class Need(NamedTuple):
+    """What a request asks for."""
+
+    session: int
+    group: int
+    context: int
+    age: int = 0
+    """The number of its group among those of its scheduler: the lower, the older."""
+    slices: int = 0
+    """So many slices of its answer are written already."""
+    slice_tokens: int = 0
+    """The most that it writes before it asks again; 0 where answers are not written in slices."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """In the line: who has had fewer slices is first, and of these the oldest."""
+        return self.slices, self.age
+
+
 class Held(NamedTuple):
     """The context of a session that is away."""
 
     context: int
     age: int
-    """The number of its group: the lower, the older."""
     until: float
     """When younger ones may have its room."""
 
@@ -122,17 +140,15 @@ class Router:
         """No seat is active."""
         return self._least() is None
 
-    def admit(
-        self, session: int, group: int, context: int, age: int, sticky: Seat | None, cached: int, now: float
-    ) -> Seat | None:
+    def admit(self, need: Need, sticky: Seat | None, cached: int, now: float) -> Seat | None:
         """The seat for the next turn of a session; None if there is none with room for it."""
-        own = sticky.held.get(session) if sticky is not None and cached else None
-        seat = self.pick(sticky if own is not None else None, group, context, cached)
+        own = sticky.held.get(need.session) if sticky is not None and cached else None
+        seat = self.pick(sticky if own is not None else None, need.group, need.context, cached)
         if seat is None:
             return None
-        if not self._make_room(seat, context, age, own.context if own is not None and seat is sticky else 0, now):
+        if not self._make_room(seat, need, own.context if own is not None and seat is sticky else 0, now):
             best = self._least()
-            if best is None or best is seat or not self._make_room(best, context, age, 0, now):
+            if best is None or best is seat or not self._make_room(best, need, 0, now):
                 return None
             seat = best
         return seat
@@ -185,13 +201,18 @@ class Router:
         seat.inflight -= 1
         self._weigh(seat, -context)
 
-    def _make_room(self, seat: Seat, context: int, age: int, own: int, now: float) -> bool:
+    def _make_room(self, seat: Seat, need: Need, own: int, now: float) -> bool:
         """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
-        they must, the youngest first. An empty replica has room for anything. What is going to be written does not
-        count: sequences that begin together grow together, and by then others have ended."""
-        missing = seat.load + seat.kept + context - own - FULL * seat.capacity
+        they must, the youngest first. An empty replica has room for anything. What is going to be written counts only
+        where answers are written in slices, half a slice each: so the others wait in line, where who has had fewer
+        slices goes first. Else it does not: sequences that begin together grow together, and by then others have
+        ended."""
+        missing = seat.load + seat.kept + need.context - own - FULL * seat.capacity
+        if need.slice_tokens:
+            missing += (seat.inflight + 1) * min(self.answer, need.slice_tokens) / 2
         if missing <= 0:
             return True
+        age = need.age
         away = [(held.age, session, held) for session, held in seat.held.items() if held.age > age or held.until < now]
         there = sum([held.context for _, _, held in away])
         if there < missing and (seat.inflight or seat.kept - own > there):

@@ -30,7 +30,7 @@ from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.line import Gate, Line
-from cadenza.rollout.router import PREFILL_WEIGHT, Router, Seat, SeatState
+from cadenza.rollout.router import PREFILL_WEIGHT, Need, Router, Seat, SeatState
 
 
 class SamplerConfig(Config):
@@ -122,22 +122,15 @@ class Sampler:
         return next(self._namespaces)
 
     async def grant(
-        self,
-        session: int,
-        group: int,
-        context: int,
-        age: int = 0,
-        sticky: Seat | None = None,
-        cached: int = 0,
-        moved_to: Seat | None = None,
+        self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Seat | None = None
     ) -> Seat:
-        """A replica for a request of `context` tokens, `cached` of which the sticky one may hold, as soon as the gate
-        is open and there is room. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever
-        gets it calls `release` with the same context."""
+        """A replica for a request, `cached` tokens of which the sticky one may hold, as soon as the gate is open and
+        there is room. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever gets it
+        calls `release` with the same need."""
         waited = False
-        while (seat := self.grant_now(session, group, context, age, sticky, cached, moved_to)) is None:
+        while (seat := self.grant_now(need, sticky, cached, moved_to)) is None:
             if self._gate.is_open:
-                await self._line.wait(age)
+                await self._line.wait(need.place)
                 waited = True
             else:
                 await self._gate.opening()
@@ -147,14 +140,7 @@ class Sampler:
         return seat
 
     def grant_now(
-        self,
-        session: int,
-        group: int,
-        context: int,
-        age: int = 0,
-        sticky: Seat | None = None,
-        cached: int = 0,
-        moved_to: Seat | None = None,
+        self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Seat | None = None
     ) -> Seat | None:
         """The same for whoever does not want to wait; None when the gate is closed, or when there is no room."""
         if self._closed:
@@ -162,33 +148,33 @@ class Sampler:
         if not self._gate.is_open:
             return None
         if moved_to is not None and moved_to.state is SeatState.ACTIVE:
-            self.balancer.count(context)
+            self.balancer.count(need.context)
             seat = moved_to
-        elif self._line.is_behind(age) and (sticky is None or session not in sticky.held):
-            return None  # nobody overtakes an older group, but for those who have a place already
         else:
-            now = asyncio.get_running_loop().time()
-            found = self.router.admit(session, group, context, age, sticky, cached, now)
+            found = None
+            is_kept = sticky is not None and need.session in sticky.held
+            if not self._line.is_behind(need.place) or (is_kept and not need.slices):  # who has a room does not wait
+                found = self.router.admit(need, sticky, cached, asyncio.get_running_loop().time())
             if found is None:
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
+                if sticky is not None and is_kept and need.slices:
+                    self.leave(sticky, need.session)  # an answer that waits for its next slice keeps no room
                 return None
             seat = found
         if sticky is not None:
-            self.router.forget(sticky, session)
-        self.router.add(seat, context)
+            self.router.forget(sticky, need.session)
+        self.router.add(seat, need.context)
         return seat
 
     def release(
         self,
         seat: Seat,
-        context: int,
+        need: Need,
         request: int,
         verdict: Verdict = Verdict.UNSENT,
         error: ReplicaError | None = None,
-        session: int = -1,
         cached: int = 0,
-        age: int = 0,
     ) -> Seat | None:
         """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on.
         The session goes on later, behind `cached` tokens that this replica has of it now; 0 if it does not."""
@@ -200,8 +186,8 @@ class Sampler:
         elif error is not None:
             self._blame(seat, error)
         if cached:
-            self.router.keep(seat, session, cached, age, asyncio.get_running_loop().time())
-        self.router.remove(seat, context)
+            self.router.keep(seat, need.session, cached, need.age, asyncio.get_running_loop().time())
+        self.router.remove(seat, need.context)
         if self._line:
             self._line.move()
         return self.balancer.take(request)

@@ -24,7 +24,7 @@ from cadenza.off_loop import within
 from cadenza.rollout.failures import logger
 from cadenza.rollout.grants import Address, Granter, seats_of
 from cadenza.rollout.model import Codec
-from cadenza.rollout.router import Seat
+from cadenza.rollout.router import Need, Seat
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig, Verdict
 from cadenza.rollout.sampler_desk import SamplerDesk, State
 
@@ -81,17 +81,8 @@ class SamplerClient:
     def grant_now(self, *about: Any) -> None:
         """It takes a question and an answer."""
 
-    async def grant(
-        self,
-        session: int,
-        group: int,
-        context: int,
-        age: int = 0,
-        sticky: Seat | None = None,
-        cached: int = 0,
-        moved_to: Any = None,
-    ) -> Seat:
-        return await self._granter.grant(session, group, context, age, sticky, cached, moved_to)
+    async def grant(self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Any = None) -> Seat:
+        return await self._granter.grant(need, sticky, cached, moved_to)
 
     def leave(self, seat: Seat, session: int) -> None:
         self._granter.leave(seat, session)
@@ -99,15 +90,13 @@ class SamplerClient:
     def release(
         self,
         seat: Seat,
-        context: int,
+        need: Need,
         request: int,
         verdict: Verdict = Verdict.UNSENT,
         error: ReplicaError | None = None,
-        session: int = -1,
         cached: int = 0,
-        age: int = 0,
     ) -> int:
-        return self._granter.release(seat, context, request, verdict, error, session, cached, age)
+        return self._granter.release(seat, need, request, verdict, error, cached)
 
     def learn(self, tokens: int) -> None:
         self._granter.learn(tokens)

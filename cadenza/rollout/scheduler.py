@@ -97,6 +97,7 @@ class RolloutScheduler:
             self._spawn,
             seed=config.seed,
             max_reward_tries=config.max_attempts,
+            slice_tokens=config.slice_at_alpha,
         )
         self.queue.spawn = lambda coroutine: self._spawn(coroutine, "group filter")
         self._uncollated: list[Group] = []

@@ -32,6 +32,7 @@ OWNERS = {
     "shared": ("cadenza",),
     "parts": ("cadenza",),
     "balance_seconds": ("cadenza",),
+    "slice_tokens": ("cadenza",),
     "extra_after": ("cadenza",),
     "extra_members": ("cadenza", "group-queue"),
     "extra_groups": ("cadenza", "group-queue"),
@@ -57,13 +58,15 @@ class Settings:
     """A batch is taken and trained in so many parts, by the policy `cadenza`, and is one update."""
     balance_seconds: float = 5.0
     """Of the sampler, of the policy `cadenza`."""
+    slice_tokens: int = 12_800
+    """Of the rollout, of the policy `cadenza` at alpha 0."""
 
     def check(self, workload: Workload) -> None:
         if not 0 <= self.train_gpus < workload.gpus:
             raise ValueError(f"train_gpus must be from 0 to {workload.gpus - 1}, got {self.train_gpus}")
         if not 0 <= self.shared <= self.train_gpus:
             raise ValueError(f"shared must be from 0 to train_gpus {self.train_gpus}, got {self.shared}")
-        for name in ("concurrency", "extra_members", "extra_after", "extra_groups", "balance_seconds"):
+        for name in ("concurrency", "extra_members", "extra_after", "extra_groups", "balance_seconds", "slice_tokens"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be a number from 0 on, got {value}")
         if self.parts < 1 or (self.parts > 1 and not self.train_gpus):

@@ -34,12 +34,19 @@ from cadenza.simulation.cost import CostModel
 from cadenza.simulation.envs import SimEnv, SimTrainer, SyncSimEnv, Words, World, executor_cost
 from cadenza.simulation.faults import FaultPlan, FaultyReplica, Kind
 from cadenza.simulation.monitor import Line, Livelock, Monitor, Violation, invariant_of
-from cadenza.simulation.scenario import DEADLINES, DomainPlan, Resize, Scenario, ValidationPlan, length_of, mixed
+from cadenza.simulation.scenario import (
+    DEADLINES,
+    MAX_CONTEXT,
+    MAX_TOKENS,
+    DomainPlan,
+    Resize,
+    Scenario,
+    ValidationPlan,
+    length_of,
+    mixed,
+)  # fmt: skip
 from cadenza.simulation.view import View
 from cadenza.testing import LocalCluster
-
-MAX_CONTEXT = 256
-MAX_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,6 +430,7 @@ class _Driver:
                 batch_size=scenario.batch_size,
                 group_size=scenario.group_size,
                 alpha=scenario.alpha,
+                slice_tokens=scenario.slice_tokens,
                 staleness=scenario.staleness,
                 extra_members=scenario.extra_members,
                 extra_after=scenario.extra_after,
@@ -455,6 +463,7 @@ class _Driver:
         config = RolloutConfig(
             batch_size=plan.group_size * (plan.groups or 1),
             group_size=plan.group_size,
+            slice_tokens=self.scenario.slice_tokens,
             stall_seconds=DEADLINES.stall,
             seed=self.scenario.seed + 1,
         )

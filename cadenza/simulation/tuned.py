@@ -25,7 +25,7 @@ TUNED: dict[tuple[str, str, float], Settings] = {
     ("W2x1024", "cadenza", 1.0): Settings(train_gpus=160, parts=8),
     ("W3", "queue", 0.0): Settings(concurrency=48),
     ("W3", "oracle", 0.0): Settings(concurrency=80),
-    ("W3", "cadenza", 0.0): Settings(concurrency=48),
+    ("W3", "cadenza", 0.0): Settings(),
     **{(name, "group-queue", 1.0): Settings(train_gpus=8, extra_members=1) for name in ("W4", "W4:10")},
     **{(name, "cadenza", 1.0): Settings(train_gpus=10, parts=8) for name in ("W4", "W4:10")},
     ("W5", "group-queue", 1.0): Settings(train_gpus=8, extra_members=1, concurrency=12),
