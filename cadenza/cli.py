@@ -112,7 +112,7 @@ def simulate(
         Search the best settings of each policy anew.
     settings
         Some of them as you want them: train_gpus, shared, concurrency, extra_members, extra_after, extra_groups, parts,
-        balance_seconds; key=value with commas.
+        balance_seconds, slice_tokens; key=value with commas.
     out
         Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
     """

@@ -12,6 +12,9 @@ from cadenza.config import Config
 from cadenza.envs.registry import BUILT_IN, make, registered
 from cadenza.inference.replica import PauseMode, Sampling
 
+SLICE_TOKENS = 12_800
+"""To prefill an answer anew costs as much as some 400 decode steps with it (router.py), which is little of a slice."""
+
 
 class RolloutConfig(Config):
     """How groups become batches."""
@@ -22,10 +25,10 @@ class RolloutConfig(Config):
     """Trajectories of one task in a batch."""
     alpha: float = Field(default=0.0, ge=0.0)
     """Asynchronous ratio: how many batches generation may run ahead of training. The staleness bound is its ceiling."""
-    slice_tokens: int = Field(default=12_800, ge=0)
-    """At alpha 0, where a batch is over when its last answer is: an answer that has written so many tokens gives way to
-    those that wait for room in the KV caches, and goes on when it is its turn again. So no long answer begins last.
-    0 lets everybody write to the end. Does not apply at other alphas, where younger groups fill the gaps."""
+    slice_tokens: int | None = Field(default=None, ge=0)
+    """An answer that has written so many tokens gives way to those that wait for room in the KV caches, and goes on
+    when it is its turn again, so that no long answer begins last. 0: everybody writes to the end. None: SLICE_TOKENS at
+    alpha 0, where a batch is over when its last answer is; else 0, for younger groups fill the gaps."""
     staleness: Literal["wait", "drop"] = "wait"
     """At the bound: wait for the old groups (nothing is thrown away), or drop them (counted, with the bias)."""
     extra_members: int = Field(default=0, ge=0)
@@ -59,9 +62,11 @@ class RolloutConfig(Config):
         return self
 
     @property
-    def slice_at_alpha(self) -> int:
-        """`slice_tokens` where it applies, else 0."""
-        return 0 if self.alpha else self.slice_tokens
+    def tokens_per_slice(self) -> int:
+        """`slice_tokens` as a number."""
+        if self.slice_tokens is not None:
+            return self.slice_tokens
+        return 0 if self.alpha else SLICE_TOKENS
 
     @property
     def groups_per_batch(self) -> int:

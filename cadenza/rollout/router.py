@@ -143,7 +143,13 @@ class Router:
     def admit(self, need: Need, sticky: Seat | None, cached: int, now: float) -> Seat | None:
         """The seat for the next turn of a session; None if there is none with room for it."""
         own = sticky.held.get(need.session) if sticky is not None and cached else None
-        seat = self.pick(sticky if own is not None else None, need.group, need.context, cached)
+        if own is None:
+            sticky = None
+        seat: Seat | None
+        if sticky is not None and need.slices and sticky.state is SeatState.ACTIVE:
+            seat = sticky  # to leave it in the middle of an answer is for balance.py to decide
+        else:
+            seat = self.pick(sticky, need.group, need.context, cached)
         if seat is None:
             return None
         if not self._make_room(seat, need, own.context if own is not None and seat is sticky else 0, now):
@@ -204,12 +210,14 @@ class Router:
     def _make_room(self, seat: Seat, need: Need, own: int, now: float) -> bool:
         """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
         they must, the youngest first. An empty replica has room for anything. What is going to be written counts only
-        where answers are written in slices, half a slice each: so the others wait in line, where who has had fewer
-        slices goes first. Else it does not: sequences that begin together grow together, and by then others have
-        ended."""
-        missing = seat.load + seat.kept + need.context - own - FULL * seat.capacity
+        where answers are written in slices, half a slice each, and then the whole cache is given out: the others wait
+        in line, where who has had fewer slices goes first. Else it does not: sequences that begin together grow
+        together, and by then others have ended."""
+        missing: float = seat.load + seat.kept + need.context - own
         if need.slice_tokens:
-            missing += (seat.inflight + 1) * min(self.answer, need.slice_tokens) / 2
+            missing += (seat.inflight + 1) * min(self.answer, need.slice_tokens) / 2 - seat.capacity
+        else:
+            missing -= FULL * seat.capacity
         if missing <= 0:
             return True
         age = need.age

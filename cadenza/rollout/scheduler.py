@@ -97,7 +97,7 @@ class RolloutScheduler:
             self._spawn,
             seed=config.seed,
             max_reward_tries=config.max_attempts,
-            slice_tokens=config.slice_at_alpha,
+            slice_tokens=config.tokens_per_slice,
         )
         self.queue.spawn = lambda coroutine: self._spawn(coroutine, "group filter")
         self._uncollated: list[Group] = []

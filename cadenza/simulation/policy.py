@@ -58,17 +58,19 @@ class Settings:
     """A batch is taken and trained in so many parts, by the policy `cadenza`, and is one update."""
     balance_seconds: float = 5.0
     """Of the sampler, of the policy `cadenza`."""
-    slice_tokens: int = 12_800
-    """Of the rollout, of the policy `cadenza` at alpha 0."""
+    slice_tokens: int = -1
+    """Of the rollout, of the policy `cadenza`; -1 is what it takes by itself."""
 
     def check(self, workload: Workload) -> None:
         if not 0 <= self.train_gpus < workload.gpus:
             raise ValueError(f"train_gpus must be from 0 to {workload.gpus - 1}, got {self.train_gpus}")
         if not 0 <= self.shared <= self.train_gpus:
             raise ValueError(f"shared must be from 0 to train_gpus {self.train_gpus}, got {self.shared}")
-        for name in ("concurrency", "extra_members", "extra_after", "extra_groups", "balance_seconds", "slice_tokens"):
+        for name in ("concurrency", "extra_members", "extra_after", "extra_groups", "balance_seconds"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name} must be a number from 0 on, got {value}")
+        if self.slice_tokens < -1:
+            raise ValueError(f"slice_tokens must be from 0 on, or -1 for what is best, got {self.slice_tokens}")
         if self.parts < 1 or (self.parts > 1 and not self.train_gpus):
             raise ValueError(
                 f"parts must be 1, or more where some GPUs only train: got {self.parts} and train_gpus "

@@ -57,7 +57,7 @@ class Cadenza(Policy):
                 batch_size=workload.batch,
                 group_size=workload.group_size,
                 alpha=self.alpha,
-                slice_tokens=settings.slice_tokens,
+                slice_tokens=None if settings.slice_tokens < 0 else settings.slice_tokens,
                 extra_members=settings.extra_members,
                 extra_after=settings.extra_after,
                 extra_groups=settings.extra_groups,

@@ -133,8 +133,8 @@ class Scenario:
     """The replica that no ordinary schedule loses."""
     balance_seconds: float
     """Between two looks at who should change replicas; 0 is never."""
-    slice_tokens: int
-    """After which an answer gives way, at alpha 0 and in validation; 0 is never."""
+    slice_tokens: int | None
+    """After which an answer gives way; 0 is never, and None as by default."""
     step_seconds: float
     """Of one decode step."""
     load_cost: float
@@ -259,7 +259,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
         replicas=replicas,
         protected=protected,
         balance_seconds=(0.0, 0.25, 1.0)[mixed(seed, 2) % 3],
-        slice_tokens=(0, 3, 8, 20)[mixed(seed, 5) % 4],
+        slice_tokens=(None, 0, 3, 20)[mixed(seed, 5) % 4],
         step_seconds=2.0**-5 if on_grid else rng.uniform(0.01, 0.1),
         load_cost=0.0 if on_grid else 1.0,
         kv_capacity=rng.choice((320, 640, 4096)),

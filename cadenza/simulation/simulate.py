@@ -191,6 +191,8 @@ def _settings(result: Result) -> str:
         told.append(f"{settings.parts} parts")
     if result.policy == "cadenza" and not settings.balance_seconds:
         told.append("no balance")
+    if settings.slice_tokens >= 0:
+        told.append(f"slices of {settings.slice_tokens:,}" if settings.slice_tokens else "no slices")
     return ", ".join(told)
 
 
