@@ -269,7 +269,7 @@ MEASURES = {
     "ray": "CPU time of rollouts on Ray, of the whole process tree, per trajectory and turn; takes two minutes.",
     "share": "Replicas on Ray leave and come back under load: what requests on the others notice; takes two minutes.",
     "update": "Seconds and copies of weights on their way from a trainer to replicas on Ray.",
-    "schedule": "What parts and moves gain in processes on Ray, beside what the simulation says; takes 20 minutes.",
+    "schedule": "What parts, moves and slices gain in processes on Ray, beside the simulation; takes half an hour.",
 }
 """The module of the same name in `benchmarks` has a function of the same name."""
 

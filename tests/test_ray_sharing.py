@@ -23,11 +23,12 @@ print(json.dumps(measure(turns=120, in_flight=24, period=2.0)))
 
 SCHEDULE = """
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from cadenza.benchmarks import schedule
 schedule.SPEED = 400.0
 with schedule.own_ray(schedule.GPUS):
-    print(json.dumps(asdict(schedule.measured(schedule.IDEAS["in 8 parts, moves"], 0, steps=3, warm_up=1))))
+    case = replace(schedule.CASES[0], steps=3, warm_up=1)
+    print(json.dumps(asdict(schedule.measured(case, "in 8 parts, moves", 0))))
 """
 
 

@@ -11,7 +11,7 @@ import asyncio
 import json as json_format
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -32,22 +32,44 @@ from cadenza.simulation.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find
 
 SPEED = 50.0
 """Seconds of the cost model in one of the wall clock."""
-GPUS, ALPHA = 8, 1.0
-STEPS, WARM_UP = 12, 4
+GPUS = 8
 SEEDS = (0, 1)
 WHOLE = Settings(train_gpus=1, balance_seconds=0.0)
-IDEAS = {
-    "whole batches, no moves": WHOLE,
-    "whole batches, moves": replace(WHOLE, balance_seconds=5.0),
-    "in 8 parts, no moves": replace(WHOLE, parts=8),
-    "in 8 parts, moves": replace(WHOLE, parts=8, balance_seconds=5.0),
-}
 
 
-def workload() -> Workload:
-    """W2 on 8 GPUs. Its one trainer is faster than the others' by as much as makes it the share that 5 of 32 are."""
-    found = find(f"W2x{GPUS}")
-    return replace(found, train_seconds=TRAIN_SECONDS_PER_TOKEN * (1 / GPUS) / (5 / 32))
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A workload on GPUS GPUs, and what is tried on it."""
+
+    workload: Workload
+    alpha: float
+    steps: int
+    warm_up: int
+    ideas: dict[str, Settings]
+
+
+CASES = (
+    Case(
+        # One trainer is faster than the others' by as much as makes it the share that 5 of 32 are.
+        replace(find(f"W2x{GPUS}"), train_seconds=TRAIN_SECONDS_PER_TOKEN * (1 / GPUS) / (5 / 32)),
+        alpha=1.0,
+        steps=12,
+        warm_up=4,
+        ideas={
+            "whole batches, no moves": WHOLE,
+            "whole batches, moves": replace(WHOLE, balance_seconds=5.0),
+            "in 8 parts, no moves": replace(WHOLE, parts=8),
+            "in 8 parts, moves": replace(WHOLE, parts=8, balance_seconds=5.0),
+        },
+    ),
+    Case(
+        find(f"W3x{GPUS}"),
+        alpha=0.0,
+        steps=2,
+        warm_up=1,
+        ideas={"whole answers": Settings(slice_tokens=0), "answers in slices": Settings()},
+    ),
+)
 
 
 def hurried(workload: Workload, speed: float) -> Workload:
@@ -90,31 +112,34 @@ def _length(request: Request) -> int:
     return int(request.chunks[0][0])
 
 
-def measured(settings: Settings, seed: int, steps: int = STEPS, warm_up: int = WARM_UP) -> Figures:
+def measured(case: Case, idea: str, seed: int) -> Figures:
     """A real run, in the seconds of the cost model."""
-    hurry = hurried(workload(), SPEED)
+    hurry, settings = hurried(case.workload, SPEED), case.ideas[idea]
     settings = replace(settings, balance_seconds=settings.balance_seconds / SPEED)
-    policy = OnRay(hurry, trace_of(hurry, seed), ALPHA, settings)
-    figures = asyncio.run(drive(policy, steps)).figures(seed, warm_up)
+    policy = OnRay(hurry, trace_of(hurry, seed), case.alpha, settings)
+    figures = asyncio.run(drive(policy, case.steps)).figures(seed, case.warm_up)
     return replace(figures, step_seconds=figures.step_seconds * SPEED, wait_seconds=figures.wait_seconds * SPEED)
 
 
-def simulated(settings: Settings, seed: int, steps: int = STEPS, warm_up: int = WARM_UP) -> Figures:
+def simulated(case: Case, idea: str, seed: int) -> Figures:
     """The same under the virtual clock."""
-    return Trial(workload(), "cadenza", ALPHA, seed, settings, steps, warm_up).run()
+    return Trial(case.workload, "cadenza", case.alpha, seed, case.ideas[idea], case.steps, case.warm_up).run()
 
 
 def schedule(json: bool) -> int:
     """Print what was found."""
-    found: dict[str, dict[str, Any]] = {}
+    everything: dict[str, dict[str, Any]] = {}
     with own_ray(GPUS):
-        for idea, settings in IDEAS.items():
-            real = [measured(settings, seed) for seed in SEEDS]
-            found[idea] = _compared(real, [simulated(settings, seed) for seed in SEEDS])
+        for case in CASES:
+            found = {}
+            for idea in case.ideas:
+                real = [measured(case, idea, seed) for seed in SEEDS]
+                found[idea] = _compared(real, [simulated(case, idea, seed) for seed in SEEDS])
+            everything |= found
+            if not json:
+                _show(case, found)
     if json:
-        print(json_format.dumps(found))
-    else:
-        _show(found)
+        print(json_format.dumps(everything))
     return 0
 
 
@@ -127,8 +152,9 @@ def _compared(real: Sequence[Figures], virtual: Sequence[Figures]) -> dict[str, 
     } | {"staleness_max": max(figures.staleness_max for figures in real)}
 
 
-def _show(found: dict[str, dict[str, Any]]) -> None:
-    title = f"W2 on {GPUS} GPUs, alpha {ALPHA:g}: {len(SEEDS)} runs of {STEPS} steps on Ray, {SPEED:g} times as fast"
+def _show(case: Case, found: dict[str, dict[str, Any]]) -> None:
+    runs = f"{len(SEEDS)} runs of {case.steps} steps, {case.warm_up} not counted"
+    title = f"{case.workload.name}, alpha {case.alpha:g}: {runs}, on Ray, {SPEED:g} times as fast"
     table = Table("", "efficiency", "simulated", "step s", "simulated", "trainer waits s", "simulated", title=title)
     for idea, figures in found.items():
         cells = [f"{figures[name]:.3f}" for name in ("efficiency", "simulated_efficiency")]
