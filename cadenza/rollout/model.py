@@ -203,15 +203,14 @@ class Model:
     async def _part(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
         """One answer of one replica: whole, or the beginning of it. A slice of it is as good as interrupted."""
         attempt, around = self._attempt, self._around
-        sampler, namespace = around.sampler, around.namespace
+        sampler, namespace, size = around.sampler, around.namespace, around.slice_tokens
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
-        group = attempt.group.id + namespace if namespace else attempt.group.id
-        session = attempt.id + namespace if namespace else attempt.id
-        slices, most = 0, limit
-        if around.slice_tokens:
-            slices, written = divmod(done, around.slice_tokens)
-            most = min(limit, around.slice_tokens - written)
-        need = Need(session, group, context, attempt.group.id, slices, around.slice_tokens)
+        need = Need(
+            attempt.id + namespace if namespace else attempt.id,
+            attempt.group.id + namespace if namespace else attempt.group.id,
+            context, attempt.group.id, done // size if size else 0, size,
+        )  # fmt: skip
+        most = min(limit, size - done % size) if size else limit
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
@@ -219,7 +218,7 @@ class Model:
             self._moved_to = None
             request = Request(
                 sampler.next_id(), chunks, context, most, around.sampling, seed, done,
-                session, group, sampler.epoch,
+                need.session, need.group, sampler.epoch,
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
             answer: asyncio.Future[Generation] | None = None
