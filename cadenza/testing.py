@@ -98,7 +98,7 @@ class FakeReplica:
         running = [(one.request, one.progress(), 1) for one in self._running.values()]
         found = [*running, *((request, 0, 0) for request, _ in self._waiting)]
         return [
-            Flight(request.id, request.context + done, request.offset + done, computed * (request.context + done))
+            Flight(request.id, request.context + done, request.offset + done, computed * (request.context + done), done)
             for request, done, computed in found
         ]
 

@@ -32,7 +32,7 @@ def seat(index: int, *contexts: int, written: int = 10_000, waiting: bool = Fals
     for context in contexts:
         router.add(found, context)
     ids = range(1000 * index, 1000 * index + len(contexts))
-    flights = [Flight(i, c, written, 0 if waiting else c) for i, c in zip(ids, contexts, strict=True)]
+    flights = [Flight(i, c, written, 0 if waiting else c, written) for i, c in zip(ids, contexts, strict=True)]
     return found, flights
 
 

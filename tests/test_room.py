@@ -118,13 +118,13 @@ def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
         line, order = Line(), []
 
         async def wait(age: int) -> None:
-            await line.wait((0, age))
+            await line.wait(Need(0, 0, 1, age))
             order.append(age)
             line.move()
 
         waits = [asyncio.ensure_future(wait(age)) for age in (3, 1, 2)]
         await asyncio.sleep(0)
-        assert (len(line), line.is_behind((0, 1)), line.is_behind((0, 2))) == (3, False, True)
+        assert (len(line), line.is_behind(Need(0, 0, 1, 1)), line.is_behind(Need(0, 0, 1, 2))) == (3, False, True)
         waits[1].cancel()
         line.move()
         await asyncio.gather(*waits, return_exceptions=True)
@@ -136,7 +136,10 @@ def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
 def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_along() -> None:
     async def main() -> None:
         line = Line()
-        first, second = asyncio.ensure_future(line.wait((0, 1))), asyncio.ensure_future(line.wait((0, 2)))
+        first, second = (
+            asyncio.ensure_future(line.wait(Need(0, 0, 1, 1))),
+            asyncio.ensure_future(line.wait(Need(0, 0, 1, 2))),
+        )
         await asyncio.sleep(0)
         line.move()
         first.cancel()
@@ -150,7 +153,7 @@ def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_alo
 def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
     async def main() -> None:
         line = Line()
-        waits = [asyncio.ensure_future(line.wait((0, age))) for age in (1, 2, 3, 4)]
+        waits = [asyncio.ensure_future(line.wait(Need(0, 0, 1, age))) for age in (1, 2, 3, 4)]
         await asyncio.sleep(0)
         waits[2].cancel()
         await asyncio.sleep(0.1)
@@ -159,7 +162,7 @@ def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
         waits[1].cancel()
         await asyncio.sleep(0.1)
         assert waits[3].done()
-        assert not line.is_behind((0, 5))
+        assert not line.is_behind(Need(0, 0, 1, 5))
 
     simulate(main)
 
@@ -186,7 +189,7 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
 def test_the_first_in_line_looks_again_after_a_while() -> None:
     async def main() -> None:
         line = Line()
-        _, when = await timed(line.wait((0, 1)))
+        _, when = await timed(line.wait(Need(0, 0, 1, 1)))
         assert when == RETRY_SECONDS
 
     simulate(main)
@@ -205,6 +208,22 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
         sampler.release(seat, Need(1, 1, ROOM, age=1), 0)
         await asyncio.wait([waiting, behind], timeout=1.0)
         assert waiting.result() is behind.result() is seat
+        await sampler.close()
+
+    simulate(main)
+
+
+def test_a_replica_that_comes_back_is_seen_at_once() -> None:
+    async def main() -> None:
+        sampler = Sampler([fake(name=f"r{number}", devices=(number,), kv_capacity=CAPACITY) for number in range(2)])
+        await sampler.resume()
+        await sampler.shrink([1])
+        await sampler.grant(Need(1, 1, ROOM, age=1))
+        waiting = asyncio.ensure_future(sampler.grant(Need(2, 2, 1_000, age=2)))
+        await asyncio.sleep(0.1)
+        await sampler.expand([1], skip_load=True)
+        await asyncio.wait([waiting], timeout=0.1)
+        assert waiting.result() is sampler.seats[1]
         await sampler.close()
 
     simulate(main)

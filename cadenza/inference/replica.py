@@ -138,6 +138,8 @@ class Flight(NamedTuple):
     """Tokens of its turn so far, those from before an interruption included."""
     computed: int
     """Tokens of context in the KV cache; 0 while it waits."""
+    fresh: int
+    """Those of `written` that were written since the request came here."""
 
 
 class ReplicaError(Exception):

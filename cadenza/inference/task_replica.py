@@ -108,7 +108,7 @@ class TaskReplica(ABC):
         for id, pending in self._flight.items():
             request, written = pending.request, len(pending.tokens)
             context = request.context + written
-            found.append(Flight(id, context, request.offset + written, context if written else 0))
+            found.append(Flight(id, context, request.offset + written, context if written else 0, written))
         return found
 
     def kill(self, cause: str) -> None:

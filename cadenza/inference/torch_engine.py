@@ -174,7 +174,8 @@ class TorchReplica:
         for id, flight in self._flight.items():
             sequence, written = flight.sequence, len(flight.sequence.tokens)
             context = sequence.request.context + written
-            found.append(Flight(id, context, sequence.request.offset + written, min(sequence.computed, context)))
+            computed = min(sequence.computed, context)
+            found.append(Flight(id, context, sequence.request.offset + written, computed, written))
         return found
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:

@@ -479,4 +479,5 @@ def _validation(config: RunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
         update={"domains": domains, "first_seed": plan.first_seed, "sampling": plan.sampling or config.envs.sampling}
     )
     patience = config.rollout.model_dump(include={"stall_seconds", "error_budget", "max_attempts"})
-    return RolloutConfig(batch_size=1, seed=config.seed + 1, **patience), envs
+    slice_tokens = config.rollout.tokens_per_slice  # turns of both wait in one line
+    return RolloutConfig(batch_size=1, seed=config.seed + 1, slice_tokens=slice_tokens, **patience), envs

@@ -1,8 +1,11 @@
-"""Running requests change replicas, so that no replica falls behind the others.
+"""Running requests change replicas, so that no replica falls behind the others, and give way to those that wait.
 
 A decode step takes the longer the more context is in flight, so whoever shares a replica with long sequences becomes a
 straggler. Every `balance_seconds` the heaviest replicas give a request each to the lightest: the one whose context
 comes nearest to half of what lies between them, so that both have the same afterwards.
+
+An answer that has written a slice on its replica is interrupted as long as others wait in line that have had no more:
+it goes on when it is its turn again (line.py), or at once if it turns out to be the first.
 
 Invariant: a move is an interruption like any other. The balancer asks the source to abort the request and notes where
 its turn should go on; the tokens travel with the client of the turn, as they do over a suspension. A note that is not
@@ -21,7 +24,7 @@ from typing import NamedTuple
 
 from cadenza.inference.replica import Flight
 from cadenza.rollout.failures import logger
-from cadenza.rollout.router import SEQUENCE_WEIGHT, Seat
+from cadenza.rollout.router import SEQUENCE_WEIGHT, Need, Seat
 
 MAX_LOOKS = 128
 """Replicas that one tick looks at; if there are more, they take turns."""
@@ -52,17 +55,27 @@ class Balancer:
         """Requests that went on where they were sent."""
         self.moved_tokens = 0
         """Tokens of context that they had to prefill there."""
+        self.gave_way = 0
+        """Requests that were interrupted because others waited."""
         self._targets: dict[int, Seat] = {}
         self._turn = 0
 
-    def tick(self, seats: Sequence[Seat]) -> None:
-        """Even out the load of these seats, or of the next MAX_LOOKS of them. A note is good until the next tick."""
+    def tick(self, seats: Sequence[Seat], first: Need | None = None, waiting: int = 0) -> None:
+        """Even out the load of these seats, or of the next MAX_LOOKS of them. A note is good until the next tick.
+        So many wait in line, and `first` is the first of them."""
         self._targets.clear()
         if len(seats) > MAX_LOOKS:
-            first = self._turn % len(seats)
-            self._turn = first + MAX_LOOKS
-            seats = [*seats[first : first + MAX_LOOKS], *seats[: max(0, first + MAX_LOOKS - len(seats))]]
-        self._make(plan([(seat, _flights(seat)) for seat in seats], self.prefill_weight))
+            start = self._turn % len(seats)
+            self._turn = start + MAX_LOOKS
+            seats = [*seats[start : start + MAX_LOOKS], *seats[: max(0, start + MAX_LOOKS - len(seats))]]
+        found = [(seat, _flights(seat)) for seat in seats]
+        if first is not None and first.slice_tokens and (leaving := give_way(found, first)[:waiting]):
+            for seat, request in leaving:
+                seat.replica.abort(request, "gave_way")
+            self.gave_way += len(leaving)
+            gone = {request for _, request in leaving}
+            found = [(seat, [flight for flight in flights if flight.id not in gone]) for seat, flights in found]
+        self._make(plan(found, self.prefill_weight))
 
     def spread(self, seats: Sequence[Seat]) -> None:
         """Even out the load of all of them at once: some have just come, with nothing to do."""
@@ -90,6 +103,18 @@ def _flights(seat: Seat) -> Sequence[Flight]:
     except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not balanced then
         logger.debug("replica %s does not tell its requests: %r", seat.replica.name, error)
         return ()
+
+
+def give_way(found: Sequence[tuple[Seat, Sequence[Flight]]], first: Need) -> list[tuple[Seat, int]]:
+    """Who has had a slice where it is, and in all as many as the first in line; who has written most is first."""
+    size = first.slice_tokens
+    leaving = [
+        (-flight.written, flight.id, seat)
+        for seat, flights in found
+        for flight in flights
+        if flight.fresh >= size and flight.written // size >= first.slices
+    ]
+    return [(seat, id) for _, id, seat in sorted(leaving, key=lambda entry: entry[:2])]
 
 
 def plan(found: Sequence[tuple[Seat, Sequence[Flight]]], prefill_weight: float) -> list[Move]:

@@ -12,7 +12,7 @@ from cadenza.config import Config
 from cadenza.envs.registry import BUILT_IN, make, registered
 from cadenza.inference.replica import PauseMode, Sampling
 
-SLICE_TOKENS = 12_800
+SLICE_TOKENS = 10_000
 """To prefill an answer anew costs as much as some 400 decode steps with it (router.py), which is little of a slice."""
 
 
@@ -28,7 +28,8 @@ class RolloutConfig(Config):
     slice_tokens: int | None = Field(default=None, ge=0)
     """An answer that has written so many tokens gives way to those that wait for room in the KV caches, and goes on
     when it is its turn again, so that no long answer begins last. 0: everybody writes to the end. None: SLICE_TOKENS at
-    alpha 0, where a batch is over when its last answer is; else 0, for younger groups fill the gaps."""
+    alpha 0, where a batch is over when its last answer is. At other alphas None is 0: younger groups fill the gaps, and
+    long answers that give way to them come late, or are dropped."""
     staleness: Literal["wait", "drop"] = "wait"
     """At the bound: wait for the old groups (nothing is thrown away), or drop them (counted, with the bias)."""
     extra_members: int = Field(default=0, ge=0)

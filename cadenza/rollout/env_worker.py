@@ -127,7 +127,7 @@ class EnvWorker:
         self._leases = Leases(config.lease_seconds, self._expire)
         self._around = Surroundings(
             sampler, codec, config.sampling, config.max_context, config.max_turns, self._leases, queue.ledger,
-            sampler.namespace(), slice_tokens,
+            sampler.namespace(), slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
         )  # fmt: skip
         queue.stop = self.stop
         queue.refill = self.fill

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 
+from cadenza.rollout.router import Need
+
 RETRY_SECONDS = 5.0
 
 
@@ -42,37 +44,49 @@ class Line:
     """Turns that wait, by their places: the lower, the earlier."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], int, asyncio.Future[None]]] = []
+        self._heap: list[tuple[tuple[int, int], int, Need, asyncio.Future[None]]] = []
+        self._called: dict[int, Need] = {}
+        """Those who are to look and have not looked yet."""
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def is_behind(self, place: tuple[int, int]) -> bool:
-        """Whether somebody waits who goes before one with this place."""
-        return bool(self._heap) and self._heap[0][0] < place
+    @property
+    def first(self) -> Need | None:
+        """Who waits longest, of those who have not been called."""
+        return self._heap[0][2] if self._heap else None
 
-    async def wait(self, place: tuple[int, int]) -> None:
+    def is_behind(self, need: Need) -> bool:
+        """Whether somebody waits who goes before this one."""
+        if self._called and min(called.place for called in self._called.values()) < need.place:
+            return True
+        return bool(self._heap) and self._heap[0][0] < need.place
+
+    async def wait(self, need: Need) -> None:
         """Until it is worth a look."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
-        self._count += 1
-        heapq.heappush(self._heap, (place, self._count, turn))
+        self._count = number = self._count + 1
+        heapq.heappush(self._heap, (need.place, number, need, turn))
         if self._timer is None:
             self._timer = loop.call_later(RETRY_SECONDS, self._retry)
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled() or (self._heap and self._heap[0][2] is turn):
+            if not turn.cancelled() or (self._heap and self._heap[0][3] is turn):
                 self.move()
             raise
+        finally:
+            self._called.pop(number, None)
 
     def move(self) -> None:
         """There may be room for one."""
         while self._heap:
-            _, _, turn = heapq.heappop(self._heap)
+            _, number, need, turn = heapq.heappop(self._heap)
             if not turn.done():
+                self._called[number] = need
                 turn.set_result(None)
                 return
 

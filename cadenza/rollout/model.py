@@ -109,7 +109,7 @@ class Surroundings:
     namespace: int
     """Where this scheduler's range of session and group ids begins."""
     slice_tokens: int
-    """After so many tokens an answer gives way to those that wait; 0: never."""
+    """Of the rollout; 0 where no answer is so long."""
 
 
 class Model:
@@ -201,7 +201,7 @@ class Model:
         return answer
 
     async def _part(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
-        """One answer of one replica: whole, or the beginning of it. A slice of it is as good as interrupted."""
+        """One answer of one replica: whole, or the beginning of it."""
         attempt, around = self._attempt, self._around
         sampler, namespace, size = around.sampler, around.namespace, around.slice_tokens
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
@@ -210,14 +210,13 @@ class Model:
             attempt.group.id + namespace if namespace else attempt.group.id,
             context, attempt.group.id, done // size if size else 0, size,
         )  # fmt: skip
-        most = min(limit, size - done % size) if size else limit
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
             seat = await sampler.grant(need, self._seat, self._cached, self._moved_to)
             self._moved_to = None
             request = Request(
-                sampler.next_id(), chunks, context, most, around.sampling, seed, done,
+                sampler.next_id(), chunks, context, limit, around.sampling, seed, done,
                 need.session, need.group, sampler.epoch,
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
@@ -259,8 +258,6 @@ class Model:
             finally:
                 moved_to = sampler.release(seat, need, request.id, verdict, blame, cached)
             self._tell("answer", part.finish.value, len(part.tokens))
-            if part.finish is Finish.LENGTH and len(part.tokens) == most < limit:
-                part = Generation(part.tokens, part.logprobs, part.spans, Finish.ABORT)
             self._seat = seat
             self._moved_to = moved_to if part.finish is Finish.ABORT else None
             around.ledger.add_tokens(attempt, len(part.tokens))

@@ -32,7 +32,8 @@ PREFILL_WEIGHT = 400.0
 MEMORY = 256
 """Answers over which their mean length is taken."""
 FULL = 0.85
-"""The share of a KV cache that is given out: an engine also holds what is left of sessions that ended or gave way."""
+"""The share of a KV cache that is given out where answers do not give way: an engine also holds what is left of
+sessions that ended or gave way."""
 HOLD_SECONDS = 30.0
 """How long a session may be away before its context gives way to younger ones too."""
 MAX_HOMES = 1 << 16
@@ -57,7 +58,7 @@ class Need(NamedTuple):
     slices: int = 0
     """So many slices of its answer are written already."""
     slice_tokens: int = 0
-    """The most that it writes before it asks again; 0 where answers are not written in slices."""
+    """After which it gives way to those that wait; 0 where nobody does."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -145,11 +146,10 @@ class Router:
         own = sticky.held.get(need.session) if sticky is not None and cached else None
         if own is None:
             sticky = None
-        seat: Seat | None
-        if sticky is not None and need.slices and sticky.state is SeatState.ACTIVE:
-            seat = sticky  # to leave it in the middle of an answer is for balance.py to decide
-        else:
+        if not need.slices:
             seat = self.pick(sticky, need.group, need.context, cached)
+        else:  # in the middle of an answer its prompt is the least, and to move it is for balance.py to decide
+            seat = sticky if sticky is not None and sticky.state is SeatState.ACTIVE else self._least()
         if seat is None:
             return None
         if not self._make_room(seat, need, own.context if own is not None and seat is sticky else 0, now):
@@ -210,9 +210,9 @@ class Router:
     def _make_room(self, seat: Seat, need: Need, own: int, now: float) -> bool:
         """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
         they must, the youngest first. An empty replica has room for anything. What is going to be written counts only
-        where answers are written in slices, half a slice each, and then the whole cache is given out: the others wait
-        in line, where who has had fewer slices goes first. Else it does not: sequences that begin together grow
-        together, and by then others have ended."""
+        where answers give way after a slice, half a slice each, or half a mean answer, and then the whole cache is
+        given out: so the others wait in line, where who has had fewer slices goes first. Else it does not: sequences
+        that begin together grow together, and by then others have ended."""
         missing: float = seat.load + seat.kept + need.context - own
         if need.slice_tokens:
             missing += (seat.inflight + 1) * min(self.answer, need.slice_tokens) / 2 - seat.capacity

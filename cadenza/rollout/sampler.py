@@ -45,7 +45,8 @@ class SamplerConfig(Config):
     max_strikes: int = Field(default=3, gt=0)
     """Looks without progress, or requests failed in a row, after which a replica is given up."""
     balance_seconds: float = Field(default=5.0, ge=0)
-    """Between two looks at which running requests should change replicas (balance.py); 0 leaves them where they are."""
+    """Between two looks at which running requests should change replicas, or give way to others (balance.py); 0 leaves
+    them where they are."""
     prefill_weight: float = Field(default=PREFILL_WEIGHT, ge=0)
     """What the prefill of a token costs, in decode steps over a token of context: how dear it is to leave a prefix."""
 
@@ -130,7 +131,7 @@ class Sampler:
         waited = False
         while (seat := self.grant_now(need, sticky, cached, moved_to)) is None:
             if self._gate.is_open:
-                await self._line.wait(need.place)
+                await self._line.wait(need)
                 waited = True
             else:
                 await self._gate.opening()
@@ -142,7 +143,8 @@ class Sampler:
     def grant_now(
         self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Seat | None = None
     ) -> Seat | None:
-        """The same for whoever does not want to wait; None when the gate is closed, or when there is no room."""
+        """The same for whoever does not want to wait; None when the gate is closed, or when there is no room. An answer
+        that has had a slice and gets None gives up the room that it had."""
         if self._closed:
             raise InfrastructureError("the sampler is closed")
         if not self._gate.is_open:
@@ -152,14 +154,14 @@ class Sampler:
             seat = moved_to
         else:
             found = None
-            is_kept = sticky is not None and need.session in sticky.held
-            if not self._line.is_behind(need.place) or (is_kept and not need.slices):  # who has a room does not wait
+            home = sticky if sticky is not None and need.session in sticky.held else None
+            if not self._line.is_behind(need) or (home is not None and not need.slices):  # who has a place keeps it
                 found = self.router.admit(need, sticky, cached, asyncio.get_running_loop().time())
             if found is None:
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
-                if sticky is not None and is_kept and need.slices:
-                    self.leave(sticky, need.session)  # an answer that waits for its next slice keeps no room
+                if home is not None and need.slices:
+                    self.leave(home, need.session)  # an answer that gives way keeps no room
                 return None
             seat = found
         if sticky is not None:
@@ -224,6 +226,7 @@ class Sampler:
             "sampler/escapes": self.router.escapes,
             "sampler/moves": self.balancer.moved,
             "sampler/moved_tokens": self.balancer.moved_tokens,
+            "sampler/gave_way": self.balancer.gave_way,
         }
 
     @property
@@ -260,7 +263,7 @@ class Sampler:
         if not self._watches:
             loop = asyncio.get_running_loop()
             self._watches.append(loop.create_task(self._watch(), name="sampler health"))
-            if self.config.balance_seconds and len(self._seats) > 1:
+            if self.config.balance_seconds:
                 self._watches.append(loop.create_task(self._balance(), name="sampler balance"))
             for task in self._watches:
                 task.add_done_callback(self._watch_ended)
@@ -337,6 +340,7 @@ class Sampler:
             raise NoReplicas(f"no replica is left: {self._losses()}")
         self.opened = asyncio.get_running_loop().time()
         self._gate.open()
+        self._line.move()
 
     def _losses(self) -> str:
         return "; ".join(f"{name}: {cause}" for name, cause in self.lost.items()) or "all are asleep"
@@ -578,11 +582,11 @@ class Sampler:
             self._line.end()
 
     async def _balance(self) -> None:
-        """Move running requests, unless the gate is closed or a control operation is under way."""
+        """Move requests and let some give way, unless the gate is closed or a control operation is under way."""
         while True:
             await asyncio.sleep(self.config.balance_seconds)
             if self._gate.is_open and not self._control.locked():
-                self.balancer.tick(self._active())
+                self.balancer.tick(self._active(), self._line.first, len(self._line))
 
     async def _look(self, seat: Seat) -> None:
         try:

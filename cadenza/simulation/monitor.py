@@ -43,7 +43,7 @@ from cadenza.rollout.ledger import LedgerError
 from cadenza.simulation.cost import drawn
 from cadenza.simulation.envs import World
 from cadenza.simulation.faults import FaultyReplica
-from cadenza.simulation.scenario import MAX_CONTEXT, MAX_TOKENS, Scenario
+from cadenza.simulation.scenario import Scenario
 from cadenza.simulation.view import View
 
 RESOLUTION = 1e-9
@@ -219,11 +219,7 @@ class Monitor:
                 if future.done() and not future.cancelled() and future.exception() is None:
                     answer = future.result()
                     done += len(answer.tokens)
-                    limit = min(MAX_TOKENS, MAX_CONTEXT - request.context + request.offset)
-                    is_slice = answer.finish is Finish.LENGTH and done < limit
-                    if is_slice and (not self.scenario.slice_tokens or done % self.scenario.slice_tokens):
-                        self.violate(6, f"{where} was to end after {done} of {limit} tokens, which is no slice")
-                    ended = answer.finish is not Finish.ABORT and not is_slice
+                    ended = answer.finish is not Finish.ABORT
 
     def _check_tokens(self) -> None:
         returned = lost = 0

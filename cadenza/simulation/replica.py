@@ -175,10 +175,10 @@ class SimReplica:
         for sequence in self._running.values():
             request, written = sequence.request, sequence.held + steps - sequence.since
             context = request.context + written
-            found.append(Flight(request.id, context, request.offset + written, context))
+            found.append(Flight(request.id, context, request.offset + written, context, written))
         for sequence in self._waiting.values():
             request, written = sequence.request, sequence.held
-            found.append(Flight(request.id, request.context + written, request.offset + written, 0))
+            found.append(Flight(request.id, request.context + written, request.offset + written, 0, written))
         return found
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:

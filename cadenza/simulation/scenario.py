@@ -20,8 +20,6 @@ ALPHAS = (0.0, 0.5, 1.0, 2.0, 4.0)
 MIN_TRAJECTORIES = 64
 """A schedule issues at least so many attempts, and unless it ends in an error trains so many."""
 MIN_VERSIONS = 3
-MAX_CONTEXT = 256
-MAX_TOKENS = 48
 LAST_CALL = 4
 """Versions that are published before all replicas may be killed."""
 

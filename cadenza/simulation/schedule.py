@@ -34,19 +34,12 @@ from cadenza.simulation.cost import CostModel
 from cadenza.simulation.envs import SimEnv, SimTrainer, SyncSimEnv, Words, World, executor_cost
 from cadenza.simulation.faults import FaultPlan, FaultyReplica, Kind
 from cadenza.simulation.monitor import Line, Livelock, Monitor, Violation, invariant_of
-from cadenza.simulation.scenario import (
-    DEADLINES,
-    MAX_CONTEXT,
-    MAX_TOKENS,
-    DomainPlan,
-    Resize,
-    Scenario,
-    ValidationPlan,
-    length_of,
-    mixed,
-)  # fmt: skip
+from cadenza.simulation.scenario import DEADLINES, DomainPlan, Resize, Scenario, ValidationPlan, length_of, mixed
 from cadenza.simulation.view import View
 from cadenza.testing import LocalCluster
+
+MAX_CONTEXT = 256
+MAX_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
