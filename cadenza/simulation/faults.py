@@ -204,7 +204,7 @@ class FaultyReplica(SimReplica):
         self.dead = False
         self.asleep = False
         self.moving: set[int] = set()
-        """Requests that the sampler called back in order to move them."""
+        """Requests that the sampler called back, to move them or because others waited."""
         self._plan = plan
         self._on_ask = on_ask
         self._told_late = False
@@ -219,7 +219,7 @@ class FaultyReplica(SimReplica):
 
     def abort(self, request_id: int, cause: str) -> None:
         losing = self._lost_aborts
-        if cause == "moved":
+        if cause in ("moved", "gave_way"):
             self.moving.add(request_id)
         super().abort(request_id, cause)
         self._tell_aborts(losing)
