@@ -55,7 +55,7 @@ class Line:
 
     @property
     def first(self) -> Need | None:
-        """Who waits longest, of those who have not been called."""
+        """The first of those who have not been called."""
         return self._heap[0][2] if self._heap else None
 
     def is_behind(self, need: Need) -> bool:
