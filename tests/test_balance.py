@@ -139,10 +139,10 @@ def test_a_fake_tells_how_far_its_requests_have_come() -> None:
         await replica.pause(0, PauseMode.KEEP)
         requests = [Request(i, (), 20, 100, Sampling(), 0, 0, i, i, 0) for i in range(2)]
         waiting = replica.generate(requests[0])
-        assert replica.flights() == [(0, 20, 0, 0)]
+        assert replica.flights() == [(0, 20, 0, 0, 0)]
         await replica.resume()
         await asyncio.sleep(1.0)
-        assert replica.flights() == [(0, 25, 5, 25)]
+        assert replica.flights() == [(0, 25, 5, 25, 5)]
         await waiting
         assert replica.flights() == []
 
@@ -237,7 +237,7 @@ def test_nothing_moves_while_the_gate_is_closed_or_a_control_operation_is_under_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ticks: list[float] = []
-    monkeypatch.setattr(Balancer, "tick", lambda self, seats: ticks.append(asyncio.get_running_loop().time()))
+    monkeypatch.setattr(Balancer, "tick", lambda self, *about: ticks.append(asyncio.get_running_loop().time()))
 
     async def main() -> None:
         async with playing(uneven(load_seconds=5.0), alpha=1, sampler={"balance_seconds": 1.0}) as scheduler:
@@ -265,8 +265,8 @@ def first_move(balancer: Balancer) -> asyncio.Future[None]:
     found: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     tick = balancer.tick
 
-    def told(seats: Any) -> None:
-        tick(seats)
+    def told(*about: Any) -> None:
+        tick(*about)
         if balancer._targets and not found.done():
             found.set_result(None)
 

@@ -776,7 +776,7 @@ def test_it_tells_how_far_its_requests_have_come() -> None:
         assert replica.flights() == []  # on its way
         asked.append(replica.generate(ask(2, 30)))
         await asyncio.sleep(0.505)
-        assert replica.flights() == [(1, 60, 45, 60), (2, 30, 0, 0)]
+        assert replica.flights() == [(1, 60, 45, 60, 40), (2, 30, 0, 0, 0)]
         replica.hang()
         await asyncio.sleep(5.0)
         assert replica.flights()[0] == (1, 60, 45, 60)

@@ -170,12 +170,13 @@ class SimReplica:
             self._abort(request_id, cause)
 
     def flights(self) -> list[Flight]:
+        """Of a thousand replicas these are millions: they are made without the call that a named tuple makes."""
         self._advance(self._now())
-        steps, found = self._steps, []
+        new, steps, found = tuple.__new__, self._steps, []
         for sequence in self._running.values():
             request, written = sequence.request, sequence.held + steps - sequence.since
             context = request.context + written
-            found.append(Flight(request.id, context, request.offset + written, context, written))
+            found.append(new(Flight, (request.id, context, request.offset + written, context, written)))
         for sequence in self._waiting.values():
             request, written = sequence.request, sequence.held
             found.append(Flight(request.id, request.context + written, request.offset + written, 0, written))
