@@ -217,7 +217,7 @@ def test_an_abort_closes_the_connection_and_gives_the_tokens_so_far() -> None:
         desk.hold = 2
         future = replica.generate(ask(count=9))
         await until(lambda: replica.flights()[0].written == 2)
-        assert replica.flights()[0] == (1, 4, 2, 4)
+        assert replica.flights()[0] == (1, 4, 2, 4, 2)
         replica.abort(1, "moved")
         part = await future
         assert (part.tokens.tolist(), part.finish) == ([11, 12], Finish.ABORT)

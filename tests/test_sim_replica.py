@@ -779,7 +779,7 @@ def test_it_tells_how_far_its_requests_have_come() -> None:
         assert replica.flights() == [(1, 60, 45, 60, 40), (2, 30, 0, 0, 0)]
         replica.hang()
         await asyncio.sleep(5.0)
-        assert replica.flights()[0] == (1, 60, 45, 60)
+        assert replica.flights()[0] == (1, 60, 45, 60, 40)
         replica.crash()
         assert replica.flights() == []
         await asyncio.gather(*asked, return_exceptions=True)

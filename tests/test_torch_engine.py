@@ -417,7 +417,8 @@ def test_it_tells_how_far_its_requests_have_come() -> None:
         assert (first.id, first.context - first.written) == (1, 10 - 5)
         assert first.written == pytest.approx(80 + 5, abs=engine_module.GRAIN)
         assert 0 < first.computed <= first.context
-        assert second == (2, 10, 0, 0)
+        assert first.fresh == first.written - 5
+        assert second == (2, 10, 0, 0, 0)
         brake.release()
         await asyncio.gather(running, waiting)
         assert replica.flights() == []
