@@ -15,6 +15,7 @@ from cadenza.inference.replica import Flight, Generation, PauseMode, Request, Sa
 from cadenza.rollout import balance
 from cadenza.rollout.balance import MAX_LOOKS, MIN_GAIN, ROOM, SHARE, Balancer, plan
 from cadenza.rollout.router import SEQUENCE_WEIGHT, Router, Seat
+from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.faults import FaultPlan, FaultyReplica
@@ -359,6 +360,20 @@ def test_a_rolling_update_between_moves_keeps_the_order_of_versions() -> None:
     async def main() -> None:
         expected = (await played(uneven()))[0]
         assert (await played(uneven(load_seconds=0.5), disturb))[0] == expected
+
+    simulate(main)
+
+
+def test_a_balance_that_dies_ends_the_run_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Balancer, *about: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Balancer, "tick", broken)
+
+    async def main() -> None:
+        async with playing(uneven(), batch_size=4 * BATCH, sampler=BALANCE) as scheduler:
+            with pytest.raises(NoReplicas, match=r"'sampler balance' died: ZeroDivisionError\('a bug'\)"):
+                await got(scheduler, 4 * BATCH)
 
     simulate(main)
 

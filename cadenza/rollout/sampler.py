@@ -577,6 +577,8 @@ class Sampler:
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("'%s' died, the sampler closes", task.get_name(), exc_info=error)
+            for seat in self._seats:
+                self._give_up(seat, f"'{task.get_name()}' died: {error!r}")
             self._closed = True
             self._gate.open()
             self._line.end()
