@@ -4,6 +4,11 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from cadenza.cpu import limit_onednn
+
+# Before torch computes anything, here and in the processes that tests start.
+limit_onednn()
+
 # A busy machine is slow at random; pytest-timeout bounds each test instead.
 settings.register_profile("cadenza", deadline=None)
 settings.load_profile("cadenza")

@@ -19,31 +19,47 @@ GRACE = 30.0
 
 
 class Ranks:
-    """So many processes in one group, on this machine."""
+    """So many processes in one group, on this machine. A rank that dies or hangs costs the call that it was in: the next
+    call has new processes."""
 
     def __init__(self, size: int, *, tensor_ranks: int = 1) -> None:
-        context = multiprocessing.get_context("spawn")
-        pairs = [context.Pipe() for _ in range(size)]
-        self._pipes = [mine for mine, _ in pairs]
-        self._processes = [
-            context.Process(target=_serve, args=(theirs, rank, size, tensor_ranks), daemon=True)
-            for rank, (_, theirs) in enumerate(pairs)
-        ]
+        self._size = size
+        self._tensor_ranks = tensor_ranks
+        self._pipes: list[Connection] = []
+        self._processes: list[multiprocessing.process.BaseProcess] = []
 
     def __enter__(self) -> Self:
-        for process in self._processes:
-            process.start()
-        address = self._answer(0)
-        for pipe in self._pipes[1:]:
-            pipe.send(address)
+        self._start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._kill()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(self._size)]
+        self._pipes = [mine for mine, _ in pairs]
+        self._processes = [
+            context.Process(target=_serve, args=(theirs, rank, self._size, self._tensor_ranks), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pairs:
+            theirs.close()  # so that the end of a rank is the end of its pipe
+        address = self._answer(0)
+        for pipe in self._pipes[1:]:
+            pipe.send(address)
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
             process.join(10)
+        for pipe in self._pipes:
+            pipe.close()
+        self._pipes, self._processes = [], []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(peers, *args)` gives in each rank; the exception of one that raises."""
@@ -60,10 +76,15 @@ class Ranks:
         return found
 
     def _ask(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        """By rank. After one that raises, the others have a little time; those that are stuck or dead are left out."""
+        """By rank. After one that raises or dies, the others have a little time; those that are stuck are left out, and
+        the answer of a dead one is how it ended."""
+        if not self._processes:
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
         found: dict[int, Any] = {}
+        rank_of = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        lost = False
         seconds = SECONDS
         while waiting := [pipe for rank, pipe in enumerate(self._pipes) if rank not in found]:
             ready = wait(waiting, seconds)
@@ -71,15 +92,23 @@ class Ranks:
                 assert isinstance(pipe, Connection)
                 try:
                     answer = pipe.recv()
-                except EOFError:
-                    answer = None
-                found[self._pipes.index(pipe)] = answer
+                except (EOFError, ConnectionError):
+                    answer = self._death(rank_of[pipe])
+                    lost = True
+                found[rank_of[pipe]] = answer
                 if isinstance(answer, Exception):
                     seconds = GRACE
             if not ready:
                 break
+        if lost or len(found) < self._size:
+            self._kill()
         assert found, "no rank says anything"
         return [found[rank] for rank in sorted(found)]
+
+    def _death(self, rank: int) -> ChildProcessError:
+        process = self._processes[rank]
+        process.join(10)
+        return ChildProcessError(f"rank {rank} died, its exit code is {process.exitcode}")
 
     def _answer(self, rank: int) -> Any:
         assert self._pipes[rank].poll(SECONDS), f"rank {rank} says nothing"

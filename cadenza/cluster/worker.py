@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from cadenza.cluster.placement import Place
+from cadenza.cpu import limit_onednn
 from cadenza.errors import USER_CODE, InfrastructureError, raise_if_stopped
 from cadenza.off_loop import as_async, is_async
 
@@ -42,7 +43,7 @@ class Worker:
         """Let go of what outlives the worker. Called once, when its cluster shuts down."""
 
 
-class Host:
+class WorkerHost:
     """Makes a worker at its place and calls it."""
 
     def __init__(self, place: Place) -> None:
@@ -54,6 +55,7 @@ class Host:
         """Make the worker, off the loop: it may load a model."""
 
         def make() -> Worker:
+            limit_onednn()
             worker = worker_class.__new__(worker_class)
             worker.place = self.place
             worker.__init__(**init)  # type: ignore[misc]  # after its place is known

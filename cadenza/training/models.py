@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from cadenza.config import Config
+from cadenza.cpu import limit_onednn
 from cadenza.training.settings import refuse_idle
 
 
@@ -69,6 +70,7 @@ class ModelNotFound(FileNotFoundError):
 
 def load_model(config: ModelConfig, vocab_size: int, seed: int, *, eos_token_id: int | None = None) -> nn.Module:
     """The model, ready to train. Its vocabulary has `vocab_size` tokens, or at least so many if it is loaded."""
+    limit_onednn()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = _tiny(config, vocab_size, eos_token_id) if config.path is None else _pretrained(config)
