@@ -117,14 +117,14 @@ def simulate(
         Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
     """
     from cadenza.simulation import simulate as simulation
-    from cadenza.simulation.asked import BadRequest
+    from cadenza.simulation.cli_args import InvalidArgument
 
     try:
         return simulation.simulate(
             workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search,
             settings=settings, out=out, as_json=json,
         )  # fmt: skip
-    except BadRequest as error:
+    except InvalidArgument as error:
         return _complain(f"{error}\nTry: cadenza simulate --help", 2)
 
 
@@ -166,8 +166,8 @@ def plan(
     shared
         Try GPUs too that train and, between two train steps, generate.
     """
-    from cadenza.simulation import planning
-    from cadenza.simulation.asked import BadRequest
+    from cadenza.simulation import plan_command
+    from cadenza.simulation.cli_args import InvalidArgument
 
     try:
         if config is not None:
@@ -176,9 +176,9 @@ def plan(
             given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost, shared)
             return layout.plan(config, overrides, given, as_json=json)
         if nodes is not None:
-            raise BadRequest("--nodes is for the plan of a config: name its file")
-        return planning.plan(gpus, workload, alpha, model_cost, shared=shared, as_json=json)
-    except BadRequest as error:
+            raise InvalidArgument("--nodes is for the plan of a config: name its file")
+        return plan_command.plan(gpus, workload, alpha, model_cost, shared=shared, as_json=json)
+    except InvalidArgument as error:
         return _complain(f"{error}\nTry: cadenza plan --help", 2)
 
 

@@ -37,7 +37,7 @@ ray.init(address="local", num_cpus=2, include_dashboard=False)
 resource_manager = ResourceManager.on_ray()
 replicas = Cluster("inference", Seven, resource_manager.place({"inference": "0-1"})["inference"])
 asyncio.run(replicas.start())
-infer_cluster = asyncio.run(InferenceService.start(replicas.peers, ByteCodec()))
+infer_cluster = asyncio.run(InferenceService.start(replicas.worker_handles, ByteCodec()))
 
 scheduler = ray.remote(RolloutScheduler).remote(
     RolloutConfig(batch_size=32, group_size=8, alpha=1.0),

@@ -276,7 +276,7 @@ class Site:
 
     @property
     def sampler(self) -> Sampler:
-        found: Sampler = self.desk._host._worker._sampler
+        found: Sampler = self.desk._worker_host._worker._sampler
         return found
 
     def scheduler(self, **options: Any) -> RolloutScheduler:

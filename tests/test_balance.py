@@ -18,7 +18,7 @@ from cadenza.rollout.router import SEQUENCE_WEIGHT, Router, Seat
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.cost import CostModel
-from cadenza.simulation.faults import FaultPlan, FaultyReplica
+from cadenza.simulation.faults import FaultInjector, FaultyReplica
 from cadenza.simulation.replica import SimReplica
 from cadenza.testing import FakeReplica
 
@@ -428,7 +428,7 @@ def test_whatever_happens_between_moves_no_turn_loses_repeats_or_restarts_a_toke
 
     async def main() -> None:
         nonlocal replicas
-        replicas = uneven(3, make=lambda *args, **options: FaultyReplica(FaultPlan(()), hear, *args, **options))
+        replicas = uneven(3, make=lambda *args, **options: FaultyReplica(FaultInjector(()), hear, *args, **options))
         answers = (await played(replicas, disturb))[0]
         assert sorted(map(len, answers)) == sorted(LONG if i % 3 == 0 else SHORT for i in range(BATCH))
 

@@ -15,23 +15,25 @@ from cadenza.simulation.bounds import Demand
 from cadenza.simulation.clock import run
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.replica import SimReplica
-from cadenza.simulation.workloads import Episode, Trace, find
+from cadenza.simulation.workloads import Trace, TraceEpisode, find
 
 COST = CostModel(a=8e-3, b=5e-6, c=90e-9, p=30e-6, kv_capacity=50_000, max_running=64)
 
 
-def drawn(seed: int, groups: int = 6, members: int = 3, turns: int = 3) -> list[list[Episode]]:
+def drawn(seed: int, groups: int = 6, members: int = 3, turns: int = 3) -> list[list[TraceEpisode]]:
     dice = random.Random(seed)
 
-    def episode(prompt: int) -> Episode:
+    def episode(prompt: int) -> TraceEpisode:
         count = dice.randint(1, turns)
         lengths = tuple(dice.randint(1, 60) for _ in range(count))
-        return Episode(lengths, (prompt, *(dice.randint(1, 30) for _ in range(count - 1))), (1.0,) * count, reset=2.0)
+        return TraceEpisode(
+            lengths, (prompt, *(dice.randint(1, 30) for _ in range(count - 1))), (1.0,) * count, reset=2.0
+        )
 
     return [[episode(20 + group) for _ in range(members)] for group in range(groups)]
 
 
-def token_by_token(groups: list[list[Episode]]) -> tuple[int, int, int, int, int]:
+def token_by_token(groups: list[list[TraceEpisode]]) -> tuple[int, int, int, int, int]:
     """SL, C, tokens shown, those of them that are shown first, and the longest: every token counted by itself."""
     written = context = shown = unique = longest = 0
     for group in groups:
@@ -108,15 +110,15 @@ def simulated(samples: list[tuple[int, int]], kv_capacity: int = 10_000_000) -> 
 def test_a_replica_that_runs_a_set_takes_exactly_its_steps_and_the_sum_of_w() -> None:
     dice = random.Random(3)
     samples = [(dice.randint(1, 900), dice.randint(1, 4000)) for _ in range(40)]
-    demand = Demand.of([[Episode((length,), (prompt,))] for prompt, length in samples])
+    demand = Demand.of([[TraceEpisode((length,), (prompt,))] for prompt, length in samples])
     expected = bounds.balanced_seconds(demand, COST, replicas=1)
     assert simulated(samples) == pytest.approx(expected, rel=1e-9)
-    lone = Episode((700,), (300,))
+    lone = TraceEpisode((700,), (300,))
     assert simulated([(300, 700)]) == pytest.approx(bounds.alone_seconds(lone, COST), rel=1e-9)
 
 
 def test_an_episode_alone_takes_its_turns_and_its_env() -> None:
-    episode = Episode((10, 20), (100, 7), (1.5, 2.5), reset=4.0, reward=9.0)
+    episode = TraceEpisode((10, 20), (100, 7), (1.5, 2.5), reset=4.0, reward=9.0)
     first = 10 * (8e-3 + 5e-6) + 90e-9 * sum(range(100, 110)) + 30e-6 * 100
     second = 20 * (8e-3 + 5e-6) + 90e-9 * sum(range(117, 137)) + 30e-6 * 7
     assert bounds.alone_seconds(episode, COST) == pytest.approx(first + second + 8.0, rel=1e-12)
@@ -172,4 +174,4 @@ def test_w2_has_the_size_that_was_measured_before() -> None:
         batch = [[trace.episode(g, m) for m in range(16)] for g in range(64)]
         balanced.append(bounds.balanced_seconds(Demand.of(batch), workload.cost, 32))
     assert np.median(balanced) == pytest.approx(570, rel=0.08)
-    assert bounds.alone_seconds(Episode((32_768,), (512,)), workload.cost) == pytest.approx(308, abs=1)
+    assert bounds.alone_seconds(TraceEpisode((32_768,), (512,)), workload.cost) == pytest.approx(308, abs=1)

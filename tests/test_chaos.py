@@ -14,10 +14,10 @@ import pytest
 from builders import Site, client, column, fake, get, got, simulate, site, stepping
 
 from cadenza import RolloutScheduler
-from cadenza.cluster import peer
+from cadenza.cluster import worker_handle
 from cadenza.rollout import fleet, sampler_client
 from cadenza.rollout.sampler_client import SamplerClient
-from cadenza.rollout.sampler_desk import FORGET_SECONDS
+from cadenza.rollout.sampler_process import FORGET_SECONDS
 from cadenza.testing import FakeReplica
 
 SEEDS = int(os.environ.get("CADENZA_CHAOS_SEEDS", "40"))
@@ -164,7 +164,7 @@ class Chaos:
     def _nothing_is_held(self, here: Site) -> None:
         for seat in here.sampler.seats:
             assert (seat.inflight, seat.load, seat.kept, seat.held) == (0, 0, 0, {}), seat.name
-        for known in here.desk._host._worker._clients.values():
+        for known in here.desk._worker_host._worker._clients.values():
             assert (known.clerk._held, known.clerk._asking, known.clerk._kept) == ({}, {}, {})
         assert [replica.name for replica in self.replicas if replica._running or replica._waiting] == []
 
@@ -174,14 +174,14 @@ def test_every_batch_comes_and_nothing_is_held_in_the_end(seed: int, monkeypatch
     chaos = Chaos(seed)
     random = chaos.random
 
-    class Winding(peer.LocalPeer):
-        async def ask(self, method: str, *args: Any) -> Any:
+    class Winding(worker_handle.LocalWorkerHandle):
+        async def call(self, method: str, *args: Any) -> Any:
             await asyncio.sleep(random.choice([0, 0, 0.001, 0.02, 0.3]))
-            answer = await super().ask(method, *args)
+            answer = await super().call(method, *args)
             await asyncio.sleep(random.choice([0, 0, 0.001, 0.02]))
             return answer
 
-    monkeypatch.setattr(peer, "LocalPeer", Winding)
+    monkeypatch.setattr(worker_handle, "LocalWorkerHandle", Winding)
     monkeypatch.setattr(fleet, "MAX_LOSSES", 10 * MAX_KILLS)
     monkeypatch.setattr(sampler_client.uuid, "uuid4", lambda: uuid.UUID(int=random.getrandbits(128)))
     simulate(chaos.main)

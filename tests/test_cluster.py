@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from cadenza import Cluster, DataProto, ResourceManager, Worker
 from cadenza.cluster import Place, WorkerError, dispatch
-from cadenza.cluster.crew import Launch
-from cadenza.cluster.dispatch import Mark, Mode, Trip
+from cadenza.cluster.dispatch import DispatchCall, DispatchMode, DispatchSpec
+from cadenza.cluster.worker_group import WorkerLaunch
 from cadenza.data import IS_PADDING, Ragged
 from cadenza.errors import DeadlinePassed, PeerLost
 
@@ -204,7 +204,7 @@ def test_every_row_is_sent_once_unmarked_and_parts_are_equal(count: int, parts: 
         .place({"a": {"devices": range(parts * tensor), "tensor_parallel": tensor}})["a"]
         .places
     )
-    trip = Trip(Mark(Mode.SPLIT, None), places, (rows(count),), {})
+    trip = DispatchCall(DispatchSpec(DispatchMode.SPLIT, None), places, (rows(count),), {})
     firsts = [call for call, place in zip(trip.calls, places, strict=True) if place.tensor_rank == 0]
     sent = [call.args[0] for call in firsts]
     marks = [part.batch.numpy(IS_PADDING) for part in sent]
@@ -222,7 +222,10 @@ def test_every_row_is_sent_once_unmarked_and_parts_are_equal(count: int, parts: 
 def test_what_all_ranks_get_is_one_object() -> None:
     places = ResourceManager(4).place({"a": "0-3"})["a"].places
     batch = rows(8)
-    assert all(call.args[0] is batch for call in Trip(Mark(Mode.BROADCAST, None), places, (batch,), {}).calls)
+    assert all(
+        call.args[0] is batch
+        for call in DispatchCall(DispatchSpec(DispatchMode.BROADCAST, None), places, (batch,), {}).calls
+    )
 
 
 def test_what_a_worker_does_to_its_batch_is_not_seen_elsewhere() -> None:
@@ -472,25 +475,25 @@ def test_what_carries_the_workers_is_looked_at_while_nothing_comes() -> None:
     class Lost(Exception):
         pass
 
-    class Crew:
+    class BareWorkerGroup:
         """Workers that never answer, on ground that gives way."""
 
-        def __init__(self, launch: Launch) -> None:
+        def __init__(self, launch: WorkerLaunch) -> None:
             self.places: tuple[Place, ...] = launch.places
 
         async def open(self) -> None: ...
 
-        async def begin(self, method: str, calls: Any) -> list[asyncio.Future[Any]]:
+        async def submit(self, method: str, calls: Any) -> list[asyncio.Future[Any]]:
             return [asyncio.get_running_loop().create_future() for _ in calls]
 
-        async def look(self) -> None:
+        async def check_alive(self) -> None:
             if asyncio.get_running_loop().time() > 12:
                 raise Lost
 
         async def close(self) -> None: ...
 
     async def main() -> None:
-        async with cluster(backend=Crew) as adder:
+        async with cluster(backend=BareWorkerGroup) as adder:
             with pytest.raises(Lost):
                 await adder.add(1)
             assert asyncio.get_running_loop().time() == pytest.approx(15)

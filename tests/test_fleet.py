@@ -33,7 +33,7 @@ from builders import (
 )  # fmt: skip
 
 from cadenza.cluster import VersionMismatch, WorkerLost
-from cadenza.cluster.peer import LocalPeer, Peer
+from cadenza.cluster.worker_handle import LocalWorkerHandle, WorkerHandle
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.rollout import fleet as fleet_module
@@ -151,13 +151,13 @@ def test_trajectories_that_are_lost_with_their_node_cost_their_groups() -> None:
     simulate(main)
 
 
-class Gone(LocalPeer):
+class Gone(LocalWorkerHandle):
     """A peer whose node is gone."""
 
     def __init__(self, role: str) -> None:
-        Peer.__init__(self, role)
+        WorkerHandle.__init__(self, role)
 
-    def fetch_now(self, handles: Any) -> list[Any]:
+    def fetch_blocking(self, handles: Any) -> list[Any]:
         raise WorkerLost("the node is gone")
 
 
@@ -185,7 +185,7 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
             await got(scheduler, 4)
             real, tries = fleet_module.start, 0
 
-            async def full(*args: Any, **options: Any) -> Peer:
+            async def full(*args: Any, **options: Any) -> WorkerHandle:
                 nonlocal tries
                 tries += 1
                 if tries == 1:
@@ -194,7 +194,7 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
                     raise VersionMismatch("another torch")
                 return await real(*args, **options)
 
-            monkeypatch.setattr(fleet_module, "start", full)
+            monkeypatch.setattr(fleet_module, "start_worker", full)
             fleet(scheduler)._crews[0].peer.kill()  # type: ignore[union-attr]
             for version in range(1, 3):
                 await publish(scheduler, version)
@@ -208,7 +208,7 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
 
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_a_shutdown_does_not_wait_for_a_replacement(is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(*args: Any, **options: Any) -> Peer:
+    async def full(*args: Any, **options: Any) -> WorkerHandle:
         if is_slow:
             await asyncio.sleep(FOREVER)
         raise InfrastructureError("no node has room")
@@ -216,7 +216,7 @@ def test_a_shutdown_does_not_wait_for_a_replacement(is_slow: bool, monkeypatch: 
     async def main() -> None:
         async with playing([fake(1.0)], slots=4, workers=2, batch_size=4) as scheduler:
             await got(scheduler, 4)
-            monkeypatch.setattr(fleet_module, "start", full)
+            monkeypatch.setattr(fleet_module, "start_worker", full)
             fleet(scheduler)._crews[0].peer.kill()  # type: ignore[union-attr]
             await asyncio.sleep(1.0)
             began = now()
@@ -362,7 +362,7 @@ def test_an_error_of_the_env_worker_itself_ends_the_run() -> None:
         async with playing(slots=4, workers=2, batch_size=4) as scheduler:
             await scheduler.resume()
             crew = fleet(scheduler)._crews[0]
-            host = crew.peer._host._worker  # type: ignore[attr-defined]
+            host = crew.peer._worker_host._worker  # type: ignore[attr-defined]
             host._spawn(_bug(), "bug")
             with pytest.raises(RolloutError, match="assert False"):
                 await get(scheduler, 8)
@@ -440,9 +440,9 @@ def test_a_group_that_is_lost_before_its_filter_sees_it_is_no_error_of_the_filte
         async with playing([fake(1.0)], slots=2, workers=1, batch_size=2, **options) as scheduler:
             await scheduler.resume()
             peer = fleet(scheduler)._crews[0].peer
-            peer.fetch_now = gone
+            peer.fetch_blocking = gone
             await asyncio.sleep(1.5)
-            del peer.fetch_now
+            del peer.fetch_blocking
             await got(scheduler, 2)
             assert causes(scheduler, Fate.FAILED) == {"lost with its node": 2}
             assert scheduler.queue.errors.total == 0

@@ -16,7 +16,7 @@ from cadenza.envs.frozenlake import FrozenLake
 from cadenza.inference.replica import Request
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
-from cadenza.rollout.plays import trajectory as play
+from cadenza.rollout.rollout_functions import trajectory as play
 from cadenza.rollout.records import Task
 from cadenza.testing import FakeReplica
 

@@ -21,8 +21,8 @@ from cadenza.observe.events import Event
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.simulation.faults import KINDS
 from cadenza.simulation.fuzz import Findings, cli_fuzz, examine, fuzz
-from cadenza.simulation.monitor import Line
-from cadenza.simulation.recording import Schedule, first_difference, record, replay
+from cadenza.simulation.monitor import LoggedEvent
+from cadenza.simulation.recording import ScheduleRecording, first_difference, record, replay
 from cadenza.simulation.scenario import ALPHAS, MIN_TRAJECTORIES, MIN_VERSIONS, Order, Scenario
 from cadenza.simulation.schedule import run
 
@@ -185,7 +185,7 @@ def test_a_recorded_schedule_is_replayed_exactly(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     schedule = record(Scenario.draw(21))
     schedule.save(path)
-    assert Schedule.load(path) == schedule
+    assert ScheduleRecording.load(path) == schedule
     assert replay(path) is None
 
 
@@ -194,8 +194,8 @@ def test_a_replay_that_differs_names_the_first_difference(tmp_path: Path) -> Non
     schedule = record(Scenario.draw(22))
     lines = list(schedule.lines)
     source, event = lines[100]
-    lines[100] = Line(source, event._replace(time=event.time + 0.125))
-    Schedule(schedule.scenario, tuple(lines)).save(path)
+    lines[100] = LoggedEvent(source, event._replace(time=event.time + 0.125))
+    ScheduleRecording(schedule.scenario, tuple(lines)).save(path)
     difference = replay(path)
     assert difference is not None
     assert (difference.number, difference.recorded, difference.replayed) == (100, lines[100], schedule.lines[100])
@@ -203,7 +203,7 @@ def test_a_replay_that_differs_names_the_first_difference(tmp_path: Path) -> Non
 
 
 def test_a_recording_that_ends_early_differs_at_its_end() -> None:
-    lines = [Line("train", Event(float(number), "issue", f"g{number}.0#0", "slot 0")) for number in range(3)]
+    lines = [LoggedEvent("train", Event(float(number), "issue", f"g{number}.0#0", "slot 0")) for number in range(3)]
     difference = first_difference(lines[:2], lines)
     assert difference is not None
     assert (difference.number, difference.recorded, difference.replayed) == (2, None, lines[2])

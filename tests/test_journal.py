@@ -37,7 +37,7 @@ from builders import (
 from cadenza import DataProto, RolloutScheduler
 from cadenza.inference.replica import Request
 from cadenza.rollout.failures import SchedulerClosed
-from cadenza.rollout.journal import JournalError
+from cadenza.rollout.snapshot import JournalError
 from cadenza.rollout.ledger import GroupState
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.testing import FakeReplica

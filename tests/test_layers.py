@@ -6,7 +6,7 @@ import pytest
 HEAVY = {"torch", "ray", "transformers", "matplotlib", "pandas"}
 LIGHT = [
     "cadenza",
-    "cadenza.cluster.shipping",
+    "cadenza.cluster.weight_transfer",
     "cadenza.data",
     "cadenza.envs",
     "cadenza.inference.codec",

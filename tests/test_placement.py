@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza import ResourceManager
-from cadenza.cluster import PlacementError, RoleConfig, Sharing
+from cadenza.cluster import DeviceSharing, PlacementError, RoleConfig
 from cadenza.cluster.placement import format_devices, parse_devices
 
 
@@ -68,13 +68,13 @@ def test_ranks_follow_the_order_in_which_devices_are_named() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "sharing"),
     [
-        ("0-3", [3, 2, 1, 0], Sharing.COLOCATED),
-        ("0-3", "0-1", Sharing.PARTIAL),
-        ("0-3", "2-5", Sharing.PARTIAL),
-        ("0-3", "4-7", Sharing.DISAGGREGATED),
+        ("0-3", [3, 2, 1, 0], DeviceSharing.COLOCATED),
+        ("0-3", "0-1", DeviceSharing.PARTIAL),
+        ("0-3", "2-5", DeviceSharing.PARTIAL),
+        ("0-3", "4-7", DeviceSharing.DISAGGREGATED),
     ],
 )
-def test_what_two_roles_share_has_a_name(one: Any, other: Any, sharing: Sharing) -> None:
+def test_what_two_roles_share_has_a_name(one: Any, other: Any, sharing: DeviceSharing) -> None:
     plan = ResourceManager(8).place({"actor": one, "sampler": other})
     assert plan.sharing("actor", "sampler") is plan.sharing("sampler", "actor") is sharing
 

@@ -9,19 +9,24 @@ from pathlib import Path
 import pytest
 
 from cadenza.cli import main
-from cadenza.simulation.account import Figures
-from cadenza.simulation.asked import BadRequest, with_cost
+from cadenza.simulation.cli_args import InvalidArgument, with_cost
 from cadenza.simulation.cost import A100_QWEN25_7B
-from cadenza.simulation.experiment import Trial, Workers
-from cadenza.simulation.plan import ENVS, KV, LONGEST, TRAINER, WORK, Outlook, make_plan
-from cadenza.simulation.workloads import LogNormal, Responses, Workload, find, w4
+from cadenza.simulation.experiment import Trial, TrialPool
+from cadenza.simulation.figures import RunFigures
+from cadenza.simulation.plan import ENVS, KV, LONGEST, TRAINER, WORK, StepLimits, make_plan
+from cadenza.simulation.workloads import LogNormal, SingleTurnSpec, Workload, find, w4
 
 SMALL = replace(
-    find("W2"), name="small", gpus=8, groups=6, group_size=4, responses=Responses(LogNormal(400, 0.5), longest=2000)
+    find("W2"),
+    name="small",
+    gpus=8,
+    groups=6,
+    group_size=4,
+    responses=SingleTurnSpec(LogNormal(400, 0.5), longest=2000),
 )
 
 
-class Pretended(Workers):
+class Pretended(TrialPool):
     """Says what a step takes, instead of simulating it."""
 
     def __init__(self, seconds: dict[float, float], best: int) -> None:
@@ -30,15 +35,15 @@ class Pretended(Workers):
         self.best = best
         self.asked: list[Trial] = []
 
-    def run(self, trials: object) -> list[Figures]:
+    def run(self, trials: object) -> list[RunFigures]:
         assert hasattr(trials, "__iter__")
         new = list(trials)
         self.asked += new
         return [self._figures(trial) for trial in new]
 
-    def _figures(self, trial: Trial) -> Figures:
+    def _figures(self, trial: Trial) -> RunFigures:
         seconds = self.seconds[trial.alpha] * (1 + 0.1 * abs(trial.settings.train_gpus - self.best) * (trial.alpha > 0))
-        return Figures(
+        return RunFigures(
             trial.seed, 10 / seconds, seconds, 5.0, 1.0, trial.alpha / 2, int(trial.alpha), 1.0, {}, 0.0, 1.0
         )
 
@@ -75,7 +80,7 @@ def test_a_plan_simulates_a_bounded_number_of_steps() -> None:
 
 def test_a_real_plan_is_the_same_twice_and_keeps_the_bound() -> None:
     smaller = replace(SMALL, gpus=4, groups=3)
-    plans = [make_plan(Workers(None), smaller, [0.0, 1.0]).to_json() for _ in range(2)]
+    plans = [make_plan(TrialPool(None), smaller, [0.0, 1.0]).to_json() for _ in range(2)]
     assert plans[0] == plans[1]
     predicted = plans[0]["predicted"]
     assert [found["train_gpus"] for found in predicted if not found["alpha"]] == [0]
@@ -95,13 +100,13 @@ def test_a_real_plan_is_the_same_twice_and_keeps_the_bound() -> None:
     ],
 )
 def test_what_limits_a_step_has_a_name(workload: Workload, alpha: float, train_gpus: int, reason: str) -> None:
-    limits = Outlook.of(workload).limits(alpha, train_gpus)
+    limits = StepLimits.of(workload).limits(alpha, train_gpus)
     assert max(limits, key=lambda name: limits[name]) == reason
 
 
 def test_one_gpu_cannot_train_and_generate_at_once() -> None:
     with pytest.raises(ValueError, match="with one GPU nothing can train while something generates"):
-        make_plan(Workers(None), replace(SMALL, gpus=1), [0.0, 1.0])
+        make_plan(TrialPool(None), replace(SMALL, gpus=1), [0.0, 1.0])
 
 
 # -- costs -------------------------------------------------------------------------------------------------------------
@@ -126,7 +131,7 @@ def test_a_cost_is_a_name_and_what_differs() -> None:
     ],
 )
 def test_a_cost_that_makes_no_sense_is_refused(text: str, message: str) -> None:
-    with pytest.raises(BadRequest, match=message):
+    with pytest.raises(InvalidArgument, match=message):
         with_cost(SMALL, text)
 
 

@@ -22,15 +22,15 @@ from ray.cluster_utils import Cluster as RayTestCluster  # noqa: E402
 
 from cadenza import Cluster, DataProto, ResourceManager, Worker  # noqa: E402
 from cadenza.cluster import (  # noqa: E402
+    DeviceSharing,
     PlacementError,
-    Sharing,
     VersionMismatch,
     WorkerError,
     WorkerLost,
     dispatch,
-    ray_crew,
+    ray_worker_group,
 )
-from cadenza.cluster.ray_crew import RayCrew, check_versions  # noqa: E402
+from cadenza.cluster.ray_worker_group import RayWorkerGroup, check_versions  # noqa: E402
 from cadenza.data import IS_PADDING, Ragged  # noqa: E402
 from cadenza.errors import DeadlinePassed  # noqa: E402
 
@@ -204,7 +204,7 @@ def test_the_devices_are_those_that_the_nodes_declare(nodes: RayTestCluster) -> 
 
 def test_colocated_roles_share_their_devices(nodes: RayTestCluster) -> None:
     roles = {"actor": wide("0-7"), "reference": "0-1"}
-    assert ResourceManager.on_ray().place({"a": "0-7", "b": "0-7"}).sharing("a", "b") is Sharing.COLOCATED
+    assert ResourceManager.on_ray().place({"a": "0-7", "b": "0-7"}).sharing("a", "b") is DeviceSharing.COLOCATED
 
     async def work(actor: Any, reference: Any) -> None:
         big_ones, small_ones = await actor.where(), await reference.where()
@@ -222,7 +222,7 @@ def test_disaggregated_and_partial_roles_sit_on_their_nodes(nodes: RayTestCluste
 
     async def work(actor: Any, sampler: Any) -> None:
         plan = actor.placement.map
-        assert plan.sharing("actor", "sampler") is Sharing.PARTIAL
+        assert plan.sharing("actor", "sampler") is DeviceSharing.PARTIAL
         places = [*actor.places, *sampler.places]
         expected = [plan.node_of(place.devices[0]) for place in places]
         assert len({node.id for node in expected}) in (2, 3)
@@ -375,7 +375,7 @@ def test_failures_come_back_as_what_they_are_with_role_rank_and_node(nodes: RayT
 def test_ranks_that_wait_for_a_dead_one_are_not_waited_for(
     nodes: RayTestCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_crew, "CLOSE_SECONDS", 1000.0)
+    monkeypatch.setattr(ray_worker_group, "CLOSE_SECONDS", 1000.0)
 
     async def work(actor: Any) -> list[int]:
         pids = [found["pid"] for found in await actor.where()]
@@ -467,7 +467,7 @@ def test_versions_that_differ_are_refused_with_both(nodes: RayTestCluster, tmp_p
     other = tmp_path / "torch-1.0.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0.0\n")
-    backend = partial(RayCrew, runtime_env={"env_vars": {"PYTHONPATH": str(tmp_path)}})
+    backend = partial(RayWorkerGroup, runtime_env={"env_vars": {"PYTHONPATH": str(tmp_path)}})
     torch = pytest.importorskip("torch")
     here = torch.__version__.partition("+")[0]
     with pytest.raises(VersionMismatch, match=rf"torch {here} here, but torch 1\.0\.0 in the worker actor rank 0 on"):

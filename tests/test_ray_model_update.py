@@ -22,11 +22,11 @@ from ray.cluster_utils import Cluster as RayTestCluster  # noqa: E402
 from cadenza import Cluster, ResourceManager  # noqa: E402
 from cadenza.cluster import dispatch  # noqa: E402
 from cadenza.cluster.remote_replica import RemoteReplica  # noqa: E402
-from cadenza.cluster.shipping import Broadcast, Layout, ShipmentLost, Stored  # noqa: E402
+from cadenza.cluster.weight_transfer import StoredWeights, WeightBroadcast, WeightLayout, WeightTransferError  # noqa: E402
 from cadenza.inference.replica import Generation, Request, Sampling, Tokens  # noqa: E402
 from cadenza.pipelines.engines import EngineConfig  # noqa: E402
 from cadenza.pipelines.replicas import ByBroadcast, Inference, Plan, ThroughStore, inference  # noqa: E402
-from cadenza.pipelines.workers import ActorWorker, Blueprint  # noqa: E402
+from cadenza.pipelines.workers import ActorWorker, ModelSpec  # noqa: E402
 from cadenza.rollout.sampler import SamplerConfig  # noqa: E402
 from cadenza.training import ActorConfig, ModelConfig, ReferenceConfig  # noqa: E402
 from cadenza.training.strategy import StrategyName  # noqa: E402
@@ -88,16 +88,16 @@ def run(devices: str, work: Work, *, trainers: str = "0", strategy: StrategyName
         try:
             places = resources.place({"actor": trainers, "inference": devices})
             codec: Any = SimpleNamespace(vocab_size=64, eos_token_ids=frozenset())  # texts do not end by themselves
-            blueprint = Blueprint(MODEL, codec.vocab_size, None, 0, 1)
+            model_spec = ModelSpec(MODEL, codec.vocab_size, None, 0, 1)
             actor = Cluster(
-                "actor", Trainer, places["actor"], blueprint=blueprint, config=ActorConfig(strategy=strategy),
+                "actor", Trainer, places["actor"], model_spec=model_spec, config=ActorConfig(strategy=strategy),
                 reference=ReferenceConfig(), failures=None,
             )  # fmt: skip
             async with actor:
                 where = await actor.meet() if actor.world_size > 1 else None
                 await actor.build(where, [str(place) for place in actor.places])
                 await actor.nudge(0)
-                plan = Plan(actor, places, codec, blueprint, EngineConfig(), SamplerConfig(balance_seconds=0))
+                plan = Plan(actor, places, codec, model_spec, EngineConfig(), SamplerConfig(balance_seconds=0))
                 async with inference(plan) as running:
                     await work(actor, running, list(running.sampler.replicas))  # type: ignore[arg-type]
         finally:
@@ -132,7 +132,7 @@ def test_after_an_update_every_replica_writes_what_the_trainer_would(
         for version in (1, 2):
             await actor.nudge(version)
             weights = await running.weights()
-            assert isinstance(weights, Stored) == (way is ThroughStore)
+            assert isinstance(weights, StoredWeights) == (way is ThroughStore)
             await all_say(replicas, before, version - 1, 1000 * version)  # they have it, and do not use it yet
             await running.sampler.load_weights(version, weights)
             after = await actor.greedy(PROMPT, 12)
@@ -167,13 +167,13 @@ def test_an_update_that_fails_half_way_leaves_the_old_version_whole(nodes: None)
     async def work(actor: Any, running: Inference, replicas: list[RemoteReplica]) -> None:
         old = await actor.greedy(PROMPT, 12)
         await actor.nudge(1)
-        good: Stored = await actor.store_weights()
+        good: StoredWeights = await actor.store_weights()
         assert len(good.refs) > 3
         torn = replace(good, refs=(*good.refs[:2], ray.put([np.zeros(3, np.uint8)]), *good.refs[3:]))
         for replica in replicas:
-            with pytest.raises(ShipmentLost, match="bucket 2 of the weights"):
+            with pytest.raises(WeightTransferError, match="bucket 2 of the weights"):
                 await replica.prepare(torn)
-            with pytest.raises(ShipmentLost, match="bucket 2 of the weights"):
+            with pytest.raises(WeightTransferError, match="bucket 2 of the weights"):
                 await replica.load_weights(1, torn)
         await all_say(replicas, old, 0, 100)
         await running.sampler.load_weights(1, good)
@@ -196,13 +196,13 @@ def test_a_broadcast_that_a_replica_misses_goes_through_the_object_store_and_the
             entry._replace(shape=(1, *entry.shape)) if entry.name == "model.norm.weight" else entry
             for entry in missed[1].layout.entries
         ]
-        other = Layout(tuple(entries), BUCKET)
+        other = WeightLayout(tuple(entries), BUCKET)
         way._last = missed[0], replace(missed[1], layout=other)  # the engines will not have it
-        assert isinstance(await running.weights(), Stored)
+        assert isinstance(await running.weights(), StoredWeights)
         assert "the broadcast of weights failed" in caplog.text
         dead.kill("for the test")
         weights = await running.weights()
-        assert isinstance(weights, Broadcast)
+        assert isinstance(weights, WeightBroadcast)
         assert weights.size == 1 + len(living)
         await running.sampler.load_weights(1, weights)
         assert list(running.sampler.lost) == [dead.name]

@@ -114,7 +114,7 @@ class Program:
         place = self.resources.place({"inference": "0-1"})["inference"]
         self.replicas: Any = Cluster("inference", Scripted, place, seconds=seconds, start_seconds=SECONDS)
         asyncio.run(self.replicas.start())
-        self.service = asyncio.run(InferenceService.start(self.replicas.peers, ByteCodec()))
+        self.service = asyncio.run(InferenceService.start(self.replicas.worker_handles, ByteCodec()))
         scheduler = ray.remote(RolloutScheduler)
         self.scheduler = scheduler.remote(*configs(**options), self.resources, self.service, "train", collator)
 

@@ -13,7 +13,7 @@ import pytest
 
 from cadenza import Cluster, ResourceManager
 from cadenza.cluster import WorkerLost, dispatch
-from cadenza.cluster.remote_replica import Abort, Answer, RemoteReplica, ReplicaWorker
+from cadenza.cluster.remote_replica import AbortRequest, Answer, RemoteReplica, ReplicaWorker
 from cadenza.inference.replica import (
     Finish,
     Generation,
@@ -81,7 +81,7 @@ class DeskWorker(ReplicaWorker):
         self.calls = calls
 
     @dispatch("rank_zero")
-    async def exchange(self, requests: Sequence[Request], aborts: Sequence[Abort]) -> list[Answer]:
+    async def exchange(self, requests: Sequence[Request], aborts: Sequence[AbortRequest]) -> list[Answer]:
         self.calls.append(len(requests))
         if any(request.max_tokens == 666 for request in requests):
             raise WorkerLost("the worker's process is gone")

@@ -56,7 +56,7 @@ def test_a_run_with_shared_devices_ends_early_with_all_its_weights(tmp_path: Pat
 def test_twins_share_their_weights_before_and_after_an_update(kind: str) -> None:
     async def main() -> None:
         first = TorchReplica(tiny(kind), name="one")
-        second = first.twin(name="two", devices=(1,))
+        second = first.clone(name="two", devices=(1,))
         replicas = [first, second]
         try:
             for version in (0, 1):

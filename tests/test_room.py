@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request
-from cadenza.rollout.line import RETRY_SECONDS, Line
+from cadenza.rollout.wait_queue import RETRY_SECONDS, Line
 from cadenza.rollout.router import FULL, HOLD_SECONDS, Need, Router, Seat
 from cadenza.rollout.sampler import Sampler
 from cadenza.simulation.cost import CostModel

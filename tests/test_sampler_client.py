@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from builders import FOREVER, client, column, fake, get, got, publish, simulate, site
 
-from cadenza.cluster.peer import LocalPeer
+from cadenza.cluster.worker_handle import LocalWorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.rollout.failures import SchedulerClosed
 from cadenza.rollout.router import Need
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.sampler_client import InferenceService
-from cadenza.rollout.sampler_desk import FORGET_SECONDS
+from cadenza.rollout.sampler_process import FORGET_SECONDS
 from cadenza.testing import ByteCodec
 
 
@@ -40,11 +40,11 @@ def test_batches_come_and_every_grant_is_given_back(workers: int) -> None:
 def test_a_suspension_is_not_undone_by_a_call_that_came_before(call: str, after: float) -> None:
     """Calls to an async actor may overtake each other."""
 
-    class Winding(LocalPeer):
-        async def ask(self, method: str, *args: Any) -> Any:
+    class Winding(LocalWorkerHandle):
+        async def call(self, method: str, *args: Any) -> Any:
             if method == "resume":
                 await asyncio.sleep(0.5)
-            return await super().ask(method, *args)
+            return await super().call(method, *args)
 
     async def main() -> None:
         replica = fake(10.0)
@@ -67,11 +67,11 @@ def test_a_suspension_is_not_undone_by_a_call_that_came_before(call: str, after:
 @pytest.mark.parametrize("call", ["get_batch", "resume"])
 @pytest.mark.parametrize("late", ["state", "suspend", "resume"])
 def test_a_call_that_came_after_a_suspension_opens_the_gate(call: str, late: str) -> None:
-    class Winding(LocalPeer):
-        async def ask(self, method: str, *args: Any) -> Any:
+    class Winding(LocalWorkerHandle):
+        async def call(self, method: str, *args: Any) -> Any:
             if method == late:
                 await asyncio.sleep(0.02)
-            return await super().ask(method, *args)
+            return await super().call(method, *args)
 
     async def main() -> None:
         async with site([fake(1.0)]) as here:
@@ -91,8 +91,8 @@ def test_a_call_that_came_after_a_suspension_opens_the_gate(call: str, late: str
 
 @pytest.mark.parametrize("call", ["suspend", "resume", "get_batch", "shrink", "shutdown"])
 def test_nobody_waits_for_ever_for_a_sampler_that_is_silent(call: str) -> None:
-    class Silent(LocalPeer):
-        async def ask(self, method: str, *args: Any) -> Any:
+    class Silent(LocalWorkerHandle):
+        async def call(self, method: str, *args: Any) -> Any:
             await asyncio.sleep(FOREVER)
 
     async def main() -> None:
@@ -114,7 +114,7 @@ def test_nobody_waits_for_ever_for_a_sampler_that_is_silent(call: str) -> None:
                 else:
                     with pytest.raises(NoReplicas, match="the sampler is gone: no answer"):
                         await calls[call]()
-            here.desk.__class__ = LocalPeer
+            here.desk.__class__ = LocalWorkerHandle
 
     simulate(main)
 
@@ -181,11 +181,11 @@ def test_a_scheduler_that_is_gone_does_not_keep_the_gate_closed(has_started: boo
 
 
 def test_a_scheduler_that_is_gone_before_it_said_anything_does_not_keep_the_gate_closed() -> None:
-    class Winding(LocalPeer):
-        async def ask(self, method: str, *args: Any) -> Any:
+    class Winding(LocalWorkerHandle):
+        async def call(self, method: str, *args: Any) -> Any:
             if method == "exchange":
                 await asyncio.sleep(0.5)
-            return await super().ask(method, *args)
+            return await super().call(method, *args)
 
     async def main() -> None:
         async with site([fake(1.0)]) as here:

@@ -15,27 +15,32 @@ import pytest
 from cadenza.cli import main
 from cadenza.inference.meter import StepMeter
 from cadenza.observe.run import RunDirectory
-from cadenza.simulation import clock, gates
-from cadenza.simulation.account import Account, Figures, Meters, Row
+from cadenza.simulation import calibration, clock
+from cadenza.simulation.baselines import BarrierStrategy, GroupQueueStrategy
 from cadenza.simulation.bounds import Demand
 from cadenza.simulation.cost import H100_QWEN3_8B, CostModel
-from cadenza.simulation.experiment import POLICIES, Result, Trial, evaluate, first_guess, search, workers
-from cadenza.simulation.film import Film
-from cadenza.simulation.policy import Settings, drive
-from cadenza.simulation.rivals import Barrier, GroupQueue
-from cadenza.simulation.traces import Member, RunStep, TraceFileError, TraceGroup, read_run
-from cadenza.simulation.tuned import TUNED
-from cadenza.simulation.workloads import Episode, LogNormal, Responses, Workload, find, trace_of, w4
+from cadenza.simulation.experiment import STRATEGIES, StrategyResult, Trial, evaluate, first_guess, search, workers
+from cadenza.simulation.figures import BatchRow, FiguresBuilder, RunFigures, UsageTotals
+from cadenza.simulation.recorder import RunRecorder
+from cadenza.simulation.strategy import StrategySettings, drive
+from cadenza.simulation.traces import RunStep, TraceFileError, TraceGroup, TraceMember, read_run
+from cadenza.simulation.tuned_settings import TUNED_SETTINGS
+from cadenza.simulation.workloads import LogNormal, SingleTurnSpec, TraceEpisode, Workload, find, trace_of, w4
 
 SMALL = replace(
-    find("W2"), name="small", gpus=4, groups=6, group_size=4, responses=Responses(LogNormal(400, 0.8), longest=2000)
+    find("W2"),
+    name="small",
+    gpus=4,
+    groups=6,
+    group_size=4,
+    responses=SingleTurnSpec(LogNormal(400, 0.8), longest=2000),
 )
-ASYNCHRONOUS = [name for name, policy in POLICIES.items() if policy.asynchronous]
-SYNCHRONOUS = [name for name in POLICIES if name not in ASYNCHRONOUS]
+ASYNCHRONOUS = [name for name, policy in STRATEGIES.items() if policy.asynchronous]
+SYNCHRONOUS = [name for name in STRATEGIES if name not in ASYNCHRONOUS]
 
 
 def trial(policy: str, alpha: float = 1.0, workload: Workload = SMALL, seed: int = 0, **settings: int) -> Trial:
-    chosen = Settings(**({"train_gpus": 1} if policy in ASYNCHRONOUS and alpha else {}) | settings)
+    chosen = StrategySettings(**({"train_gpus": 1} if policy in ASYNCHRONOUS and alpha else {}) | settings)
     return Trial(workload, policy, alpha, seed, chosen, steps=10, warm_up=3)
 
 
@@ -46,7 +51,7 @@ def small_w5() -> Workload:
     return replace(workload, name="small W5", gpus=4, groups=4, group_size=2, turns=turns)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", STRATEGIES)
 def test_the_same_trial_has_the_same_figures_to_the_last_digit(policy: str) -> None:
     assert trial(policy).run() == trial(policy).run()
 
@@ -58,7 +63,7 @@ def test_another_process_finds_the_same() -> None:
     assert there == [one.run() for one in trials]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", STRATEGIES)
 def test_no_policy_beats_what_cannot_be_beaten(policy: str) -> None:
     figures = trial(policy).run()
     assert 0.05 < figures.efficiency < 1
@@ -90,8 +95,8 @@ def test_an_update_costs_group_queue_the_turns_under_way() -> None:
 
 
 def test_redundant_groups_of_group_queue_are_dropped_above_the_bound_and_that_is_a_bias() -> None:
-    spread = replace(SMALL, rho=1.0, responses=Responses(LogNormal(400, 1.2), longest=4000))
-    figures = Trial(spread, "group-queue", 1.0, 0, Settings(1, extra_groups=4), steps=24, warm_up=4).run()
+    spread = replace(SMALL, rho=1.0, responses=SingleTurnSpec(LogNormal(400, 1.2), longest=4000))
+    figures = Trial(spread, "group-queue", 1.0, 0, StrategySettings(1, extra_groups=4), steps=24, warm_up=4).run()
     assert figures.waste["stale"] > 0.01
     assert figures.length_bias < 0.97
 
@@ -104,7 +109,7 @@ def test_redundant_members_end_when_their_group_is_whole() -> None:
 
 
 def test_an_env_whose_member_lost_goes_on_with_the_next_group_at_once() -> None:
-    policy = GroupQueue(SMALL, trace_of(SMALL, 0), 2.0, Settings(1, extra_members=2))
+    policy = GroupQueueStrategy(SMALL, trace_of(SMALL, 0), 2.0, StrategySettings(1, extra_members=2))
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -117,7 +122,7 @@ def test_an_env_whose_member_lost_goes_on_with_the_next_group_at_once() -> None:
     clock.run(main)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", STRATEGIES)
 def test_episodes_of_several_turns_survive_envs_that_fail(policy: str) -> None:
     workload = small_w5()
     trace = trace_of(workload, 0)
@@ -137,8 +142,8 @@ def test_a_batch_waits_for_its_rewards(policy: str) -> None:
 
 def test_the_longest_alone_is_what_a_single_sample_takes() -> None:
     """One GPU, one sample in a batch: nothing can overlap, so the step is the sum of its parts."""
-    lone = replace(SMALL, gpus=1, groups=1, group_size=1, recorded=((Episode((500,), (100,)),),), responses=None)
-    account = clock.run(lambda: drive(Barrier(lone, trace_of(lone, 0), 0.0, Settings()), 4))
+    lone = replace(SMALL, gpus=1, groups=1, group_size=1, recorded=((TraceEpisode((500,), (100,)),),), responses=None)
+    account = clock.run(lambda: drive(BarrierStrategy(lone, trace_of(lone, 0), 0.0, StrategySettings()), 4))
     figures = account.figures(0, 1)
     cost = lone.cost
     alone = 500 * (cost.a + cost.b + cost.c * (100 + 499 / 2)) + 100 * cost.p
@@ -152,28 +157,28 @@ def test_the_longest_alone_is_what_a_single_sample_takes() -> None:
 # -- the account -------------------------------------------------------------------------------------------------------
 
 
-def account_of(rows: list[list[Row]], settled: list[int], wasted: list[int]) -> Account:
+def account_of(rows: list[list[BatchRow]], settled: list[int], wasted: list[int]) -> FiguresBuilder:
     """Steps of ten seconds over a trace of two-member groups."""
-    groups = tuple((Episode((10 + n,), (5,)), Episode((20 + n,), (5,))) for n in range(8))
+    groups = tuple((TraceEpisode((10 + n,), (5,)), TraceEpisode((20 + n,), (5,))) for n in range(8))
     workload = replace(SMALL, groups=1, group_size=2, responses=None, recorded=groups)
 
     class InOrder:
-        def episode(self, group: int, member: int) -> Episode:
+        def episode(self, group: int, member: int) -> TraceEpisode:
             return groups[group][member]
 
         def mean_response(self, first: int, last: int) -> float:
             return sum(e.response for group in groups[first:last] for e in group) / (2 * (last - first))
 
-    account = Account(workload, InOrder(), 1.0, 1)
+    account = FiguresBuilder(workload, InOrder(), 1.0, 1)
     for step, batch in enumerate(rows):
         account.train(batch, version=step)
-        meters = Meters(100 * (step + 1), Counter({"stale": wasted[step]}), settled[step])
+        meters = UsageTotals(100 * (step + 1), Counter({"stale": wasted[step]}), settled[step])
         account.trained(10.0 * (step + 1), 4.0, meters)
     return account
 
 
-def rows(group: int, oldest: int) -> list[Row]:
-    return [Row(group, Episode((length + group,), (5,)), oldest) for length in (10, 20)]
+def rows(group: int, oldest: int) -> list[BatchRow]:
+    return [BatchRow(group, TraceEpisode((length + group,), (5,)), oldest) for length in (10, 20)]
 
 
 def test_figures_are_those_of_the_counted_steps() -> None:
@@ -191,13 +196,13 @@ def test_a_batch_of_another_size_is_refused() -> None:
         account_of([rows(0, 0)[:1]], [1], [0])
 
 
-def figures_of(seed: int, efficiency: float, waste: dict[str, float]) -> Figures:
-    return Figures(seed, efficiency, 10.0, 5.0, 100.0, 0.5, seed, 1.0, waste, 1.0, 1.0)
+def figures_of(seed: int, efficiency: float, waste: dict[str, float]) -> RunFigures:
+    return RunFigures(seed, efficiency, 10.0, 5.0, 100.0, 0.5, seed, 1.0, waste, 1.0, 1.0)
 
 
 def test_a_result_is_the_median_and_names_the_worst_seed() -> None:
     seeds = (figures_of(0, 0.5, {"stale": 0.1}), figures_of(1, 0.2, {}), figures_of(2, 0.6, {"stale": 0.3}))
-    told = Result("W2", "cadenza", 1.0, Settings(5), seeds).to_json()
+    told = StrategyResult("W2", "cadenza", 1.0, StrategySettings(5), seeds).to_json()
     assert (told["efficiency"], told["staleness_max"], told["waste"]) == (0.5, 2, {"stale": 0.1})
     assert (told["worst_seed"]["seed"], told["worst_seed"]["efficiency"]) == (1, 0.2)
     assert {"step_seconds", "limit_seconds", "tokens_per_second", "staleness_mean", "length_bias"} <= told.keys()
@@ -223,8 +228,8 @@ def test_a_search_finds_nothing_worse_than_the_first_guess() -> None:
     [
         ({"policy": "fifo"}, "policy 'fifo' is not known; take one of barrier"),
         ({"alpha": -1.0}, "alpha must be >= 0, got -1"),
-        ({"settings": Settings(train_gpus=4)}, "train_gpus must be from 0 to 3, got 4"),
-        ({"settings": Settings(concurrency=-1)}, "must be a number from 0 on"),
+        ({"settings": StrategySettings(train_gpus=4)}, "train_gpus must be from 0 to 3, got 4"),
+        ({"settings": StrategySettings(concurrency=-1)}, "must be a number from 0 on"),
         ({"warm_up": 10}, "from 1 to steps - 1 = 9 steps, got 10"),
     ],
 )
@@ -235,7 +240,9 @@ def test_a_trial_that_makes_no_sense_is_refused(changes: dict[str, object], mess
 
 def test_gpus_that_train_and_generate_by_turns_beat_every_split_of_a_run_that_waits_for_its_rollouts() -> None:
     def step_seconds(**settings: int) -> float:
-        return Trial(find("W2x4"), "cadenza", 1.0, 0, Settings(**settings), steps=12, warm_up=4).run().step_seconds
+        return (
+            Trial(find("W2x4"), "cadenza", 1.0, 0, StrategySettings(**settings), steps=12, warm_up=4).run().step_seconds
+        )
 
     splits = min(step_seconds(train_gpus=gpus, parts=parts) for gpus in (1, 2) for parts in (1, 8))
     assert step_seconds(train_gpus=2, shared=2) < splits
@@ -253,13 +260,13 @@ def test_shared_gpus_keep_the_bound_and_lose_nothing(alpha: float) -> None:
 
 def test_gpus_that_take_long_to_change_hands_are_left_where_they_are() -> None:
     slow = replace(SMALL, switch_seconds=1e4)
-    twenty = Trial(slow, "cadenza", 1.0, 0, Settings(train_gpus=2, shared=2), steps=22, warm_up=2).run()
-    never = Trial(slow, "cadenza", 1.0, 0, Settings(train_gpus=2), steps=22, warm_up=2).run()
+    twenty = Trial(slow, "cadenza", 1.0, 0, StrategySettings(train_gpus=2, shared=2), steps=22, warm_up=2).run()
+    never = Trial(slow, "cadenza", 1.0, 0, StrategySettings(train_gpus=2), steps=22, warm_up=2).run()
     assert twenty.step_seconds < 1.2 * never.step_seconds
 
 
 def test_an_asynchronous_run_needs_gpus_that_train() -> None:
-    policy = GroupQueue(SMALL, trace_of(SMALL, 0), 1.0, Settings())
+    policy = GroupQueueStrategy(SMALL, trace_of(SMALL, 0), 1.0, StrategySettings())
     with pytest.raises(ValueError, match="train_gpus must be >= 1, got 0"):
         clock.run(lambda: drive(policy, 2))
 
@@ -273,7 +280,11 @@ def test_lockstep_waits_for_the_slowest_env_of_every_turn() -> None:
     drawn = [trace.episode(g, m) for g in range(2) for m in range(2)]
     turns = max(len(episode.steps) for episode in drawn)
     envs = sum(max(e.steps[turn] for e in drawn if turn < len(e.steps)) for turn in range(turns))
-    waited = clock.run(lambda: drive(gates.Lockstep(workload, trace, 0.0, Settings()), 1)).lines[0].waited
+    waited = (
+        clock.run(lambda: drive(calibration.LockstepStrategy(workload, trace, 0.0, StrategySettings()), 1))
+        .lines[0]
+        .waited
+    )
     model = 200 * workload.cost.a * turns
     assert envs + model < waited < envs + 1.3 * model
 
@@ -283,19 +294,19 @@ def test_lockstep_waits_for_the_slowest_env_of_every_turn() -> None:
     [((1.42, 1.63), True, True), ((1.18, 1.63), True, True), ((1.1, 1.63), True, False), ((1.42, 1.63), False, False)],
 )
 def test_a_gate_holds_within_a_fifth_and_in_shape(value: tuple[float, ...], shape: bool, holds: bool) -> None:
-    assert gates.Gate("kv-bound", "", (1.42, 1.63), value, shape).holds is holds
+    assert calibration.CalibrationCheck("kv-bound", "", (1.42, 1.63), value, shape).holds is holds
 
 
 def test_the_gates_hold() -> None:
     with workers() as crew:
-        assert gates.holding(crew) == dict.fromkeys(("admission", "env-level", "kv-bound", "sync-bound"), True)
+        assert calibration.holding(crew) == dict.fromkeys(("admission", "env-level", "kv-bound", "sync-bound"), True)
 
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_comparison_says_whether_the_gates_hold(
     mine: str, holds: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gates, "_HOLDING", {"admission": True, "kv-bound": holds})
+    monkeypatch.setattr(calibration, "_HOLDING", {"admission": True, "kv-bound": holds})
     options = ["--policy", "barrier,queue", "--seeds", "1", "--steps", "3", "--warm-up", "1"]
     assert main(["simulate", "--workload", mine, *options]) == 0
     told = capsys.readouterr().out
@@ -305,8 +316,8 @@ def test_a_comparison_says_whether_the_gates_hold(
 
 
 def test_a_limit_is_not_to_be_hit_but_kept() -> None:
-    assert gates.Gate("sync-bound", "", (1.05,), (0.5,), True, at_most=True).holds
-    assert not gates.Gate("sync-bound", "", (1.05,), (1.06,), True, at_most=True).holds
+    assert calibration.CalibrationCheck("sync-bound", "", (1.05,), (0.5,), True, at_most=True).holds
+    assert not calibration.CalibrationCheck("sync-bound", "", (1.05,), (1.06,), True, at_most=True).holds
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -318,7 +329,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for policy in ("cadenza", "admission", "barrier"):
         for alpha in (0.0, 1.0, 2.0):
             gpus = int(policy in ASYNCHRONOUS)
-            monkeypatch.setitem(TUNED, ("mine", policy, alpha), Settings(train_gpus=gpus))
+            monkeypatch.setitem(TUNED_SETTINGS, ("mine", policy, alpha), StrategySettings(train_gpus=gpus))
     path = tmp_path / "mine.json"
     members = [{"lengths": [length]} for length in (300, 90)]
     groups = [{"prompt": 64, "members": members} for _ in range(5)]
@@ -343,7 +354,7 @@ def test_policies_stand_side_by_side_and_the_synchronous_ones_once(
     options = ["--policy", "barrier,admission", "--alpha", "1,2", "--seeds", "1", "--steps", "5", "--warm-up", "2"]
     assert main(["simulate", "--workload", mine, *options]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert [line[0] for line in lines if line[0] in POLICIES] == ["barrier", "admission", "admission"]
+    assert [line[0] for line in lines if line[0] in STRATEGIES] == ["barrier", "admission", "admission"]
 
 
 def test_workloads_of_one_name_are_told_apart(mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -360,17 +371,17 @@ def test_workloads_of_one_name_are_told_apart(mine: str, tmp_path: Path, capsys:
 @pytest.mark.parametrize("policy", ["barrier", "cadenza"])
 def test_a_long_prompt_is_as_long_as_it_is(policy: str) -> None:
     def seconds(prompt: int) -> float:
-        recorded = ((Episode((10,), (prompt,)),),)
+        recorded = ((TraceEpisode((10,), (prompt,)),),)
         workload = Workload("mine", "", H100_QWEN3_8B, 1, 1, 1, train_seconds=0.0, recorded=recorded)
-        return Trial(workload, policy, 0.0, 0, Settings(), 3, 1).run().step_seconds
+        return Trial(workload, policy, 0.0, 0, StrategySettings(), 3, 1).run().step_seconds
 
     assert seconds(150_000) - seconds(50_000) == pytest.approx(100_000 * H100_QWEN3_8B.p, rel=0.05)
 
 
 def test_a_context_that_no_replica_holds_is_refused() -> None:
-    workload = Workload("mine", "", H100_QWEN3_8B, 1, 1, 1, recorded=((Episode((10,), (400_000,)),),))
+    workload = Workload("mine", "", H100_QWEN3_8B, 1, 1, 1, recorded=((TraceEpisode((10,), (400_000,)),),))
     with pytest.raises(ValueError, match="a context of mine has 400010 tokens, but a KV cache holds 350000"):
-        Trial(workload, "cadenza", 0.0, 0, Settings(), 3, 1)
+        Trial(workload, "cadenza", 0.0, 0, StrategySettings(), 3, 1)
 
 
 def test_a_directory_that_cannot_be_is_told_before_the_simulation(
@@ -450,8 +461,8 @@ def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize("policy", ["queue", "cadenza"])
 def test_a_run_that_is_filmed_is_the_same_run(policy: str) -> None:
     plain = trial(policy)
-    filmed = POLICIES[policy](SMALL, trace_of(SMALL, 0), plain.alpha, plain.settings)
-    filmed.film = film = Film()
+    filmed = STRATEGIES[policy](SMALL, trace_of(SMALL, 0), plain.alpha, plain.settings)
+    filmed.film = film = RunRecorder()
     figures = clock.run(lambda: drive(filmed, plain.steps)).figures(0, plain.warm_up)
     assert figures == plain.run()
     assert len(film.steps) == plain.steps
@@ -459,8 +470,8 @@ def test_a_run_that_is_filmed_is_the_same_run(policy: str) -> None:
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_strip_shows_what_ran_and_when_the_trainer_worked(parts: int) -> None:
-    policy = POLICIES["cadenza"](SMALL, trace_of(SMALL, 0), 1.0, Settings(train_gpus=1, parts=parts))
-    policy.film = film = Film()
+    policy = STRATEGIES["cadenza"](SMALL, trace_of(SMALL, 0), 1.0, StrategySettings(train_gpus=1, parts=parts))
+    policy.film = film = RunRecorder()
     account = clock.run(lambda: drive(policy, 6))
     strip = film.strip(1, 1e9, 50)
     written = sum(line.demand.written for line in account.lines[2:])
@@ -475,7 +486,7 @@ def test_a_strip_shows_what_ran_and_when_the_trainer_worked(parts: int) -> None:
 
 
 def test_more_replicas_than_rows_share_them() -> None:
-    film = Film()
+    film = RunRecorder()
     for replica in range(200):
         film.camera(replica)
     film.spans[0].append((0.0, 10.0))
@@ -505,7 +516,7 @@ def test_out_draws_the_policies_and_a_timeline(
 
 
 def run_step(step: int, groups: int = 2, **changes: object) -> RunStep:
-    members = [Member([10 * step, 4], [3], [0.5, 0.25], 1.0), Member([7])]
+    members = [TraceMember([10 * step, 4], [3], [0.5, 0.25], 1.0), TraceMember([7])]
     made = RunStep(
         step, 2, 3.0, 1.0, 0.5, [TraceGroup(6, members) for _ in range(groups)], {"a": 1e-3, "kv_capacity": 9}
     )
@@ -529,7 +540,7 @@ def test_a_finished_run_is_a_workload_with_its_own_costs(tmp_path: Path) -> None
     workload = read_run(run_directory(tmp_path / "mine", *steps, tail=b'{"step": 3, "gp'))
     assert (workload.name, workload.gpus, workload.groups, workload.group_size) == ("mine", 2, 2, 2)
     assert workload.cost == CostModel(2e-3, 2e-6, 3e-9, 4e-5, 1000, 8)
-    assert workload.recorded[2] == (Episode((20, 4), (6, 3), (0.5, 0.25), 1.0), Episode((7,), (6,)))
+    assert workload.recorded[2] == (TraceEpisode((20, 4), (6, 3), (0.5, 0.25), 1.0), TraceEpisode((7,), (6,)))
     assert workload.sync_seconds == 0.5
     tokens = [2 * (6 + 10 + 3 + 4 + 6 + 7), 6 + 20 + 3 + 4 + 6 + 7]
     assert workload.train_seconds == pytest.approx((1.5 / tokens[0] + 1.5 / tokens[1]) / 2)
@@ -570,7 +581,7 @@ def test_simulate_takes_the_directory_of_a_run(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("policy", ["barrier", "cadenza"])
 def test_fresh_contexts_do_not_grow(policy: str) -> None:
     def seconds(fresh: bool) -> float:
-        episode = Episode((50,) * 8, (100,) * 8, (0.0,) * 8, fresh=fresh)
+        episode = TraceEpisode((50,) * 8, (100,) * 8, (0.0,) * 8, fresh=fresh)
         cost = replace(SMALL.cost, c=1e-4, p=0.0)
         load = replace(SMALL, gpus=1, groups=1, group_size=1, responses=None, recorded=((episode,),), cost=cost)
         assert Demand.of([[episode]]).context == sum(

@@ -16,13 +16,13 @@ from cadenza.pipelines.agentic import _validation
 from cadenza.pipelines.config import RunConfig
 from cadenza.rollout.balance import Balancer, give_way
 from cadenza.rollout.config import SLICE_TOKENS, RolloutConfig
-from cadenza.rollout.line import Line
+from cadenza.rollout.wait_queue import Line
 from cadenza.rollout.router import FULL, Need, Router, Seat
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.experiment import Trial
-from cadenza.simulation.policy import Settings
 from cadenza.simulation.replica import SimReplica
+from cadenza.simulation.strategy import StrategySettings
 from cadenza.simulation.workloads import find
 from cadenza.testing import FakeReplica
 
@@ -164,7 +164,7 @@ def test_where_nobody_waits_nothing_changes() -> None:
 
 def test_a_batch_that_does_not_fit_is_over_sooner() -> None:
     whole, sliced = (
-        Trial(find("W3x8"), "cadenza", 0.0, 0, Settings(slice_tokens=tokens), 2, 1).run() for tokens in (0, -1)
+        Trial(find("W3x8"), "cadenza", 0.0, 0, StrategySettings(slice_tokens=tokens), 2, 1).run() for tokens in (0, -1)
     )
     assert sliced.wait_seconds < 0.98 * whole.wait_seconds
 

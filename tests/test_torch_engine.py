@@ -24,8 +24,8 @@ transformers = pytest.importorskip("transformers")
 from cadenza import DataProto, RolloutScheduler  # noqa: E402
 from cadenza.inference import engine as engine_module  # noqa: E402
 from cadenza.inference.decoder import ModuleDecoder, PackedDecoder, decoder_for  # noqa: E402
-from cadenza.inference.engine import Engine, Sequence  # noqa: E402
-from cadenza.inference.kv_cache import shared  # noqa: E402
+from cadenza.inference.engine import Engine, EngineSequence  # noqa: E402
+from cadenza.inference.kv_cache import common_prefix_length  # noqa: E402
 from cadenza.inference.replica import (  # noqa: E402
     Finish,
     Generation,
@@ -40,7 +40,7 @@ from cadenza.inference.replica import (  # noqa: E402
     StaleEpoch,
     Tokens,
 )
-from cadenza.inference.sampling import GOLDEN, draw, law_of, stream, uniforms  # noqa: E402
+from cadenza.inference.sampling import GOLDEN, batch_sampling, rng_counter, sample_tokens, uniforms  # noqa: E402
 from cadenza.inference.torch_engine import TorchReplica  # noqa: E402
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig  # noqa: E402
 from cadenza.testing import LocalCluster  # noqa: E402
@@ -270,11 +270,13 @@ def test_limits_cut_the_distribution_and_its_logprobs_say_so(top_k: int, top_p: 
 
 
 def test_every_row_of_a_batch_is_drawn_by_its_own_law() -> None:
-    laws = [WARM, GREEDY, Sampling(top_k=1), Sampling(temperature=0.5), Sampling(top_p=0.3), Sampling(top_k=7)]
+    samplings = [WARM, GREEDY, Sampling(top_k=1), Sampling(temperature=0.5), Sampling(top_p=0.3), Sampling(top_k=7)]
 
     async def main(replica: TorchReplica) -> None:
         async def each(together: bool) -> list[list[int]]:
-            requests = [ask(i + 100 * together, prompt(12), 30, law, seed=i) for i, law in enumerate(laws)]
+            requests = [
+                ask(i + 100 * together, prompt(12), 30, sampling, seed=i) for i, sampling in enumerate(samplings)
+            ]
             if together:
                 return [answer.tokens.tolist() for answer in await asyncio.gather(*map(replica.generate, requests))]
             return [(await replica.generate(request)).tokens.tolist() for request in requests]
@@ -309,9 +311,9 @@ def test_sampled_tokens_do_not_depend_on_the_company(kind: str) -> None:
 def test_tokens_come_as_often_as_their_probability_says() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -30.0, 1.5])[None].expand(20_000, -1)
     for sampling, allowed in ((WARM, 6), (Sampling(top_k=3), 3), (Sampling(temperature=0.5), 6)):
-        law = law_of([sampling], 6, torch.device("cpu"))
-        counters = np.array([stream(seed, 3) for seed in range(20_000)], np.uint64)[:, None]
-        tokens, logprobs = draw(logits, law, torch.from_numpy(uniforms(counters, 1)[0]))
+        batched = batch_sampling([sampling], 6, torch.device("cpu"))
+        counters = np.array([rng_counter(seed, 3) for seed in range(20_000)], np.uint64)[:, None]
+        tokens, logprobs = sample_tokens(logits, batched, torch.from_numpy(uniforms(counters, 1)[0]))
         counts = np.bincount(tokens.numpy(), minlength=6) / 20_000
         chances = torch.softmax(logits[0] / sampling.temperature, -1).numpy()
         chances[np.argsort(-chances)[allowed:]] = 0
@@ -322,11 +324,11 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
 
 def test_the_random_numbers_of_neighbouring_turns_have_nothing_in_common() -> None:
     turns = [(42 + GOLDEN * turn) & (1 << 64) - 1 for turn in range(1, 5)]  # as `Model` seeds them
-    start = np.array([stream(seed, 0) for seed in turns], np.uint64)[:, None]
+    start = np.array([rng_counter(seed, 0) for seed in turns], np.uint64)[:, None]
     numbers = uniforms(start, 500)[:, :, 0]
     assert len(np.unique(numbers)) > 0.99 * numbers.size
     assert 0.0 <= numbers.min() < 0.01 < 0.99 < numbers.max() < 1.0
-    ahead = np.array([stream(seed, 100) for seed in turns], np.uint64)[:, None]
+    ahead = np.array([rng_counter(seed, 100) for seed in turns], np.uint64)[:, None]
     np.testing.assert_array_equal(uniforms(ahead, 400)[:, :, 0], numbers[100:])
 
 
@@ -415,7 +417,7 @@ def test_it_tells_how_far_its_requests_have_come() -> None:
         await brake.reached()
         first, second = replica.flights()
         assert (first.id, first.context - first.written) == (1, 10 - 5)
-        assert first.written == pytest.approx(80 + 5, abs=engine_module.GRAIN)
+        assert first.written == pytest.approx(80 + 5, abs=engine_module.WIDTH_MULTIPLE)
         assert 0 < first.computed <= first.context
         assert first.fresh == first.written - 5
         assert second == (2, 10, 0, 0, 0)
@@ -498,7 +500,7 @@ def test_a_session_that_starts_anew_reuses_what_is_the_same() -> None:
         other = np.concatenate((prompt(30)[:12], prompt(20, 5)))
         answer = await replica.generate(ask(2, other, session=7))
         assert answer.tokens.tolist() == greedy(tiny(), other, 20)
-        assert (await replica.stats()).prefilled == 29 + 31 - shared(prompt(30), other)
+        assert (await replica.stats()).prefilled == 29 + 31 - common_prefix_length(prompt(30), other)
 
     served(main)
 
@@ -576,19 +578,19 @@ def test_an_idle_context_gives_way_the_oldest_first() -> None:
 
 
 def cells(engine: Engine) -> int:
-    """Tokens for which memory is allocated, in rows or on the shelf."""
-    return engine._rows.cells + engine._shelf.tokens
+    """Tokens for which memory is allocated, in rows or on the prefix cache."""
+    return engine._cache.cells + engine._prefix_cache.tokens
 
 
-def run(engine: Engine, shapes: list[tuple[int, int]]) -> tuple[dict[int, Sequence], int]:
-    """Write responses to prompts of these lengths; the sequences, and the most that was seated at once."""
+def run(engine: Engine, shapes: list[tuple[int, int]]) -> tuple[dict[int, EngineSequence], int]:
+    """Write responses to prompts of these lengths; the sequences, and the most that was running at once."""
     for i, (length, count) in enumerate(shapes):
-        engine.add(Sequence(ask(i, prompt(length, i), count), prompt(length, i), frozenset(), count, i))
-    done: dict[int, Sequence] = {}
+        engine.add(EngineSequence(ask(i, prompt(length, i), count), prompt(length, i), frozenset(), count, i))
+    done: dict[int, EngineSequence] = {}
     most = 0
     with torch.inference_mode():
         while engine.prepare(1 << 30):
-            most = max(most, len(engine.seated))
+            most = max(most, len(engine.running))
             assert cells(engine) <= engine.kv_tokens
             done |= {sequence.request.id: sequence for sequence in engine.advance(engine.compute())}
             engine.check()
@@ -622,8 +624,8 @@ def test_rows_that_stand_empty_make_room_for_idle_contexts() -> None:
     engine = Engine(decoder_for(tiny()), max_running=8, kv_tokens=1024, prefill_tokens=9999, keep_kv=False, version=0)
     _, most = run(engine, [(60, 10 + 2 * i) for i in range(8)])
     assert most == 8
-    assert engine._rows.cells <= 512
-    assert engine._shelf.tokens >= 4 * 70
+    assert engine._cache.cells <= 512
+    assert engine._prefix_cache.tokens >= 4 * 70
 
 
 @given(data=st.data())
@@ -648,14 +650,14 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
         _, length, _, group = rows[i]
         return common[:length] if group else prompt(length, i % 3)
 
-    done: dict[int, Sequence] = {}
+    done: dict[int, EngineSequence] = {}
     version = step = 0
     with torch.inference_mode():
         while len(done) < len(rows):
             for i, (arrival, _, count, group) in enumerate(rows):
                 if arrival == step:
                     request = ask(i, text(i), count, group=group or 100 + i, session=i // 2)
-                    engine.add(Sequence(request, text(i), frozenset(), count, i))
+                    engine.add(EngineSequence(request, text(i), frozenset(), count, i))
             if step in loads:
                 version += 1
                 engine.load(version, engine.decoder.pack(tiny(seed=version)))
@@ -667,26 +669,26 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
             assert cells(engine) <= engine.kv_tokens
             step += 1
             assert step < 1000
-    assert not engine.seated
+    assert not engine.running
     for i, sequence in done.items():
-        answer, count = sequence.answer(), rows[i][2]
+        answer, count = sequence.generation(), rows[i][2]
         assert (len(answer.tokens) == count) == (answer.finish is Finish.LENGTH)
         assert_each_span_is_of_its_version(text(i), answer)
 
 
-def test_rows_of_very_different_length_are_cut_into_panels_and_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SPLIT", 1)
-    monkeypatch.setattr(engine_module, "UNIT", 2)
+def test_rows_of_very_different_length_are_cut_into_blocks_and_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "MIN_SPLIT_SAVING", 1)
+    monkeypatch.setattr(engine_module, "ROWS_PER_BLOCK", 2)
     shapes = [(5, 70), (200, 50), (40, 40), (90, 90), (7, 20), (150, 60), (66, 33), (3, 100), (180, 12)]
     engine = Engine(decoder_for(tiny()), max_running=9, kv_tokens=9999, prefill_tokens=9999, keep_kv=False, version=0)
     for i, (length, count) in enumerate(shapes):
-        engine.add(Sequence(ask(i, prompt(length, i), count), prompt(length, i), frozenset(), count, i))
-    done: list[Sequence] = []
+        engine.add(EngineSequence(ask(i, prompt(length, i), count), prompt(length, i), frozenset(), count, i))
+    done: list[EngineSequence] = []
     most = 0
     with torch.inference_mode():
         while engine.prepare(99):
-            assert engine._plan is not None
-            most = max(most, len(engine._plan.panels))
+            assert engine._batch is not None
+            most = max(most, len(engine._batch.row_blocks))
             done += engine.advance(engine.compute())
             engine.check()
     assert most >= 4
@@ -981,7 +983,7 @@ def test_it_sleeps_only_when_paused_and_empty_and_forgets_its_cache() -> None:
         await frozen
         await replica.sleep()
         await replica.sleep()
-        assert replica._engine._rows.keys.numel() == 0
+        assert replica._engine._cache.keys.numel() == 0
         with pytest.raises(ReplicaError, match="asleep"):
             await replica.generate(ask(3, epoch=1))
         for call in (replica.resume(), replica.load_weights(1, None)):
@@ -1038,7 +1040,7 @@ def test_an_error_in_the_engine_fails_everybody_and_hangs_nobody() -> None:
         def broken(*_: object) -> None:
             raise RuntimeError("out of luck")
 
-        replica._engine.decoder.step = broken  # type: ignore[assignment, method-assign]
+        replica._engine.decoder.decode = broken  # type: ignore[assignment, method-assign]
         brake.release()
         for future in futures:
             with pytest.raises(ReplicaLost, match="out of luck"):

@@ -11,12 +11,12 @@ import torch
 from training_cases import VOCAB, random_batch, tiny_model
 
 from cadenza import DataProto, ResourceManager
-from cadenza.cluster.dispatch import Trip, mark_of
-from cadenza.pipelines.workers import ActorWorker, Blueprint, CriticWorker, ReferenceWorker
+from cadenza.cluster.dispatch import DispatchCall, dispatch_spec_of
+from cadenza.pipelines.workers import ActorWorker, CriticWorker, ModelSpec, ReferenceWorker
 from cadenza.training import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from cadenza.training.models import save_model
 
-BLUEPRINT = Blueprint(ModelConfig(layers=1, hidden=16, heads=2), VOCAB, None, 0, 1)
+BLUEPRINT = ModelSpec(ModelConfig(layers=1, hidden=16, heads=2), VOCAB, None, 0, 1)
 ROLES: dict[str, tuple[type[Any], str, dict[str, Any]]] = {
     "actor": (ActorWorker, "logprobs", {"config": ActorConfig(), "reference": ReferenceConfig(), "failures": None}),
     "critic": (CriticWorker, "values", {"config": CriticConfig(), "failures": None}),
@@ -27,16 +27,16 @@ ROLES: dict[str, tuple[type[Any], str, dict[str, Any]]] = {
 def column(role: str, ranks: int, batch: DataProto, directory: Path) -> DataProto:
     """What ranks with the same weights answer, one after the other."""
     kind, method, init = ROLES[role]
-    worker = kind(blueprint=BLUEPRINT, **init)
+    worker = kind(model_spec=BLUEPRINT, **init)
     if role == "reference":
         worker.load(directory)
     else:
         worker.build(None, [])
     if role == "critic":
         torch.nn.init.ones_(worker.critic.head.weight)
-    mark = mark_of(getattr(kind, method))
+    mark = dispatch_spec_of(getattr(kind, method))
     assert mark is not None
-    trip = Trip(mark, ResourceManager(ranks).place({role: list(range(ranks))})[role].places, (batch,), {})
+    trip = DispatchCall(mark, ResourceManager(ranks).place({role: list(range(ranks))})[role].places, (batch,), {})
     found: DataProto = trip.gather({call.rank: getattr(worker, method)(*call.args) for call in trip.calls})
     return found
 

@@ -14,10 +14,10 @@ from cadenza.inference.replica import Finish, Span
 from cadenza.rollout.collate import collate
 from cadenza.rollout.records import Task, Trajectory, Turn
 from cadenza.simulation.traces import TraceFileError, TraceRecorder, read_trace
-from cadenza.simulation.workloads import NEVER, WORKLOADS, Episode, RecordedTrace, Trace, Workload, find, w4
+from cadenza.simulation.workloads import NEVER, WORKLOADS, RecordedTrace, Trace, TraceEpisode, Workload, find, w4
 
 
-def episodes(workload: Workload, groups: int, seed: int = 0) -> list[list[Episode]]:
+def episodes(workload: Workload, groups: int, seed: int = 0) -> list[list[TraceEpisode]]:
     trace = Trace(workload, seed)
     return [[trace.episode(group, member) for member in range(workload.group_size)] for group in range(groups)]
 
@@ -176,4 +176,4 @@ def test_what_a_run_records_comes_back_as_its_workload(tmp_path: Path) -> None:
     assert len(recorder([first, second])) == 2
     recorder.save(tmp_path / "run.json", gpus=2, groups=1)
     recorded = read_trace(tmp_path / "run.json").recorded
-    assert recorded == ((Episode((3, 5), (7, 4), (0.5, 0.75), 0.5), Episode((9,), (7,), (0.0,))),)
+    assert recorded == ((TraceEpisode((3, 5), (7, 4), (0.5, 0.75), 0.5), TraceEpisode((9,), (7,), (0.0,))),)

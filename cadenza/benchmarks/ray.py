@@ -89,7 +89,7 @@ class Bench:
         place = self._resources.place({"inference": f"0-{REPLICAS - 1}"})["inference"]
         self._replicas = Cluster("inference", InstantWorker, place, tokens=tokens)
         asyncio.run(self._replicas.start())
-        self._service = asyncio.run(InferenceService.start(self._replicas.peers, ByteCodec()))
+        self._service = asyncio.run(InferenceService.start(self._replicas.worker_handles, ByteCodec()))
         config = RolloutConfig(batch_size=BATCH, group_size=GROUP, alpha=1.0, history=0)
         domain = DomainConfig(env=Turns, env_args={"turns": turns})
         envs = EnvManagerConfig(domains={"bench": domain}, slots=ENVS, workers=WORKERS)

@@ -24,17 +24,17 @@ from cadenza.inference.replica import Replica, Request
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
-from cadenza.simulation.account import Figures, Meters
+from cadenza.simulation.cadenza_strategy import CadenzaStrategy, reset_seed
 from cadenza.simulation.experiment import Trial
-from cadenza.simulation.policy import Settings, drive
-from cadenza.simulation.production import Cadenza, reset_seed
+from cadenza.simulation.figures import RunFigures, UsageTotals
+from cadenza.simulation.strategy import StrategySettings, drive
 from cadenza.simulation.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find, trace_of
 
 SPEED = 50.0
 """Seconds of the cost model in one of the wall clock."""
 GPUS = 8
 SEEDS = (0, 1)
-WHOLE = Settings(train_gpus=1, balance_seconds=0.0)
+WHOLE = StrategySettings(train_gpus=1, balance_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Case:
     alpha: float
     steps: int
     warm_up: int
-    ideas: dict[str, Settings]
+    ideas: dict[str, StrategySettings]
 
 
 CASES = (
@@ -67,7 +67,7 @@ CASES = (
         alpha=0.0,
         steps=2,
         warm_up=1,
-        ideas={"whole answers": Settings(slice_tokens=0), "answers in slices": Settings()},
+        ideas={"whole answers": StrategySettings(slice_tokens=0), "answers in slices": StrategySettings()},
     ),
 )
 
@@ -84,7 +84,7 @@ def hurried(workload: Workload, speed: float) -> Workload:
     )
 
 
-class OnRay(Cadenza):
+class OnRay(CadenzaStrategy):
     """The policy, with its replicas in processes of their own. An episode is one answer, whose length stands at the
     beginning of its prompt."""
 
@@ -103,7 +103,7 @@ class OnRay(Cadenza):
         await super().close()
         await self._stack.aclose()
 
-    def meters(self) -> Meters:
+    def meters(self) -> UsageTotals:
         """Tokens are counted when they come."""
         return replace(super().meters(), generated=sum(self.scheduler.ledger.tokens.values()))
 
@@ -112,7 +112,7 @@ def _length(request: Request) -> int:
     return int(request.chunks[0][0])
 
 
-def measured(case: Case, idea: str, seed: int) -> Figures:
+def measured(case: Case, idea: str, seed: int) -> RunFigures:
     """A real run, in the seconds of the cost model."""
     hurry, settings = hurried(case.workload, SPEED), case.ideas[idea]
     settings = replace(settings, balance_seconds=settings.balance_seconds / SPEED)
@@ -121,7 +121,7 @@ def measured(case: Case, idea: str, seed: int) -> Figures:
     return replace(figures, step_seconds=figures.step_seconds * SPEED, wait_seconds=figures.wait_seconds * SPEED)
 
 
-def simulated(case: Case, idea: str, seed: int) -> Figures:
+def simulated(case: Case, idea: str, seed: int) -> RunFigures:
     """The same under the virtual clock."""
     return Trial(case.workload, "cadenza", case.alpha, seed, case.ideas[idea], case.steps, case.warm_up).run()
 
@@ -143,7 +143,7 @@ def schedule(json: bool) -> int:
     return 0
 
 
-def _compared(real: Sequence[Figures], virtual: Sequence[Figures]) -> dict[str, Any]:
+def _compared(real: Sequence[RunFigures], virtual: Sequence[RunFigures]) -> dict[str, Any]:
     return {
         name: fmean(getattr(figures, field) for figures in figures_of)
         for prefix, figures_of in (("", real), ("simulated_", virtual))

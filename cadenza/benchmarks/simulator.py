@@ -33,9 +33,9 @@ from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.pipelines.config import build
 from cadenza.simulation.experiment import Trial
-from cadenza.simulation.policy import Settings
+from cadenza.simulation.strategy import StrategySettings
 from cadenza.simulation.traces import RunStep, read_run
-from cadenza.simulation.workloads import Episode, Workload
+from cadenza.simulation.workloads import TraceEpisode, Workload
 
 TOLERANCE = 0.15
 GROUP_SIZE = 8
@@ -152,12 +152,12 @@ def predict(calibrated: Workload, case: Case, setup: Setup) -> float:
         cost=replace(calibrated.cost, max_running=setup.slots),
         recorded=tuple(tuple(_slower(episode, ratio) for episode in group) for group in calibrated.recorded),
     )
-    settings = Settings(train_gpus=calibrated.gpus - 1, concurrency=setup.slots)
+    settings = StrategySettings(train_gpus=calibrated.gpus - 1, concurrency=setup.slots)
     trials = [Trial(workload, "cadenza", case.alpha, seed, settings, STEPS, WARM_UP) for seed in range(SEEDS)]
     return median(trial.run().step_seconds for trial in trials)
 
 
-def _slower(episode: Episode, ratio: float) -> Episode:
+def _slower(episode: TraceEpisode, ratio: float) -> TraceEpisode:
     return replace(episode, steps=tuple(seconds * ratio for seconds in episode.steps))
 
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from cadenza.benchmarks.paced import own_ray
 from cadenza.cluster import ray_tensors
-from cadenza.cluster.shipping import Broadcast, Layout, Lines, Stored
+from cadenza.cluster.weight_transfer import BroadcastGroups, StoredWeights, WeightBroadcast, WeightLayout
 
 RECEIVERS = 2
 ROUNDS = 3
@@ -36,35 +36,35 @@ class End:
         self._torch: Any = import_module("torch")
         self._torch.set_num_threads(1)
         ray_tensors.register()
-        self._lines = Lines()
+        self._broadcast_groups = BroadcastGroups()
         self._weights = _state(self._torch) if has_weights else {}
         self._received: Any = None
 
     def weights(self) -> Any:
         return self._weights
 
-    def store(self) -> Stored:
-        return Stored.put(self._weights)
+    def store(self) -> StoredWeights:
+        return StoredWeights.put(self._weights)
 
-    def open(self, receivers: int) -> Broadcast:
-        return self._lines.open(Layout.of(self._weights), receivers)
+    def open(self, receivers: int) -> WeightBroadcast:
+        return self._broadcast_groups.open(WeightLayout.of(self._weights), receivers)
 
-    def send(self, broadcast: Broadcast) -> None:
-        broadcast.send(self._weights, self._lines)
+    def send(self, broadcast: WeightBroadcast) -> None:
+        broadcast.send(self._weights, self._broadcast_groups)
 
     def receive(self, what: Any) -> float:
         """Take weights; how much of them is memory of this process alone."""
         self._received = None
         before = _own_bytes()
-        if isinstance(what, Stored):
+        if isinstance(what, StoredWeights):
             self._received = what.receive()
-        elif isinstance(what, Broadcast):
-            self._received = what.receive(self._lines)
+        elif isinstance(what, WeightBroadcast):
+            self._received = what.receive(self._broadcast_groups)
         else:
             self._received = import_module("ray").get(what[0])
         read = sum(float(tensor.reshape(-1)[:: 1 << 10].sum()) for tensor in self._received.values())
         assert read == read  # every page was there to be read
-        return (_own_bytes() - before) / Layout.of(self._received).bytes
+        return (_own_bytes() - before) / WeightLayout.of(self._received).bytes
 
 
 def update(as_json: bool) -> int:
@@ -102,7 +102,7 @@ def _measured(ray: Any) -> dict[str, Any]:
 
     def collective() -> list[Any]:
         sent.append(sender.send.remote(broadcast))
-        return [receiver.receive.remote(broadcast.to(rank)) for rank, receiver in enumerate(receivers, 1)]
+        return [receiver.receive.remote(broadcast.for_rank(rank)) for rank, receiver in enumerate(receivers, 1)]
 
     ways: dict[str, Any] = {}
     for name, way in (("through the controller", controller), ("shared memory", store), ("broadcast", collective)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cadenza.cluster.cluster import Cluster
-from cadenza.cluster.dispatch import Mode, dispatch
-from cadenza.cluster.placement import DeviceMap, Place, Placement, PlacementError, RoleConfig, Sharing
+from cadenza.cluster.dispatch import DispatchMode, dispatch
+from cadenza.cluster.placement import DeviceMap, DeviceSharing, Place, Placement, PlacementError, RoleConfig
 from cadenza.cluster.resources import ResourceManager
 from cadenza.cluster.worker import HeadLost, VersionMismatch, Worker, WorkerError, WorkerLost
 
@@ -12,13 +12,13 @@ __all__ = [
     "Cluster",
     "DeviceMap",
     "HeadLost",
-    "Mode",
+    "DispatchMode",
     "Place",
     "Placement",
     "PlacementError",
     "ResourceManager",
     "RoleConfig",
-    "Sharing",
+    "DeviceSharing",
     "VersionMismatch",
     "Worker",
     "WorkerError",

@@ -1,11 +1,11 @@
 """Two processes that talk all the time, in few calls.
 
-Invariant: messages arrive once, in the order in which they were said, or the wire is lost and both ends know. Those who
-call say what came up within `linger` in one call; the other end answers with all that it has to say, and while it has
+Invariant: messages arrive once, in the order in which they were sent, or the channel is lost and both ends know. Those who
+call send what came up within `linger` in one call; the other end answers with all that it has to send, and while it has
 nothing the call waits there. A newer call relieves it, so that one call at a time waits.
 ```
-Wire.say --outbox, once per linger--> exchange() --> Box.hear
-Wire.hear <----- all that is there <- waits for Box.say, a newer call, or POLL_SECONDS
+Channel.send --outbox, once per linger--> exchange() --> on_message
+on_message <----- all that is there <- waits for Mailbox.send, a newer call, or POLL_SECONDS
 ```
 Calls may overtake each other on the way: they are numbered, and so are the answers.
 """
@@ -16,26 +16,26 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from cadenza.cluster.crew import Tasks
+from cadenza.cluster.worker_group import BackgroundTasks
 from cadenza.errors import DeadlinePassed
 
 POLL_SECONDS = 10.0
 """After which a call comes back empty: no wait is endless."""
 LINGER_SECONDS = 0.002
-"""What is said within this time shares a call."""
+"""What is sent within this time shares a call."""
 
-Call = Callable[[int, list[Any]], Awaitable[tuple[int, Sequence[Any]]]]
+ExchangeCall = Callable[[int, list[Any]], Awaitable[tuple[int, Sequence[Any]]]]
 
 
-class InOrder:
-    """Parcels that may overtake each other, handed on by number."""
+class Resequencer:
+    """Puts numbered batches of messages, which may overtake each other on the way, back into order."""
 
     def __init__(self) -> None:
         self._next = 0
         self._early: dict[int, Sequence[Any]] = {}
 
-    def take(self, number: int, messages: Sequence[Any]) -> list[Any]:
-        """What can be handed on now that this one is there."""
+    def accept(self, number: int, messages: Sequence[Any]) -> list[Any]:
+        """The messages that are in order now that this batch has arrived."""
         self._early[number] = messages
         ready: list[Any] = []
         while self._next in self._early:
@@ -44,45 +44,45 @@ class InOrder:
         return ready
 
 
-class Wire:
-    """The end that calls."""
+class Channel:
+    """The end that calls: it sends messages and polls for those of the other end."""
 
     def __init__(
         self,
-        call: Call,
-        hear: Callable[[Any], None],
-        lost: Callable[[Exception], None],
+        call: ExchangeCall,
+        on_message: Callable[[Any], None],
+        on_lost: Callable[[Exception], None],
         *,
         seconds: float = 60.0,
         linger: float = LINGER_SECONDS,
     ) -> None:
-        """`seconds` is how long the other end may be silent beyond POLL_SECONDS. `lost` is called once, with what
-        ended the wire; not after `close`."""
+        """`seconds` is how long the other end may be silent beyond POLL_SECONDS. `on_lost` is called once, with what
+        ended the channel; not after `close`."""
         self._call = call
-        self._hear = hear
-        self._lost = lost
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._seconds = POLL_SECONDS + seconds
         self._linger = linger
-        self._out: list[Any] = []
+        self._outbox: list[Any] = []
         self._number = 0
         self._calls = 0
         """Under way."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self._answers = InOrder()
-        self._tasks = Tasks()
+        self._answers = Resequencer()
+        self._tasks = BackgroundTasks()
 
     def open(self) -> None:
         """Begin to listen."""
-        self._send()
+        self._flush()
 
-    def say(self, message: Any) -> None:
-        """Nothing is said on a wire that is closed or lost: whoever closed it settles what was open."""
+    def send(self, message: Any) -> None:
+        """Nothing is sent on a channel that is closed or lost: whoever closed it settles what was open."""
         if self._is_closed:
             return
-        self._out.append(message)
+        self._outbox.append(message)
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._linger, self._send)
+            self._timer = asyncio.get_running_loop().call_later(self._linger, self._flush)
 
     def close(self) -> None:
         self._is_closed = True
@@ -91,9 +91,9 @@ class Wire:
             self._timer = None
         self._tasks.cancel()
 
-    def _send(self) -> None:
+    def _flush(self) -> None:
         self._timer = None
-        messages, self._out = self._out, []
+        messages, self._outbox = self._outbox, []
         number, self._number = self._number, self._number + 1
         self._calls += 1
         self._tasks.begin(self._exchange(number, messages))
@@ -111,48 +111,48 @@ class Wire:
         finally:
             self._calls -= 1
         try:
-            for message in self._answers.take(number, answers):
+            for message in self._answers.accept(number, answers):
                 if self._is_closed:
                     return
-                self._hear(message)
-        except Exception as error:  # noqa: BLE001 - what was not heard is not said again: the wire is lost
+                self._on_message(message)
+        except Exception as error:  # noqa: BLE001 - what was not received is not sent again: the channel is lost
             self._end(error)
             return
         if not self._calls and self._timer is None and not self._is_closed:
-            self._timer = asyncio.get_running_loop().call_later(self._linger, self._send)
+            self._timer = asyncio.get_running_loop().call_later(self._linger, self._flush)
 
     def _end(self, error: Exception) -> None:
         if not self._is_closed:
             self.close()
-            self._lost(error)
+            self._on_lost(error)
 
 
-class Box:
-    """The end that is called, for one caller."""
+class Mailbox:
+    """The end that is called, for one caller: it keeps outgoing messages until a call fetches them."""
 
-    def __init__(self, hear: Callable[[Any], None]) -> None:
-        self._hear = hear
-        self._out: list[Any] = []
+    def __init__(self, on_message: Callable[[Any], None]) -> None:
+        self._on_message = on_message
+        self._outbox: list[Any] = []
         self._number = 0
-        self._heard = InOrder()
+        self._incoming = Resequencer()
         self._waiter: asyncio.Future[None] | None = None
 
-    def say(self, message: Any) -> None:
-        self._out.append(message)
-        self._relieve()
+    def send(self, message: Any) -> None:
+        self._outbox.append(message)
+        self._release_waiter()
 
     async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[int, list[Any]]:
-        """Take what was said, and give what is there; if that is nothing, wait for it."""
-        self._relieve()
-        for message in self._heard.take(number, messages):
-            self._hear(message)
-        if not self._out:
+        """Take what was sent, and return the outbox; while that is empty, wait for a message."""
+        self._release_waiter()
+        for message in self._incoming.accept(number, messages):
+            self._on_message(message)
+        if not self._outbox:
             self._waiter = waiter = asyncio.get_running_loop().create_future()
             await asyncio.wait([waiter], timeout=POLL_SECONDS)
-        out, self._out = self._out, []
+        outgoing, self._outbox = self._outbox, []
         number, self._number = self._number, self._number + 1
-        return number, out
+        return number, outgoing
 
-    def _relieve(self) -> None:
+    def _release_waiter(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

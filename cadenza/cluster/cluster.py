@@ -18,16 +18,19 @@ from importlib import import_module
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from cadenza.cluster.crew import Backend, Crew, Launch, answers
-from cadenza.cluster.dispatch import Mark, Trip, mark_of
-from cadenza.cluster.peer import Peer
+from cadenza.cluster.dispatch import DispatchCall, DispatchSpec, dispatch_spec_of
 from cadenza.cluster.placement import Place, Placement
 from cadenza.cluster.worker import Worker
+from cadenza.cluster.worker_group import Backend, WorkerGroup, WorkerLaunch, gather_answers
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.off_loop import within
 
 W = TypeVar("W", bound=Worker)
 
-BACKENDS = {"embedded": ("cadenza.cluster.embedded", "EmbeddedCrew"), "ray": ("cadenza.cluster.ray_crew", "RayCrew")}
+BACKENDS = {
+    "embedded": ("cadenza.cluster.embedded", "EmbeddedWorkerGroup"),
+    "ray": ("cadenza.cluster.ray_worker_group", "RayWorkerGroup"),
+}
 """By name: module and class. They are loaded when they are used, so that nobody imports Ray by the way."""
 
 
@@ -45,7 +48,7 @@ class Cluster(Generic[W]):
         call_seconds: float = 3600.0,
         **init: Any,
     ) -> None:
-        """`init` is what each worker is made with. `backend` is 'embedded', 'ray' or something that makes a crew; None
+        """`init` is what each worker is made with. `backend` is 'embedded', 'ray' or something that makes a group; None
         is that of the devices. Nothing runs before `start`."""
         if placement.role != role:
             raise ValueError(f"cluster '{role}' is given the devices of the role '{placement.role}'")
@@ -63,9 +66,9 @@ class Cluster(Generic[W]):
             text = f"{worker_class.__name__}{inspect.signature(worker_class)}: {error}"
             raise TypeError(f"cluster '{role}' cannot make its workers: {text}") from None
         self._backend = _backend(backend or placement.map.resources.backend)
-        self._launch = Launch(placement, worker_class, init, start_seconds)
+        self._launch = WorkerLaunch(placement, worker_class, init, start_seconds)
         self._call_seconds = call_seconds
-        self._crew: Crew | None = None
+        self._worker_group: WorkerGroup | None = None
         self._ended = False
 
     @property
@@ -82,34 +85,34 @@ class Cluster(Generic[W]):
         return sorted(self.placement.devices)
 
     @property
-    def peers(self) -> Sequence[Peer]:
+    def worker_handles(self) -> Sequence[WorkerHandle]:
         """Each worker by rank, to be asked by itself. On Ray they are addresses, which pickle."""
-        if self._crew is None:
+        if self._worker_group is None:
             raise RuntimeError(f"cluster '{self.role}' does not run: await its start(), or use 'async with'")
-        return self._crew.peers()
+        return self._worker_group.worker_handles()
 
     async def start(self) -> Self:
         """Make the workers; all of them, or none is left."""
-        if self._crew is not None or self._ended:
+        if self._worker_group is not None or self._ended:
             raise RuntimeError(f"cluster '{self.role}' was started before: make a new one")
-        crew = self._backend(self._launch)
+        group = self._backend(self._launch)
         try:
-            await crew.open()
+            await group.open()
         except BaseException as error:
             self._ended = True
             try:
-                await crew.close()
+                await group.close()
             except Exception as consequence:  # noqa: BLE001 - the first error is the one to tell
                 error.add_note(f"closing what was started failed too: {consequence}")
             raise
-        self._crew = crew
+        self._worker_group = group
         return self
 
     async def shutdown(self) -> None:
         """End the workers. May be called twice."""
-        crew, self._crew, self._ended = self._crew, None, True
-        if crew is not None:
-            await crew.close()
+        group, self._worker_group, self._ended = self._worker_group, None, True
+        if group is not None:
+            await group.close()
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -125,7 +128,7 @@ class Cluster(Generic[W]):
             error.add_note(f"the shutdown of '{self.role}' failed too: {type(consequence).__name__}: {consequence}")
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
-        methods: Mapping[str, Mark] = self.__dict__.get("_methods", {})
+        methods: Mapping[str, DispatchSpec] = self.__dict__.get("_methods", {})
         if name in methods:
             return partial(self._call, name)
         if name.startswith("_"):
@@ -147,17 +150,19 @@ class Cluster(Generic[W]):
             near = [difflib.get_close_matches(key, signature.parameters, n=1) for key in kwargs]
             hint = "".join(f"; did you mean '{names[0]}'?" for names in near if names and names[0] not in kwargs)
             raise TypeError(f"{what}{signature}: {error}{hint}") from None
-        if self._crew is None:
+        if self._worker_group is None:
             state = "was shut down" if self._ended else "is not started: await its start(), or use 'async with'"
             raise RuntimeError(f"{what}: the cluster {state}")
         try:
-            trip = Trip(self._methods[name], self.places, args, kwargs)
-            futures = await within(self._call_seconds, self._crew.begin(name, trip.calls), "call_seconds")
+            trip = DispatchCall(self._methods[name], self.places, args, kwargs)
+            futures = await within(self._call_seconds, self._worker_group.submit(name, trip.calls), "call_seconds")
         except Exception as error:
             error.add_note(f"in {what}, before it reached a worker")
             raise
         places = [self.places[call.rank] for call in trip.calls]
-        found = await answers(what, places, futures, seconds=self._call_seconds, look=self._crew.look)
+        found = await gather_answers(
+            what, places, futures, seconds=self._call_seconds, check_alive=self._worker_group.check_alive
+        )
         return trip.gather({place.rank: answer for place, answer in zip(places, found, strict=True)})
 
     def _unknown(self, name: str) -> str:
@@ -169,13 +174,13 @@ class Cluster(Generic[W]):
         return f"{kind}, the worker class of '{self.role}', has no method '{name}'; {hint}"
 
 
-def _marked(worker_class: type[Worker]) -> dict[str, Mark]:
+def _marked(worker_class: type[Worker]) -> dict[str, DispatchSpec]:
     if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
         raise TypeError(f"a worker class derives from cadenza.Worker, got {worker_class!r}")
-    methods: dict[str, Mark] = {}
+    methods: dict[str, DispatchSpec] = {}
     for name in dir(worker_class):
         # A method that overrides a marked one is marked like it, unless it says otherwise.
-        marks = (mark_of(vars(base).get(name)) for base in worker_class.__mro__)
+        marks = (dispatch_spec_of(vars(base).get(name)) for base in worker_class.__mro__)
         if (mark := next((mark for mark in marks if mark is not None), None)) is not None:
             methods[name] = mark
     if not methods:

@@ -31,10 +31,10 @@ from cadenza.data import IS_PADDING, DataProto
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Gather = Callable[[list[Any]], Any]
-_MARK = "__cadenza_dispatch__"
+_SPEC_ATTRIBUTE = "__cadenza_dispatch__"
 
 
-class Mode(StrEnum):
+class DispatchMode(StrEnum):
     """See the module."""
 
     BROADCAST = "broadcast"
@@ -45,89 +45,91 @@ class Mode(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class DispatchSpec:
     """What `dispatch` says about a method."""
 
-    mode: Mode
+    mode: DispatchMode
     gather: Gather | None
 
 
 def dispatch(mode: str, *, gather: Gather | None = None) -> Callable[[Method], Method]:
     """Mark a worker's method as one that the controller may call. `gather` makes one value of the list of answers."""
-    if mode not in list(Mode):
-        raise ValueError(f"dispatch mode must be one of {', '.join(Mode)}, got {mode!r}")
-    mark = Mark(Mode(mode), gather)
-    if gather is not None and mark.mode is Mode.RANK_ZERO:
+    if mode not in list(DispatchMode):
+        raise ValueError(f"dispatch mode must be one of {', '.join(DispatchMode)}, got {mode!r}")
+    spec = DispatchSpec(DispatchMode(mode), gather)
+    if gather is not None and spec.mode is DispatchMode.RANK_ZERO:
         raise ValueError("rank_zero has one answer: gather does nothing for it")
 
     def marked(method: Method) -> Method:
-        setattr(method, _MARK, mark)
+        setattr(method, _SPEC_ATTRIBUTE, spec)
         return method
 
     return marked
 
 
-def mark_of(method: object) -> Mark | None:
+def dispatch_spec_of(method: object) -> DispatchSpec | None:
     """What `dispatch` said about a method, if anything."""
-    found = getattr(method, _MARK, None)
-    return found if isinstance(found, Mark) else None
+    found = getattr(method, _SPEC_ATTRIBUTE, None)
+    return found if isinstance(found, DispatchSpec) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RankCall:
     """What one rank is asked. What several ranks get alike is the same object, so that it is shipped once."""
 
     rank: int
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    answers: bool = True
+    wants_answer: bool = True
     """Whether its answer is wanted."""
 
 
-class Trip:
+class DispatchCall:
     """One call of a marked method, there and back."""
 
-    def __init__(self, mark: Mark, places: Sequence[Place], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._mark = mark
+    def __init__(
+        self, spec: DispatchSpec, places: Sequence[Place], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._spec = spec
         self._places = places
         self._rows: list[int] = []
         """Real rows of each part, if rows were cut."""
-        match mark.mode:
-            case Mode.BROADCAST:
-                self.calls = [Call(place.rank, args, kwargs) for place in places]
-            case Mode.FIRSTS:
-                self.calls = [Call(place.rank, args, kwargs) for place in places if place.tensor_rank == 0]
-            case Mode.RANK_ZERO:
-                self.calls = [Call(0, args, kwargs)]
-            case Mode.ONE_TO_ONE:
+        match spec.mode:
+            case DispatchMode.BROADCAST:
+                self.calls = [RankCall(place.rank, args, kwargs) for place in places]
+            case DispatchMode.FIRSTS:
+                self.calls = [RankCall(place.rank, args, kwargs) for place in places if place.tensor_rank == 0]
+            case DispatchMode.RANK_ZERO:
+                self.calls = [RankCall(0, args, kwargs)]
+            case DispatchMode.ONE_TO_ONE:
                 self.calls = [
-                    Call(rank, tuple(values), dict(zip(kwargs, named, strict=True)))
+                    RankCall(rank, tuple(values), dict(zip(kwargs, named, strict=True)))
                     for rank, (values, named) in enumerate(
                         zip(self._lists(args), self._lists(kwargs.values()), strict=True)
                     )
                 ]
-            case Mode.SPLIT:
+            case DispatchMode.SPLIT:
                 shares = self._shares([*args, *kwargs.values()])
                 self.calls = [
-                    Call(
+                    RankCall(
                         place.rank,
                         tuple(shares[place.data_rank][: len(args)]),
                         dict(zip(kwargs, shares[place.data_rank][len(args) :], strict=True)),
-                        answers=place.tensor_rank == 0,
+                        wants_answer=place.tensor_rank == 0,
                     )
                     for place in places
                 ]
 
     def gather(self, answers: Mapping[int, Any]) -> Any:
         """What the caller gets for the answers, by rank."""
-        values = [answers[call.rank] for call in self.calls if call.answers]
-        if self._mark.mode is Mode.RANK_ZERO:
+        values = [answers[call.rank] for call in self.calls if call.wants_answer]
+        if self._spec.mode is DispatchMode.RANK_ZERO:
             return values[0]
         if self._rows and all(isinstance(value, DataProto) for value in values):
-            values = [self._real(number, value) for number, value in enumerate(values)]
-            if self._mark.gather is None:
+            values = [self._without_padding(number, value) for number, value in enumerate(values)]
+            if self._spec.gather is None:
                 return DataProto.concat(values) if len(values) > 1 else values[0]
-        return values if self._mark.gather is None else self._mark.gather(values)
+        return values if self._spec.gather is None else self._spec.gather(values)
 
     def _lists(self, values: Any) -> list[list[Any]]:
         """By rank."""
@@ -159,7 +161,7 @@ class Trip:
         cut = {id(table): split_rows(table, self._rows) for table in tables}
         return [[cut[id(value)][part] if id(value) in cut else value for value in values] for part in range(parts)]
 
-    def _real(self, number: int, answer: DataProto) -> DataProto:
+    def _without_padding(self, number: int, answer: DataProto) -> DataProto:
         """An answer without what stands for padding."""
         real, size = self._rows[number], max(self._rows)
         if len(answer) != size:

@@ -6,46 +6,50 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from cadenza.cluster.crew import Launch, Tasks, answers
-from cadenza.cluster.dispatch import Call
-from cadenza.cluster.peer import LocalPeer, Peer
-from cadenza.cluster.worker import Host
+from cadenza.cluster.dispatch import RankCall
+from cadenza.cluster.worker import WorkerHost
+from cadenza.cluster.worker_group import BackgroundTasks, WorkerLaunch, gather_answers
+from cadenza.cluster.worker_handle import LocalWorkerHandle, WorkerHandle
 from cadenza.data import DataProto
 
 CLOSE_SECONDS = 30.0
 
 
-class EmbeddedCrew:
+class EmbeddedWorkerGroup:
     """The workers of one cluster, side by side in one process."""
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: WorkerLaunch) -> None:
         self._launch = launch
-        self._hosts = [Host(place) for place in launch.places]
-        self._tasks = Tasks()
+        self._hosts = [WorkerHost(place) for place in launch.places]
+        self._tasks = BackgroundTasks()
 
     async def open(self) -> None:
         launch = self._launch
         opened = [self._tasks.begin(host.open(launch.worker_class, launch.init)) for host in self._hosts]
-        await answers("start", launch.places, opened, seconds=launch.seconds, look=self.look)
+        await gather_answers("start", launch.places, opened, seconds=launch.seconds, check_alive=self.check_alive)
 
-    async def begin(self, method: str, calls: Sequence[Call]) -> list[asyncio.Task[Any]]:
+    async def submit(self, method: str, calls: Sequence[RankCall]) -> list[asyncio.Task[Any]]:
         return [self._tasks.begin(self._call(method, call)) for call in calls]
 
-    def peers(self) -> list[Peer]:
-        return [LocalPeer(str(host.place), host) for host in self._hosts]
+    def worker_handles(self) -> list[WorkerHandle]:
+        return [LocalWorkerHandle(str(host.place), host) for host in self._hosts]
 
-    async def look(self) -> None:
+    async def check_alive(self) -> None:
         """Nothing carries the workers that could be gone."""
 
     async def close(self) -> None:
         closed = [self._tasks.begin(host.close()) for host in self._hosts]
-        await answers("shutdown", self._launch.places, closed, seconds=CLOSE_SECONDS, look=self.look)
+        await gather_answers(
+            "shutdown", self._launch.places, closed, seconds=CLOSE_SECONDS, check_alive=self.check_alive
+        )
 
-    async def _call(self, method: str, call: Call) -> Any:
+    async def _call(self, method: str, call: RankCall) -> Any:
         """What a worker does to the columns of its batch is not seen elsewhere, as little as in another process."""
-        args = [_own(value) for value in call.args]
-        return await self._hosts[call.rank].call(method, args, {k: _own(value) for k, value in call.kwargs.items()})
+        args = [_shallow_copy(value) for value in call.args]
+        return await self._hosts[call.rank].call(
+            method, args, {k: _shallow_copy(value) for k, value in call.kwargs.items()}
+        )
 
 
-def _own(value: Any) -> Any:
+def _shallow_copy(value: Any) -> Any:
     return value.select() if isinstance(value, DataProto) else value

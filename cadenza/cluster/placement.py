@@ -32,7 +32,7 @@ class PlacementError(ValueError):
     """A device mapping that cannot be run; the message ends with the map."""
 
 
-class Sharing(StrEnum):
+class DeviceSharing(StrEnum):
     """What two roles have to do with each other."""
 
     COLOCATED = "colocated"
@@ -81,7 +81,7 @@ class Node:
     """What Ray calls it; empty where devices are just numbers."""
 
 
-class Devices(Protocol):
+class DeviceSource(Protocol):
     """Where devices come from."""
 
     @property
@@ -148,7 +148,7 @@ class Placement:
 class DeviceMap:
     """The devices of all roles of a run."""
 
-    def __init__(self, resources: Devices, roles: Mapping[str, RoleConfig]) -> None:
+    def __init__(self, resources: DeviceSource, roles: Mapping[str, RoleConfig]) -> None:
         self.resources = resources
         self.nodes = tuple(resources.nodes)
         self.roles = dict(roles)
@@ -174,12 +174,12 @@ class DeviceMap:
         """The roles that share a device."""
         return [role for role, config in self.roles.items() if device in config.numbers]
 
-    def sharing(self, one: str, other: str) -> Sharing:
+    def sharing(self, one: str, other: str) -> DeviceSharing:
         """What two roles have to do with each other."""
         mine, theirs = set(self.roles[one].numbers), set(self.roles[other].numbers)
         if mine == theirs:
-            return Sharing.COLOCATED
-        return Sharing.PARTIAL if mine & theirs else Sharing.DISAGGREGATED
+            return DeviceSharing.COLOCATED
+        return DeviceSharing.PARTIAL if mine & theirs else DeviceSharing.DISAGGREGATED
 
     def describe(self) -> str:
         """Nodes x devices x roles, in each cell the rank of the worker; then each pair of roles."""
@@ -187,7 +187,7 @@ class DeviceMap:
         for one, other in combinations(self.roles, 2):
             sharing = self.sharing(one, other)
             shared = sorted(set(self.roles[one].numbers) & set(self.roles[other].numbers))
-            both = f", both on {format_devices(shared)}" if sharing is Sharing.PARTIAL else ""
+            both = f", both on {format_devices(shared)}" if sharing is DeviceSharing.PARTIAL else ""
             lines.append(f"{one} and {other}: {sharing}{both}")
         return "\n".join(lines)
 

@@ -35,19 +35,19 @@ try:
 except ImportError as error:
     raise ImportError("the backend 'ray' needs Ray: pip install 'cadenza[ray]'") from error
 
-LOOK_SECONDS = 3.0
-LOOKS = 3
-"""Looks in a row without an answer after which the head counts as gone."""
+HEAD_CHECK_SECONDS = 3.0
+HEAD_CHECKS = 3
+"""Checks in a row without an answer after which the head counts as gone."""
 SHUTDOWN_SECONDS = 30.0
 SLACK_SECONDS = 30.0
 """Ray may overrun the deadlines that it is given."""
-SETTINGS = b"\x04"
+HTTP2_SETTINGS = b"\x04"
 """The kind of the frame with which both sides of HTTP/2, which gRPC is carried by, begin."""
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + SETTINGS + b"\0\0\0\0\0"
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0\0\0\0\0"
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class ReservedDevice:
     """A device that is set aside."""
 
     group: Any
@@ -55,7 +55,7 @@ class Bundle:
     index: int
     share: float
     """What each of the roles on it gets."""
-    accelerator: str
+    accelerator_id: str
     """Which one of its node it is, where a worker needs to be told."""
 
     def options(self, kind: str) -> dict[str, Any]:
@@ -70,26 +70,26 @@ class RayResources(ResourceManager):
 
     backend: ClassVar[str] = "ray"
 
-    def __init__(self, nodes: Sequence[Node], kind: str, address: str, *, is_ours: bool = False) -> None:
-        """`is_ours`: the connection to Ray was made for these resources, and ends with them."""
+    def __init__(self, nodes: Sequence[Node], kind: str, address: str, *, owns_connection: bool = False) -> None:
+        """`owns_connection`: the connection to Ray was made for these resources, and ends with them."""
         self.nodes = tuple(nodes)
         self.kind = kind
         """'GPU', or 'CPU' where no node has GPUs."""
         self.address = address
         """Of the head."""
-        self._is_ours = is_ours
+        self._owns_connection = owns_connection
         self._map: DeviceMap | None = None
-        self._bundles: dict[int, Bundle] = {}
-        self._groups: list[Any] = []
-        self._turn = asyncio.Lock()
+        self._bundles: dict[int, ReservedDevice] = {}
+        self._placement_groups: list[Any] = []
+        self._lock = asyncio.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process knows the devices, and has set none of them aside."""
         return RayResources, (self.nodes, self.kind, self.address)
 
-    async def reserve(self, map: DeviceMap, seconds: float) -> Mapping[int, Bundle]:
+    async def reserve(self, map: DeviceMap, seconds: float) -> Mapping[int, ReservedDevice]:
         """The devices of a map, set aside; the same again for whoever comes later."""
-        async with self._turn:
+        async with self._lock:
             if self._map is not None and self._map is not map:
                 raise PlacementError(
                     "the devices are set aside for another mapping; shutdown() of the resources gives them back\n\n"
@@ -98,51 +98,53 @@ class RayResources(ResourceManager):
             if self._map is None:
                 self._map = map
                 try:
-                    work = as_async(self._set_aside)(map, seconds)
+                    work = as_async(self._create_placement_groups)(map, seconds)
                     self._bundles = await within(seconds + SLACK_SECONDS, work, "start seconds")
                 except BaseException:
-                    await self._give_back()
+                    await self._remove_placement_groups()
                     raise
             return self._bundles
 
-    async def look(self) -> None:
+    async def check_head(self) -> None:
         """Raise if the head of the cluster does not answer."""
         host, _, port = self.address.rpartition(":")
-        for _ in range(LOOKS):
+        for _ in range(HEAD_CHECKS):
             try:
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(HEAD_CHECK_SECONDS):
                     _, writer = await asyncio.open_connection(host, int(port))
                     writer.close()
             except OSError:  # a time-out is one
-                await asyncio.sleep(LOOK_SECONDS / LOOKS)
+                await asyncio.sleep(HEAD_CHECK_SECONDS / HEAD_CHECKS)
             else:
                 return
         raise HeadLost(f"the Ray head at {self.address} does not answer: is the machine, or its 'ray start', gone?")
 
     async def shutdown(self) -> None:
         """Give the devices back, and the connection to Ray if it was made for them."""
-        async with self._turn:
+        async with self._lock:
             try:
-                await self._give_back()
+                await self._remove_placement_groups()
             finally:
-                if self._is_ours:
-                    self._is_ours = False
+                if self._owns_connection:
+                    self._owns_connection = False
                     await within(SHUTDOWN_SECONDS, as_async(ray.shutdown)(), "shutdown seconds")
 
-    async def _give_back(self) -> None:
-        groups, self._groups, self._bundles, self._map = self._groups, [], {}, None
+    async def _remove_placement_groups(self) -> None:
+        groups, self._placement_groups, self._bundles, self._map = self._placement_groups, [], {}, None
         if groups and ray.is_initialized():
             try:
-                await self.look()
+                await self.check_head()
             except HeadLost:
                 return  # and with it all that was set aside
-            await within(SHUTDOWN_SECONDS, as_async(_remove)(groups), "shutdown seconds")
+            await within(SHUTDOWN_SECONDS, as_async(_remove_all)(groups), "shutdown seconds")
 
-    def _set_aside(self, map: DeviceMap, seconds: float) -> dict[int, Bundle]:
+    def _create_placement_groups(self, map: DeviceMap, seconds: float) -> dict[int, ReservedDevice]:
         used = sorted({device for config in map.roles.values() for device in config.numbers})
         several = self.kind == "GPU" and any(config.devices_per_worker > 1 for config in map.roles.values())
         by_node = {node: [device for device in used if device in node.devices] for node in map.nodes}
-        groups = {node: self._group(node, len(devices)) for node, devices in by_node.items() if devices}
+        groups = {
+            node: self._create_placement_group(node, len(devices)) for node, devices in by_node.items() if devices
+        }
         for node, group in groups.items():
             if not group.wait(seconds):
                 free = ray.available_resources().get(self.kind, 0.0)
@@ -155,25 +157,25 @@ class RayResources(ResourceManager):
         for node, group in groups.items():
             for index, device in enumerate(by_node[node]):
                 share = 10_000 // len(map.roles_on(device)) / 10_000  # Ray counts in ten-thousandths
-                bundle = Bundle(group, index, share, "")
-                name = _accelerator(bundle, seconds) if several else ""
-                bundles[device] = Bundle(group, index, share, name)
+                bundle = ReservedDevice(group, index, share, "")
+                name = _accelerator_id_of(bundle, seconds) if several else ""
+                bundles[device] = ReservedDevice(group, index, share, name)
         return bundles
 
-    def _group(self, node: Node, devices: int) -> Any:
+    def _create_placement_group(self, node: Node, devices: int) -> Any:
         bundles = [{self.kind: 1.0}] * devices
-        there = [{"ray.io/node-id": node.id}] * devices
-        group = ray.util.placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=there)
-        self._groups.append(group)
+        on_node = [{"ray.io/node-id": node.id}] * devices
+        group = ray.util.placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=on_node)
+        self._placement_groups.append(group)
         return group
 
 
 def connect(address: str | None) -> RayResources:
     """Join a Ray cluster, or start one on this machine; see `ResourceManager.on_ray`."""
-    is_ours = not ray.is_initialized()
-    if is_ours:
+    owns_connection = not ray.is_initialized()
+    if owns_connection:
         address = address or os.environ.get("RAY_ADDRESS")
-        _refuse_dead(address)
+        _check_ray_address(address)
         handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address or "local", log_to_driver=True)  # without "local" it joins any Ray that is here
@@ -183,14 +185,14 @@ def connect(address: str | None) -> RayResources:
             if current_thread() is main_thread():  # Ray takes the signal for itself, and exits on it
                 signal.signal(signal.SIGTERM, handler)
     try:
-        return _resources(is_ours)
+        return _declared_resources(owns_connection)
     except BaseException:
-        if is_ours:
+        if owns_connection:
             ray.shutdown()
         raise
 
 
-def _resources(is_ours: bool) -> RayResources:
+def _declared_resources(owns_connection: bool) -> RayResources:
     """What the cluster declares that this process is connected to."""
     context = ray.get_runtime_context()
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -209,10 +211,10 @@ def _resources(is_ours: bool) -> RayResources:
         first += count
     if not nodes:
         raise PlacementError("no node of the Ray cluster declares a GPU or a CPU: start them with --num-gpus=N")
-    return RayResources(nodes, kind, context.gcs_address, is_ours=is_ours)
+    return RayResources(nodes, kind, context.gcs_address, owns_connection=owns_connection)
 
 
-def _refuse_dead(address: str | None) -> None:
+def _check_ray_address(address: str | None) -> None:
     """Raise if nobody at an address speaks HTTP/2: Ray itself would try for minutes, and then end the process."""
     host, separator, port = (address or "").rpartition(":")
     if "://" in host:
@@ -220,25 +222,25 @@ def _refuse_dead(address: str | None) -> None:
     if not separator or not port.isdigit() or os.environ.get("RAY_USE_TLS", "0") != "0":
         return
     try:
-        with socket.create_connection((host, int(port)), LOOK_SECONDS) as connection:
-            connection.sendall(PREFACE)
+        with socket.create_connection((host, int(port)), HEAD_CHECK_SECONDS) as connection:
+            connection.sendall(HTTP2_PREFACE)
             greeting = connection.recv(9)
     except OSError as error:
         raise HeadLost(f"the Ray head at {address} does not answer: {error}") from error
-    if greeting[3:4] != SETTINGS:
+    if greeting[3:4] != HTTP2_SETTINGS:
         raise HeadLost(f"what answers at {address} is no Ray head: is that the port of another program?")
 
 
-def _accelerator(bundle: Bundle, seconds: float) -> str:
+def _accelerator_id_of(bundle: ReservedDevice, seconds: float) -> str:
     """Which accelerator a bundle is. Asked one after the other, so that one process of the node answers for all."""
 
-    def look() -> str:
+    def accelerator_id() -> str:
         return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
 
-    task = ray.remote(max_retries=0)(look).options(**bundle.options("GPU"))
+    task = ray.remote(max_retries=0)(accelerator_id).options(**bundle.options("GPU"))
     return str(ray.get(task.remote(), timeout=seconds))
 
 
-def _remove(groups: Sequence[Any]) -> None:
+def _remove_all(groups: Sequence[Any]) -> None:
     for group in groups:
         ray.util.remove_placement_group(group)

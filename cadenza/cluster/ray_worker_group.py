@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from cadenza.cluster import ray_tensors
-from cadenza.cluster.crew import GRACE_SECONDS, Launch, Tasks, answers
-from cadenza.cluster.dispatch import Call
+from cadenza.cluster.dispatch import RankCall
 from cadenza.cluster.placement import Place, PlacementError
 from cadenza.cluster.ray_resources import RayResources
-from cadenza.cluster.worker import HeadLost, Host, VersionMismatch, Worker, WorkerError, WorkerLost
+from cadenza.cluster.worker import HeadLost, VersionMismatch, Worker, WorkerError, WorkerHost, WorkerLost
+from cadenza.cluster.worker_group import GRACE_SECONDS, BackgroundTasks, WorkerLaunch, gather_answers
 from cadenza.errors import DeadlinePassed
 from cadenza.off_loop import as_async, within
 
@@ -32,12 +32,12 @@ ray: Any = import_module("ray")
 
 CLOSE_SECONDS = 10.0
 """For workers to close in good order; those that may wait for a dead one get GRACE_SECONDS."""
-PLAIN = (type(None), bool, int, float, str, bytes)
+BY_VALUE_TYPES = (type(None), bool, int, float, str, bytes)
 """Too small to be worth a reference."""
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
+class CapturedError:
     """What a worker raised. It is an answer, so that Ray does not dress it up."""
 
     error: Exception
@@ -45,7 +45,7 @@ class Raised:
     """Its traceback, which does not travel with it."""
 
     @classmethod
-    def of(cls, error: Exception) -> Raised:
+    def of(cls, error: Exception) -> CapturedError:
         trace = "".join(traceback.format_exception(error))
         try:
             ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
@@ -54,7 +54,7 @@ class Raised:
         return cls(error.with_traceback(None), trace)
 
 
-class RayHost:
+class RayWorkerHost:
     """The actor around a worker."""
 
     def __init__(self, place: Place, visible: str, path: Sequence[str]) -> None:
@@ -62,52 +62,52 @@ class RayHost:
         if visible:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
         sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
-        self._host = Host(place)
+        self._worker_host = WorkerHost(place)
 
-    async def hello(self) -> tuple[str, dict[str, str]]:
+    async def handshake(self) -> tuple[str, dict[str, str]]:
         """The node that it is on, and what runs there."""
         return ray.get_runtime_context().get_node_id(), versions()
 
-    async def open(self, worker_class: type[Worker], init: Mapping[str, Any]) -> Raised | None:
+    async def open(self, worker_class: type[Worker], init: Mapping[str, Any]) -> CapturedError | None:
         try:
-            await self._host.open(worker_class, init)
+            await self._worker_host.open(worker_class, init)
         except Exception as error:  # noqa: BLE001 - the controller raises it
-            return Raised.of(error)
+            return CapturedError.of(error)
         return None
 
-    async def call(self, method: str, answers: bool, names: Sequence[str], *values: Any) -> Any:
+    async def call(self, method: str, wants_answer: bool, names: Sequence[str], *values: Any) -> Any:
         """`names` are those of the last values. Each is an argument of its own, so that Ray resolves references."""
         split = len(values) - len(names)
         try:
-            answer = await self._host.call(method, values[:split], dict(zip(names, values[split:], strict=True)))
+            answer = await self._worker_host.call(method, values[:split], dict(zip(names, values[split:], strict=True)))
         except Exception as error:  # noqa: BLE001 - the controller raises it
-            return Raised.of(error)
+            return CapturedError.of(error)
         ray_tensors.register()
-        return answer if answers else None
+        return answer if wants_answer else None
 
-    async def talk(self, method: str, values: Any) -> Any:
-        """For a method that is called all the time with small things; see `packed`."""
+    async def call_small(self, method: str, values: Any) -> Any:
+        """For a method that is called all the time with small things; see `fast_pickle`."""
         try:
-            return packed(await self._host.call(method, unpacked(values), {}))
+            return fast_pickle(await self._worker_host.call(method, fast_unpickle(values), {}))
         except Exception as error:  # noqa: BLE001 - whoever called raises it
-            return Raised.of(error)
+            return CapturedError.of(error)
 
-    async def talk_for_bulk(self, method: str, values: Any) -> tuple[Any, Any]:
+    async def call_with_bulk(self, method: str, values: Any) -> tuple[Any, Any]:
         """The same for a method that returns two things: they become two objects."""
         try:
-            first, bulk = await self._host.call(method, unpacked(values), {})
+            first, bulk = await self._worker_host.call(method, fast_unpickle(values), {})
         except Exception as error:  # noqa: BLE001 - whoever called raises it
-            return Raised.of(error), None
-        return packed(first), bulk
+            return CapturedError.of(error), None
+        return fast_pickle(first), bulk
 
     async def close(self) -> None:
-        await self._host.close()
+        await self._worker_host.close()
 
 
-class RayCrew:
+class RayWorkerGroup:
     """The workers of one cluster, each in a process of its own."""
 
-    def __init__(self, launch: Launch, *, runtime_env: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, launch: WorkerLaunch, *, runtime_env: Mapping[str, Any] | None = None) -> None:
         """`runtime_env` is Ray's: variables, or an interpreter of their own for the workers."""
         resources = launch.placement.map.resources
         if not isinstance(resources, RayResources):
@@ -116,77 +116,83 @@ class RayCrew:
         self._launch = launch
         self._runtime_env = dict(runtime_env or {})
         self._actors: list[Any] = []
-        self._tasks = Tasks()
-        self._turn = asyncio.Lock()
-        self._is_torn = False
+        self._tasks = BackgroundTasks()
+        self._submit_lock = asyncio.Lock()
+        self._has_lost_worker = False
         """One of several is gone."""
 
     async def open(self) -> None:
         launch, loop = self._launch, asyncio.get_running_loop()
         ends = loop.time() + launch.seconds
-        await self.look()
+        await self.check_alive()
         bundles = await self._resources.reserve(launch.placement.map, launch.seconds)
         kind = self._resources.kind
-        host, path = ray.remote(RayHost), module_path()
+        actor_class, path = ray.remote(RayWorkerHost), module_path()
         for place in launch.places:
             several = kind == "GPU" and len(place.devices) > 1
-            visible = ",".join(bundles[device].accelerator for device in place.devices) if several else ""
+            visible = ",".join(bundles[device].accelerator_id for device in place.devices) if several else ""
             options = bundles[place.devices[0]].options(kind) | {"runtime_env": self._runtime_env}
-            self._actors.append(host.options(**options).remote(place, visible, path))
-        greetings = await self._all("hello", [actor.hello.remote() for actor in self._actors], ends - loop.time())
+            self._actors.append(actor_class.options(**options).remote(place, visible, path))
+        greetings = await self._gather(
+            "hello", [actor.handshake.remote() for actor in self._actors], ends - loop.time()
+        )
         for place, (node, theirs) in zip(launch.places, greetings, strict=True):
             check_versions(versions(), theirs, place)
             if node != launch.placement.map.node_of(place.devices[0]).id:
                 raise PlacementError(f"Ray {ray.__version__} put {place} on another node, {node}")
         ray_tensors.register()
-        worker_class, init = await as_async(_put)(launch.worker_class, dict(launch.init))
-        await self._all("start", [actor.open.remote(worker_class, init) for actor in self._actors], ends - loop.time())
+        worker_class, init = await as_async(_put_all)(launch.worker_class, dict(launch.init))
+        await self._gather(
+            "start", [actor.open.remote(worker_class, init) for actor in self._actors], ends - loop.time()
+        )
 
-    async def begin(self, method: str, calls: Sequence[Call]) -> list[asyncio.Task[Any]]:
+    async def submit(self, method: str, calls: Sequence[RankCall]) -> list[asyncio.Task[Any]]:
         ray_tensors.register()
-        async with self._turn:  # so that calls arrive in the order in which they were made
-            refs = await as_async(self._submit)(method, calls)
+        async with self._submit_lock:  # so that calls arrive in the order in which they were made
+            refs = await as_async(self._submit_to_actors)(method, calls)
         return [self._tasks.begin(self._answer(ref)) for ref in refs]
 
-    def peers(self) -> list[Any]:
+    def worker_handles(self) -> list[Any]:
         """Addresses of the workers, by rank."""
-        peer = import_module("cadenza.cluster.ray_peer").RayPeer
+        handle = import_module("cadenza.cluster.ray_worker_handle").RayWorkerHandle
         places = self._launch.places
-        return [peer(str(place), actor) for place, actor in zip(places, self._actors, strict=True)]
+        return [handle(str(place), actor) for place, actor in zip(places, self._actors, strict=True)]
 
-    async def look(self) -> None:
+    async def check_alive(self) -> None:
         if not ray.is_initialized():
             raise HeadLost("this process is not connected to Ray any more: was ray.shutdown() called?")
-        await self._resources.look()
+        await self._resources.check_head()
 
     async def close(self) -> None:
         actors, self._actors = self._actors, []
         if not actors:
             return
         try:
-            await self.look()
+            await self.check_alive()
         except HeadLost:
             return  # nobody is left who could end them; they end with the job
         closed = [self._tasks.begin(answer_of(actor.close.remote())) for actor in actors]
-        await asyncio.wait(closed, timeout=GRACE_SECONDS if self._is_torn else CLOSE_SECONDS)
-        await within(CLOSE_SECONDS, as_async(_kill)(actors), "close seconds")
+        await asyncio.wait(closed, timeout=GRACE_SECONDS if self._has_lost_worker else CLOSE_SECONDS)
+        await within(CLOSE_SECONDS, as_async(_kill_all)(actors), "close seconds")
 
     async def _answer(self, ref: Any) -> Any:
         try:
             return await answer_of(ref)
         except WorkerLost:
-            self._is_torn = len(self._launch.places) > 1
+            self._has_lost_worker = len(self._launch.places) > 1
             raise
 
-    async def _all(self, what: str, refs: Sequence[Any], seconds: float) -> list[Any]:
+    async def _gather(self, what: str, refs: Sequence[Any], seconds: float) -> list[Any]:
         futures = [self._tasks.begin(answer_of(ref)) for ref in refs]
         try:
-            return await answers(what, self._launch.places, futures, seconds=seconds, look=self.look)
+            return await gather_answers(
+                what, self._launch.places, futures, seconds=seconds, check_alive=self.check_alive
+            )
         except DeadlinePassed as error:
             error.add_note(f"the workers had {self._launch.seconds:g} s to start (start_seconds)")
             raise
 
-    def _submit(self, method: str, calls: Sequence[Call]) -> list[Any]:
+    def _submit_to_actors(self, method: str, calls: Sequence[RankCall]) -> list[Any]:
         """What more than one rank gets is put once; what only one gets, Ray puts itself if it is big."""
         times: dict[int, int] = {}
         for call in calls:
@@ -195,7 +201,7 @@ class RayCrew:
         put: dict[int, Any] = {}
 
         def shipped(value: Any) -> Any:
-            if isinstance(value, PLAIN) or times[id(value)] < 2:
+            if isinstance(value, BY_VALUE_TYPES) or times[id(value)] < 2:
                 return value
             if id(value) not in put:
                 put[id(value)] = ray.put(value)
@@ -204,7 +210,7 @@ class RayCrew:
         return [
             self._actors[call.rank].call.remote(
                 method,
-                call.answers,
+                call.wants_answer,
                 list(call.kwargs),
                 *(shipped(value) for value in (*call.args, *call.kwargs.values())),
             )
@@ -212,7 +218,7 @@ class RayCrew:
         ]
 
 
-def packed(value: Any) -> Any:
+def fast_pickle(value: Any) -> Any:
     """Bytes, where plain pickling does. Ray's own asks a Python function about every single object; that is only needed
     for what cannot be imported at the other end."""
     try:
@@ -222,7 +228,7 @@ def packed(value: Any) -> Any:
     return value if b"__main__" in data else data
 
 
-def unpacked(value: Any) -> Any:
+def fast_unpickle(value: Any) -> Any:
     return pickle.loads(value) if isinstance(value, bytes) else value
 
 
@@ -268,16 +274,16 @@ async def answer_of(ref: Any) -> Any:
         raise WorkerLost(f"the worker's process is gone: {' '.join(str(error).split())}") from None
     except ray.exceptions.RayError as error:
         raise WorkerLost(f"the answer is lost: {' '.join(str(error).split())}") from None
-    if isinstance(answer, Raised):
+    if isinstance(answer, CapturedError):
         answer.error.add_note(f"raised in the worker:\n{answer.trace}")
         raise answer.error
     return answer
 
 
-def _put(*values: Any) -> list[Any]:
+def _put_all(*values: Any) -> list[Any]:
     return [ray.put(value) for value in values]
 
 
-def _kill(actors: Sequence[Any]) -> None:
+def _kill_all(actors: Sequence[Any]) -> None:
     for actor in actors:
         ray.kill(actor)

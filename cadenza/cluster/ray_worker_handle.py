@@ -12,10 +12,18 @@ from importlib import import_module
 from typing import Any
 
 from cadenza.cluster import ray_tensors
-from cadenza.cluster.peer import Peer
 from cadenza.cluster.placement import Place
-from cadenza.cluster.ray_crew import RayHost, answer_of, check_versions, module_path, packed, unpacked, versions
+from cadenza.cluster.ray_worker_group import (
+    RayWorkerHost,
+    answer_of,
+    check_versions,
+    fast_pickle,
+    fast_unpickle,
+    module_path,
+    versions,
+)
 from cadenza.cluster.worker import Worker, WorkerLost
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.off_loop import within
 
 ray: Any = import_module("ray")
@@ -23,35 +31,35 @@ ray: Any = import_module("ray")
 CLOSE_SECONDS = 10.0
 
 
-class RayPeer(Peer):
+class RayWorkerHandle(WorkerHandle):
     """The address of a Ray actor."""
 
     def __init__(self, role: str, actor: Any) -> None:
         super().__init__(role)
         self._actor = actor
 
-    async def ask(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         ray_tensors.register()
         return await answer_of(self._actor.call.remote(method, True, (), *args))
 
-    async def talk(self, method: str, *args: Any) -> Any:
-        return unpacked(await answer_of(self._actor.talk.remote(method, packed(args))))
+    async def call_small(self, method: str, *args: Any) -> Any:
+        return fast_unpickle(await answer_of(self._actor.call_small.remote(method, fast_pickle(args))))
 
-    async def talk_for_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
-        first, bulk = self._actor.talk_for_bulk.options(num_returns=2).remote(method, packed(args))
-        return unpacked(await answer_of(first)), bulk
+    async def call_with_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
+        first, bulk = self._actor.call_with_bulk.options(num_returns=2).remote(method, fast_pickle(args))
+        return fast_unpickle(await answer_of(first)), bulk
 
     async def fetch(self, handles: Sequence[Any]) -> list[Any]:
         try:
             return list(await asyncio.gather(*handles))
         except ray.exceptions.RayError as error:
-            raise _gone(error) from None
+            raise _lost_with_node(error) from None
 
-    def fetch_now(self, handles: Sequence[Any]) -> list[Any]:
+    def fetch_blocking(self, handles: Sequence[Any]) -> list[Any]:
         try:
             return list(ray.get(list(handles)))
         except ray.exceptions.RayError as error:
-            raise _gone(error) from None
+            raise _lost_with_node(error) from None
 
     async def shutdown(self) -> None:
         try:
@@ -64,22 +72,24 @@ class RayPeer(Peer):
             ray.kill(self._actor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayPeer, (self.role, self._actor)
+        return RayWorkerHandle, (self.role, self._actor)
 
 
-def _gone(error: Exception) -> WorkerLost:
+def _lost_with_node(error: Exception) -> WorkerLost:
     return WorkerLost(f"what a worker left behind is gone, with its node: {' '.join(str(error).split())}")
 
 
-async def start(place: Place, worker_class: type[Worker], init: Mapping[str, Any], seconds: float) -> RayPeer:
+async def start_worker(
+    place: Place, worker_class: type[Worker], init: Mapping[str, Any], seconds: float
+) -> RayWorkerHandle:
     """A new actor, wherever Ray finds room for it. It ends with the process that started it."""
-    actor = ray.remote(RayHost).options(num_cpus=0, scheduling_strategy="SPREAD").remote(place, "", module_path())
-    peer = RayPeer(f"{place.role} {place.rank}", actor)
+    actor = ray.remote(RayWorkerHost).options(num_cpus=0, scheduling_strategy="SPREAD").remote(place, "", module_path())
+    handle = RayWorkerHandle(f"{place.role} {place.rank}", actor)
     try:
-        _, theirs = await within(seconds, answer_of(actor.hello.remote()), "start_seconds")
+        _, theirs = await within(seconds, answer_of(actor.handshake.remote()), "start_seconds")
         check_versions(versions(), theirs, place)
         await within(seconds, answer_of(actor.open.remote(worker_class, dict(init))), "start_seconds")
     except BaseException:
-        peer.kill()
+        handle.kill()
         raise
-    return peer
+    return handle

@@ -13,7 +13,7 @@ from cadenza.cluster.placement import AUTO, DeviceMap, Node, PlacementError, Rol
 RoleLike: TypeAlias = "RoleConfig | Mapping[str, Any] | str | Sequence[int]"
 """A config, the values of one, or its devices alone."""
 
-Chooser: TypeAlias = "Callable[[ResourceManager, Mapping[str, RoleConfig]], Mapping[str, str | Sequence[int]]]"
+DeviceChooser: TypeAlias = "Callable[[ResourceManager, Mapping[str, RoleConfig]], Mapping[str, str | Sequence[int]]]"
 """From the devices and all roles: devices for each role that says 'auto'."""
 
 
@@ -53,7 +53,7 @@ class ResourceManager:
                 return number
         raise ValueError(f"device {device} does not exist; there are {list(self.devices)}")
 
-    def place(self, roles: Mapping[str, RoleLike], *, choose: Chooser | None = None) -> DeviceMap:
+    def place(self, roles: Mapping[str, RoleLike], *, choose: DeviceChooser | None = None) -> DeviceMap:
         """The map of all roles of a run. `choose` finds the devices of those that say 'auto'."""
         configs = {role: _config(role, given) for role, given in roles.items()}
         if open_roles := [role for role, config in configs.items() if config.devices == AUTO]:
@@ -80,5 +80,5 @@ def _config(role: str, given: RoleLike) -> RoleConfig:
     try:
         return RoleConfig.model_validate(values)
     except ValidationError as error:
-        told = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
-        raise PlacementError(f"{role}: {told} (got {given!r})") from error
+        messages = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+        raise PlacementError(f"{role}: {messages} (got {given!r})") from error

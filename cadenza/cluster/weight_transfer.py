@@ -1,6 +1,6 @@
-"""Weights on their way from a trainer to replicas in other processes.
+"""Transfer of weights from a trainer to replicas in other processes.
 
-Invariant: the controller passes references and no weights, and a replica has all tensors of a shipment or none. Tensors
+Invariant: the controller passes references and no weights, and a replica has all tensors of a transfer or none. Tensors
 stand one after the other in a stream of bytes, which is cut into buckets of at most `bucket_bytes`; both ends compute
 the same cuts from the layout. Tensors that share their memory (tied embeddings) travel once.
 ```
@@ -36,12 +36,12 @@ BROADCAST_SECONDS = 60.0
 """For everybody to join, and for each bucket."""
 
 
-class ShipmentLost(ReplicaError):
+class WeightTransferError(ReplicaError):
     """Weights did not arrive, or not all of them; those from before are still whole."""
 
 
-class Entry(NamedTuple):
-    """A tensor of a layout."""
+class TensorEntry(NamedTuple):
+    """One tensor of a `WeightLayout`."""
 
     name: str
     dtype: str
@@ -51,8 +51,8 @@ class Entry(NamedTuple):
     """The tensor before it whose memory it shares."""
 
 
-class Piece(NamedTuple):
-    """A part of a tensor, in a bucket."""
+class TensorSlice(NamedTuple):
+    """A range of a tensor's bytes, in a bucket."""
 
     entry: int
     start: int
@@ -60,14 +60,14 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """What travels, in which order."""
+class WeightLayout:
+    """The tensors of a weight transfer in their order, and how their bytes are cut into buckets."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     bucket_bytes: int
 
     @classmethod
-    def of(cls, state: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> Layout:
+    def of(cls, state: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> WeightLayout:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         entries = []
@@ -77,55 +77,57 @@ class Layout:
             key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
             first = seen.setdefault(key, name) if size else name
             same_as = None if first == name else first
-            entries.append(Entry(name, str(tensor.dtype), tuple(tensor.shape), 0 if same_as else size, same_as))
+            entries.append(TensorEntry(name, str(tensor.dtype), tuple(tensor.shape), 0 if same_as else size, same_as))
         return cls(tuple(entries), bucket_bytes)
 
     @property
     def bytes(self) -> int:
         return sum(entry.bytes for entry in self.entries)
 
-    def buckets(self) -> Iterator[list[Piece]]:
+    def buckets(self) -> Iterator[list[TensorSlice]]:
         """The cuts."""
-        bucket: list[Piece] = []
-        room = self.bucket_bytes
+        bucket: list[TensorSlice] = []
+        free_bytes = self.bucket_bytes
         for number, entry in enumerate(self.entries):
             start = 0
             while start < entry.bytes:
-                stop = min(start + room, entry.bytes)
-                bucket.append(Piece(number, start, stop))
-                room -= stop - start
+                stop = min(start + free_bytes, entry.bytes)
+                bucket.append(TensorSlice(number, start, stop))
+                free_bytes -= stop - start
                 start = stop
-                if not room:
+                if not free_bytes:
                     yield bucket
-                    bucket, room = [], self.bucket_bytes
+                    bucket, free_bytes = [], self.bucket_bytes
         if bucket:
             yield bucket
 
-    def packed(self, state: Mapping[str, Tensor]) -> Iterator[list[Bytes]]:
+    def pack(self, state: Mapping[str, Tensor]) -> Iterator[list[Bytes]]:
         """The bytes of each bucket. On the CPU they are those of the tensors themselves."""
-        kept: tuple[int, Bytes] | None = None
+        cached: tuple[int, Bytes] | None = None
         for bucket in self.buckets():
             pieces = []
             for piece in bucket:
-                if kept is None or kept[0] != piece.entry:
-                    kept = piece.entry, _bytes_of(state[self.entries[piece.entry].name])
-                pieces.append(kept[1][piece.start : piece.stop])
+                if cached is None or cached[0] != piece.entry:
+                    cached = piece.entry, _bytes_of(state[self.entries[piece.entry].name])
+                pieces.append(cached[1][piece.start : piece.stop])
             yield pieces
 
-    def unpacked(self, received: Iterable[Sequence[Bytes]]) -> dict[str, Tensor]:
+    def unpack(self, received: Iterable[Sequence[Bytes]]) -> dict[str, Tensor]:
         """The tensors in buckets that come in order. What lies in one piece is not copied, and must not be changed."""
-        parts: list[list[Bytes]] = [[] for _ in self.entries]
-        arriving = iter(received)
+        pieces_by_entry: list[list[Bytes]] = [[] for _ in self.entries]
+        buckets_received = iter(received)
         for number, bucket in enumerate(self.buckets()):
-            pieces = next(arriving, None)
+            pieces = next(buckets_received, None)
             sizes = [piece.stop - piece.start for piece in bucket]
             if pieces is None or [len(piece) for piece in pieces] != sizes:
                 got = None if pieces is None else [len(piece) for piece in pieces]
-                raise ShipmentLost(f"bucket {number} of the weights should have pieces of {sizes} bytes, got {got}")
+                raise WeightTransferError(
+                    f"bucket {number} of the weights should have pieces of {sizes} bytes, got {got}"
+                )
             for piece, data in zip(bucket, pieces, strict=True):
-                parts[piece.entry].append(data)
+                pieces_by_entry[piece.entry].append(data)
         tensors: dict[str, Tensor] = {}
-        for entry, pieces in zip(self.entries, parts, strict=True):
+        for entry, pieces in zip(self.entries, pieces_by_entry, strict=True):
             if entry.same_as is not None:
                 tensors[entry.name] = tensors[entry.same_as]
             else:
@@ -134,27 +136,27 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredWeights:
     """Weights in the object store of Ray."""
 
     id: str
-    layout: Layout
+    layout: WeightLayout
     refs: tuple[Any, ...]
     """One for each bucket."""
 
     @classmethod
-    def put(cls, state: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> Stored:
-        layout = Layout.of(state, bucket_bytes)
+    def put(cls, state: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> StoredWeights:
+        layout = WeightLayout.of(state, bucket_bytes)
         ray: Any = import_module("ray")
-        return cls(uuid4().hex, layout, tuple(ray.put(pieces) for pieces in layout.packed(state)))
+        return cls(uuid4().hex, layout, tuple(ray.put(pieces) for pieces in layout.pack(state)))
 
     def receive(self) -> dict[str, Tensor]:
         """The tensors, which lie in memory that all processes of the node share."""
         ray: Any = import_module("ray")
         try:
-            return self.layout.unpacked(ray.get(ref) for ref in self.refs)
+            return self.layout.unpack(ray.get(ref) for ref in self.refs)
         except ray.exceptions.RayError as error:
-            raise _gone(error) from error
+            raise _lost_from_store(error) from error
 
     async def fetch(self) -> dict[str, Tensor]:
         """`receive` for whoever has a loop, in which Ray must be awaited."""
@@ -162,59 +164,59 @@ class Stored:
         try:
             buckets = [await ref for ref in self.refs]
         except ray.exceptions.RayError as error:
-            raise _gone(error) from error
-        tensors: dict[str, Tensor] = await as_async(self.layout.unpacked)(buckets)
+            raise _lost_from_store(error) from error
+        tensors: dict[str, Tensor] = await as_async(self.layout.unpack)(buckets)
         return tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class WeightBroadcast:
     """Weights that one process sends to others, all at once. It has rank 0 among them."""
 
     id: str
-    layout: Layout
-    line: str
+    layout: WeightLayout
+    rendezvous: str
     """Where they meet: host and port of the sender, and a number. Those who met there before meet no more."""
     rank: int
     size: int
 
-    def next(self) -> Broadcast:
+    def with_new_id(self) -> WeightBroadcast:
         """Of other weights of the same layout, to the same others."""
         return replace(self, id=uuid4().hex)
 
-    def to(self, rank: int) -> Broadcast:
+    def for_rank(self, rank: int) -> WeightBroadcast:
         """As a receiver takes it."""
         return replace(self, rank=rank)
 
-    def send(self, state: Mapping[str, Tensor], lines: Lines) -> None:
+    def send(self, state: Mapping[str, Tensor], groups: BroadcastGroups) -> None:
         torch: Any = import_module("torch")
-        group = lines.join(self)
-        for pieces in self.layout.packed(state):
-            _passed(group, torch.from_numpy(np.concatenate(pieces)))
+        group = groups.join(self)
+        for pieces in self.layout.pack(state):
+            _broadcast_bucket(group, torch.from_numpy(np.concatenate(pieces)))
 
-    def receive(self, lines: Lines) -> dict[str, Tensor]:
-        group = lines.join(self)
-        return self.layout.unpacked(self._arriving(group))
+    def receive(self, groups: BroadcastGroups) -> dict[str, Tensor]:
+        group = groups.join(self)
+        return self.layout.unpack(self._received_buckets(group))
 
-    def _arriving(self, group: Any) -> Iterator[list[Bytes]]:
+    def _received_buckets(self, group: Any) -> Iterator[list[Bytes]]:
         torch: Any = import_module("torch")
         for bucket in self.layout.buckets():
             ends = np.cumsum([piece.stop - piece.start for piece in bucket])
             data = torch.empty(int(ends[-1]), dtype=torch.uint8)
-            _passed(group, data)
+            _broadcast_bucket(group, data)
             yield np.split(data.numpy(), ends[:-1])
 
 
-class Lines:
-    """The meetings of this process with others. A process group of its own for each, beside those of a trainer."""
+class BroadcastGroups:
+    """The gloo process groups in which this process broadcasts weights, apart from those of a trainer: one per rendezvous."""
 
     def __init__(self) -> None:
-        self._line = ""
+        self._rendezvous = ""
         self._group: Any = None
         self._store: Any = None
         self._numbers = count()
 
-    def open(self, layout: Layout, receivers: int, host: str | None = None) -> Broadcast:
+    def open(self, layout: WeightLayout, receivers: int, host: str | None = None) -> WeightBroadcast:
         """A broadcast from here. `host` is what others call this node; None asks Ray."""
         distributed: Any = import_module("torch.distributed")
         host = host or str(import_module("ray").util.get_node_ip_address())
@@ -222,40 +224,40 @@ class Lines:
             self._store = distributed.TCPStore(
                 host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=BROADCAST_SECONDS)
             )
-        line = f"{host}:{self._store.port}/{next(self._numbers)}"
-        return Broadcast(uuid4().hex, layout, line, 0, receivers + 1)
+        rendezvous = f"{host}:{self._store.port}/{next(self._numbers)}"
+        return WeightBroadcast(uuid4().hex, layout, rendezvous, 0, receivers + 1)
 
-    def join(self, broadcast: Broadcast) -> Any:
-        """The process group of a line; waits for everybody the first time."""
-        if self._line == broadcast.line:
+    def join(self, broadcast: WeightBroadcast) -> Any:
+        """The process group of a broadcast's rendezvous; waits for everybody the first time."""
+        if self._rendezvous == broadcast.rendezvous:
             return self._group
         distributed: Any = import_module("torch.distributed")
-        patience = timedelta(seconds=BROADCAST_SECONDS)
-        address, _, number = broadcast.line.partition("/")
+        timeout = timedelta(seconds=BROADCAST_SECONDS)
+        address, _, number = broadcast.rendezvous.partition("/")
         host, _, port = address.rpartition(":")
-        self._line, self._group = "", None
-        store = self._store or distributed.TCPStore(host, int(port), is_master=False, timeout=patience)
+        self._rendezvous, self._group = "", None
+        store = self._store or distributed.TCPStore(host, int(port), is_master=False, timeout=timeout)
         prefixed = distributed.PrefixStore(number, store)
         try:
-            self._group = distributed.ProcessGroupGloo(prefixed, broadcast.rank, broadcast.size, patience)
+            self._group = distributed.ProcessGroupGloo(prefixed, broadcast.rank, broadcast.size, timeout)
         except RuntimeError as error:
-            raise ShipmentLost(f"{broadcast.size} processes did not meet at {address}: {error}") from error
-        self._line = broadcast.line
+            raise WeightTransferError(f"{broadcast.size} processes did not meet at {address}: {error}") from error
+        self._rendezvous = broadcast.rendezvous
         return self._group
 
 
-def _gone(error: Exception) -> ShipmentLost:
-    return ShipmentLost(f"weights are gone from the object store: {' '.join(str(error).split())}")
+def _lost_from_store(error: Exception) -> WeightTransferError:
+    return WeightTransferError(f"weights are gone from the object store: {' '.join(str(error).split())}")
 
 
-def _passed(group: Any, data: Tensor) -> None:
+def _broadcast_bucket(group: Any, data: Tensor) -> None:
     """A bucket from rank 0 to all others."""
     options: Any = import_module("torch.distributed").BroadcastOptions()
     options.rootRank = 0
     try:
         group.broadcast([data], options).wait(timedelta(seconds=BROADCAST_SECONDS))
     except RuntimeError as error:
-        raise ShipmentLost(f"a bucket of weights was not passed on: {error}") from error
+        raise WeightTransferError(f"a bucket of weights was not passed on: {error}") from error
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:
@@ -264,7 +266,7 @@ def _bytes_of(tensor: Tensor) -> Bytes:
     return flat
 
 
-def _tensor_of(pieces: Sequence[Bytes], entry: Entry) -> Tensor:
+def _tensor_of(pieces: Sequence[Bytes], entry: TensorEntry) -> Tensor:
     torch: Any = import_module("torch")
     kind = getattr(torch, entry.dtype.removeprefix("torch."))
     if not pieces:

@@ -1,4 +1,4 @@
-"""One member of a cluster, and the seat from which it answers.
+"""One member of a cluster, and the host that makes it and calls it.
 
 Invariant: the plain methods of a worker run one at a time, in the order in which they were called, off the loop; async
 ones run side by side on it. A call that nobody waits for any more keeps its worker busy until it ends.
@@ -49,7 +49,7 @@ class WorkerHost:
     def __init__(self, place: Place) -> None:
         self.place = place
         self._worker: Worker
-        self._turn = asyncio.Lock()
+        self._call_lock = asyncio.Lock()
 
     async def open(self, worker_class: type[Worker], init: Mapping[str, Any]) -> None:
         """Make the worker, off the loop: it may load a model."""
@@ -74,7 +74,7 @@ class WorkerHost:
         try:
             if is_async(function):
                 return await function()
-            async with self._turn:
+            async with self._call_lock:
                 return await as_async(function)()
         except USER_CODE as error:
             raise_if_stopped(error)

@@ -1,7 +1,7 @@
 """The running workers of one cluster: what a backend makes, and how their answers are awaited.
 
 Invariant: no wait is endless. A call ends with all answers, with the first failure of any rank, when its time is up, or
-when what carries the workers is gone (`Crew.look`). Ranks that compute together hang when one of them fails, so nobody
+when what carries the workers is gone (`WorkerGroup.check_alive`). Ranks that compute together hang when one of them fails, so nobody
 waits for the rest of them.
 """
 
@@ -12,24 +12,24 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from cadenza.cluster.dispatch import Call
+from cadenza.cluster.dispatch import RankCall
 from cadenza.cluster.placement import Place, Placement
 from cadenza.cluster.worker import Worker, WorkerLost
 from cadenza.errors import DeadlinePassed, PeerLost
 
 if TYPE_CHECKING:
-    from cadenza.cluster.peer import Peer
+    from cadenza.cluster.worker_handle import WorkerHandle
 
-LOOK_SECONDS = 5.0
-"""Between two looks at what carries the workers, while nothing comes from them."""
+ALIVE_CHECK_SECONDS = 5.0
+"""Between two checks that what carries the workers is alive, while no answer comes from them."""
 GRACE_SECONDS = 1.0
 """After the first failure, for others that come with it."""
-PEER_SECONDS = 15.0
+ROOT_CAUSE_SECONDS = 15.0
 """After a rank lost its peers: the one that died is named rather than those that lost their connection to it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class WorkerLaunch:
     """What a backend starts."""
 
     placement: Placement
@@ -43,29 +43,29 @@ class Launch:
         return self.placement.places
 
 
-class Crew(Protocol):
+class WorkerGroup(Protocol):
     """Workers that run."""
 
     async def open(self) -> None:
         """Start them all, or raise."""
 
-    async def begin(self, method: str, calls: Sequence[Call]) -> Sequence[asyncio.Future[Any]]:
+    async def submit(self, method: str, calls: Sequence[RankCall]) -> Sequence[asyncio.Future[Any]]:
         """Make the calls; a future for the answer to each."""
 
-    def peers(self) -> Sequence[Peer]:
+    def worker_handles(self) -> Sequence[WorkerHandle]:
         """Each worker, to be asked by itself, by rank."""
 
-    async def look(self) -> None:
+    async def check_alive(self) -> None:
         """Raise if what carries the workers is gone."""
 
     async def close(self) -> None:
         """End them, started or not, with a deadline of its own."""
 
 
-Backend: TypeAlias = Callable[[Launch], Crew]
+Backend: TypeAlias = Callable[[WorkerLaunch], WorkerGroup]
 
 
-class Tasks:
+class BackgroundTasks:
     """Calls under way, kept until they end, also when nobody waits for them any more."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Tasks:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_heard)
+        task.add_done_callback(_mark_retrieved)
         return task
 
     def cancel(self) -> None:
@@ -85,51 +85,51 @@ class Tasks:
                 task.cancel()
 
 
-async def answers(
+async def gather_answers(
     what: str,
     places: Sequence[Place],
     futures: Sequence[asyncio.Future[Any]],
     *,
     seconds: float,
-    look: Callable[[], Awaitable[None]],
+    check_alive: Callable[[], Awaitable[None]],
 ) -> list[Any]:
     """All answers in order, or the first failure, as the worker raised it and with a note of where that was."""
     loop = asyncio.get_running_loop()
     ends = loop.time() + seconds
     waiting = set(futures)
     while waiting:
-        pause = min(LOOK_SECONDS, max(ends - loop.time(), 0.0))
-        done, waiting = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_EXCEPTION)
+        wait_seconds = min(ALIVE_CHECK_SECONDS, max(ends - loop.time(), 0.0))
+        done, waiting = await asyncio.wait(waiting, timeout=wait_seconds, return_when=asyncio.FIRST_EXCEPTION)
         if any(_error(future) for future in done):
-            await _explained(futures)
-            raise _failure(what, places, futures)
+            await _wait_for_root_cause(futures)
+            raise _root_failure(what, places, futures)
         if waiting and loop.time() >= ends:
             late = [str(place) for place, future in zip(places, futures, strict=True) if future in waiting]
             more = f" and {len(late) - 3} more" if len(late) > 3 else ""
             raise DeadlinePassed(f"{what}: no answer within {max(seconds, 0):g} s from {'; '.join(late[:3])}{more}")
         if waiting and not done:
             try:
-                await look()
+                await check_alive()
             except Exception as error:
                 error.add_note(f"while {what} was under way")
                 raise
     return [future.result() for future in futures]
 
 
-async def _explained(futures: Sequence[asyncio.Future[Any]]) -> None:
+async def _wait_for_root_cause(futures: Sequence[asyncio.Future[Any]]) -> None:
     """Wait a little for the failures that come with the first one, and longer where those so far explain nothing."""
     loop = asyncio.get_running_loop()
-    ends = loop.time() + PEER_SECONDS
+    ends = loop.time() + ROOT_CAUSE_SECONDS
     while waiting := [future for future in futures if not future.done()]:
         errors = [_error(future) for future in futures if future.done()]
-        is_open = all(error is None or isinstance(error, PeerLost) for error in errors)
-        if not is_open or loop.time() >= ends:
+        is_unexplained = all(error is None or isinstance(error, PeerLost) for error in errors)
+        if not is_unexplained or loop.time() >= ends:
             await asyncio.wait(waiting, timeout=GRACE_SECONDS)
             return
         await asyncio.wait(waiting, timeout=ends - loop.time(), return_when=asyncio.FIRST_COMPLETED)
 
 
-def _failure(what: str, places: Sequence[Place], futures: Sequence[asyncio.Future[Any]]) -> BaseException:
+def _root_failure(what: str, places: Sequence[Place], futures: Sequence[asyncio.Future[Any]]) -> BaseException:
     """The failure that explains the others: a worker that is lost, else the one of the lowest rank; the loss of a peer
     explains nothing."""
     failures = [
@@ -151,7 +151,7 @@ def _error(future: asyncio.Future[Any]) -> BaseException | None:
     return WorkerLost("the call was cancelled") if future.cancelled() else future.exception()
 
 
-def _heard(future: asyncio.Future[Any]) -> None:
+def _mark_retrieved(future: asyncio.Future[Any]) -> None:
     """A failure that nobody waits for any more is no noise in the log."""
     if not future.cancelled():
         future.exception()

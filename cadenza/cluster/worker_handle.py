@@ -15,12 +15,12 @@ from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
-from cadenza.cluster.crew import Tasks
 from cadenza.cluster.placement import Place
-from cadenza.cluster.worker import Host, Worker, WorkerLost
+from cadenza.cluster.worker import Worker, WorkerHost, WorkerLost
+from cadenza.cluster.worker_group import BackgroundTasks
 
 
-class Peer(ABC):
+class WorkerHandle(ABC):
     """A worker that can be asked."""
 
     world_size = 1
@@ -29,24 +29,24 @@ class Peer(ABC):
         self.role = role
 
     @abstractmethod
-    async def ask(self, method: str, *args: Any) -> Any:
+    async def call(self, method: str, *args: Any) -> Any:
         """What this method of the worker returns."""
 
-    async def talk(self, method: str, *args: Any) -> Any:
+    async def call_small(self, method: str, *args: Any) -> Any:
         """The same for what is said all the time, and is small."""
-        return await self.ask(method, *args)
+        return await self.call(method, *args)
 
     @abstractmethod
-    async def talk_for_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
+    async def call_with_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
         """Of the two things that the method returns: the first, and a handle for the second, which stays where it is
         until somebody fetches it."""
 
     async def fetch(self, handles: Sequence[Any]) -> list[Any]:
         """What such handles stand for."""
-        return self.fetch_now(handles)
+        return self.fetch_blocking(handles)
 
     @abstractmethod
-    def fetch_now(self, handles: Sequence[Any]) -> list[Any]:
+    def fetch_blocking(self, handles: Sequence[Any]) -> list[Any]:
         """The same, and the loop waits."""
 
     async def shutdown(self) -> None:
@@ -60,23 +60,23 @@ class Peer(ABC):
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         if name.startswith("_"):
             raise AttributeError(name)
-        return partial(self.ask, name)
+        return partial(self.call, name)
 
 
-class LocalPeer(Peer):
+class LocalWorkerHandle(WorkerHandle):
     """A worker in this process, on this loop."""
 
-    def __init__(self, role: str, host: Host) -> None:
+    def __init__(self, role: str, host: WorkerHost) -> None:
         super().__init__(role)
-        self._host = host
-        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._tasks = Tasks()
+        self._worker_host = host
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tasks = BackgroundTasks()
 
-    async def ask(self, method: str, *args: Any) -> Any:
-        if self._gone.done():
+    async def call(self, method: str, *args: Any) -> Any:
+        if self._ended.done():
             raise WorkerLost(f"the worker '{self.role}' was ended")
-        call = self._tasks.begin(self._host.call(method, args, {}))
-        either: list[asyncio.Future[Any]] = [call, self._gone]
+        call = self._tasks.begin(self._worker_host.call(method, args, {}))
+        either: list[asyncio.Future[Any]] = [call, self._ended]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -86,29 +86,29 @@ class LocalPeer(Peer):
             raise WorkerLost(f"the worker '{self.role}' was ended")
         return call.result()
 
-    async def talk_for_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
-        answer: tuple[Any, Any] = await self.ask(method, *args)
+    async def call_with_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
+        answer: tuple[Any, Any] = await self.call(method, *args)
         return answer
 
-    def fetch_now(self, handles: Sequence[Any]) -> list[Any]:
+    def fetch_blocking(self, handles: Sequence[Any]) -> list[Any]:
         return list(handles)
 
     def kill(self) -> None:
-        if not self._gone.done():
-            self._gone.set_result(None)
-            self._tasks.begin(self._host.close())
+        if not self._ended.done():
+            self._ended.set_result(None)
+            self._tasks.begin(self._worker_host.close())
 
 
-async def start(
+async def start_worker(
     backend: str, role: str, number: int, worker_class: type[Worker], init: Mapping[str, Any], *, seconds: float
-) -> Peer:
+) -> WorkerHandle:
     """A new worker; `backend` is 'embedded' or 'ray'."""
     place = Place(role, number, 1, 0, 1, 0, 1, backend, ())
     if backend == "ray":
-        module = import_module("cadenza.cluster.ray_peer")
-        return cast("Peer", await module.start(place, worker_class, init, seconds))
+        module = import_module("cadenza.cluster.ray_worker_handle")
+        return cast("WorkerHandle", await module.start_worker(place, worker_class, init, seconds))
     if backend != "embedded":
         raise ValueError(f"backend must be 'embedded' or 'ray', got '{backend}'")
-    host = Host(place)
+    host = WorkerHost(place)
     await host.open(worker_class, init)
-    return LocalPeer(f"{role} {number}", host)
+    return LocalWorkerHandle(f"{role} {number}", host)

@@ -1,22 +1,22 @@
 """Continuous batching: which sequences the next step computes, and what becomes of the tokens.
 
-Invariant: a sequence is waiting, seated or gone, and everything changes between two steps. The rows 0..n-1 hold the
-seated sequences that are ready (keys and values of all their tokens but the last are computed), the rows behind them
+Invariant: a sequence is waiting, running or gone, and everything changes between two steps. The rows 0..n-1 hold the
+running sequences that are ready (keys and values of all their tokens but the last are computed), the rows behind them
 those that are still being filled; the last token of a ready sequence is the input of the next step.
 
-    add -> waiting --admit--> seated: filling --> ready --advance--> gone (stop | length | abort)
+    add -> waiting --admit--> running: filling --> ready --advance--> gone (stop | length | abort)
               ^                  ^                  |
               +---- preempted ---+-- new weights ---+       (recompute; the tokens are kept)
 
     prepare   admit, copy what is known of a context, fill the rest up to a budget, arrange the rows
-    compute   one forward pass of the ready rows, one token drawn for each
+    compute   one forward pass of the ready rows, one token sampled for each
     advance   note the tokens; whoever is done leaves, and its context goes to the shelf
 
 A prompt is computed without its last token, for that one is the input of a step like any other. So members of a group
 need nothing but a copy of what the first of them computed.
 
-While nobody comes or goes, a step costs nothing per row but arithmetic: what it needs is in a plan that moves on by
-itself, and the tokens are noted there by step. They are booked to their sequences when the plan ends.
+While nobody comes or goes, a step costs nothing per row but arithmetic: what it needs is in a batch that moves on by
+itself, and the tokens are noted there by step. They are booked to their sequences when the batch ends.
 
 The cache is bounded by what is allocated: rows are dense, so a long sequence makes those of all others as wide. Rows
 and shelf together have at most `kv_tokens` cells. Sequences sit down while that leaves room for them, and when somebody
@@ -38,37 +38,55 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cadenza.inference.decoder import Decoder, Segment
-from cadenza.inference.kv_cache import Context, Index, KVRows, Panel, Shelf, shared, with_spare
+from cadenza.inference.decoder import Decoder, PrefillSegment
+from cadenza.inference.kv_cache import (
+    CachedPrefix,
+    Index,
+    KVCache,
+    KVPrefixCache,
+    RowBlock,
+    common_prefix_length,
+    rows_needed,
+)
 from cadenza.inference.replica import Finish, Generation, Request, Sampling, Span, Tokens
-from cadenza.inference.sampling import GOLDEN, MASK64, Law, draw, law_of, stream, uniforms
+from cadenza.inference.sampling import (
+    GOLDEN,
+    MASK64,
+    BatchSampling,
+    batch_sampling,
+    rng_counter,
+    sample_tokens,
+    uniforms,
+)
 
-UNIT = 8
+ROWS_PER_BLOCK = 8
 """Rows whose lengths are kept close together, when that is worth it."""
-GRAIN = 32
+WIDTH_MULTIPLE = 32
 """Panels are a multiple of it wide, so that the shapes of a step stay the same for a while."""
-SPLIT = 1 << 15
-"""Cached numbers that a panel of its own must spare per layer to be worth its three operations."""
-AHEAD = 8
+MIN_SPLIT_SAVING = 1 << 15
+"""Cached numbers that a block of its own must spare per layer to be worth its three operations."""
+RANDOM_STEPS_AHEAD = 8
 """Steps whose random numbers are made at once."""
-WORTH_WAITING = 4
+MIN_SHARED_TOKENS = 4
 """Tokens of a prompt that make it worth waiting for the member of the group that computes them."""
 
 
-class Sequence:
+class EngineSequence:
     """A request in the engine."""
 
     __slots__ = (
-        "arrival", "computed", "context", "counter", "finish", "last", "length", "logprobs", "marked", "request", "row",
-        "spans", "stops", "target", "tokens",
+        "arrival", "computed", "context", "rng_counter", "finish", "last_token", "length", "logprobs", "spanned_tokens", "request", "row",
+        "spans", "stop_ids", "max_new_tokens", "tokens",
     )  # fmt: skip
 
-    def __init__(self, request: Request, context: Tokens, stops: frozenset[int], target: int, arrival: int) -> None:
+    def __init__(
+        self, request: Request, context: Tokens, stop_ids: frozenset[int], max_new_tokens: int, arrival: int
+    ) -> None:
         self.request = request
         self.context = context
         """The chunks of the request in one piece."""
-        self.stops = stops
-        self.target = target
+        self.stop_ids = stop_ids
+        self.max_new_tokens = max_new_tokens
         """Tokens to write, at most."""
         self.arrival = arrival
         self.tokens: list[int] = []
@@ -76,45 +94,45 @@ class Sequence:
         self.logprobs: list[float] = []
         self.length = len(self.context)
         """Tokens that are known, those of the context included."""
-        self.last = int(self.context[-1])
+        self.last_token = int(self.context[-1])
         """The last of them, input of the next step."""
-        self.counter = stream(request.seed, request.offset)
+        self.rng_counter = rng_counter(request.seed, request.offset)
         """Where it stands in its stream of random numbers."""
         self.computed = 0
         """Positions of the row that hold the keys and values of this sequence."""
         self.row = -1
         self.spans: list[Span] = []
-        self.marked = 0
+        self.spanned_tokens = 0
         """Tokens that `spans` covers; the rest is of the present version."""
         self.finish: Finish | None = None
 
-    def known(self) -> Tokens:
+    def all_tokens(self) -> Tokens:
         return np.concatenate((self.context, np.array(self.tokens, np.int32))) if self.tokens else self.context
 
-    def mark(self, version: int) -> None:
+    def assign_version(self, version: int) -> None:
         """All tokens that have no version yet were written by this one."""
-        if (new := len(self.tokens) - self.marked) > 0:
+        if (new := len(self.tokens) - self.spanned_tokens) > 0:
             if self.spans and self.spans[-1].version == version:
                 self.spans[-1] = Span(version, self.spans[-1].length + new)
             else:
                 self.spans.append(Span(version, new))
-            self.marked = len(self.tokens)
+            self.spanned_tokens = len(self.tokens)
 
-    def answer(self) -> Generation:
+    def generation(self) -> Generation:
         """What was written, after the end."""
         tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
         return Generation(tokens, logprobs, tuple(self.spans), self.finish or Finish.ABORT)
 
 
-Source = Sequence | Context
+PrefixSource = EngineSequence | CachedPrefix
 """Where keys and values can be copied from."""
 
 
-class NotNumbers(Exception):
-    """The model gives logits from which nothing can be drawn."""
+class NonFiniteLogits(Exception):
+    """The model gives logits from which nothing can be sampled."""
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """What a step computed; it counts when the engine advances by it."""
 
     tokens: list[int]
@@ -135,294 +153,294 @@ class Engine:
         self.version = version
         self.generated = 0
         self.prefilled = 0
-        self.kv = 0
-        """Tokens of the seated sequences."""
-        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self.seated: dict[int, Sequence] = {}
+        self.running_tokens = 0
+        """Tokens of the running sequences."""
+        self.waiting: OrderedDict[int, EngineSequence] = OrderedDict()
+        self.running: dict[int, EngineSequence] = {}
         """In the order in which they sat down."""
-        self._filling: dict[int, Sequence] = {}
-        """Of the seated, those that are not ready."""
-        self._groups: dict[int, dict[int, Sequence]] = {}
-        """The seated by group."""
-        self._rows = KVRows(decoder.shape)
-        self._shelf = Shelf()
-        self._laws: dict[Sampling, Law] = {}
-        self._plan: _Plan | None = None
+        self._prefilling: dict[int, EngineSequence] = {}
+        """Of the running, those that are not ready."""
+        self._groups: dict[int, dict[int, EngineSequence]] = {}
+        """The running by group."""
+        self._cache = KVCache(decoder.shape)
+        self._prefix_cache = KVPrefixCache()
+        self._batch_samplings: dict[Sampling, BatchSampling] = {}
+        self._batch: _DecodeBatch | None = None
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: EngineSequence) -> None:
         self.waiting[sequence.request.id] = sequence
 
-    def abort(self, request_id: int) -> Sequence | None:
+    def abort(self, request_id: int) -> EngineSequence | None:
         """Take a sequence out, with the tokens it has."""
-        sequence = self.seated.get(request_id) or self.waiting.get(request_id)
+        sequence = self.running.get(request_id) or self.waiting.get(request_id)
         if sequence is not None:
-            self._leave(sequence, Finish.ABORT)
+            self._finish(sequence, Finish.ABORT)
         return sequence
 
-    def abort_all(self) -> list[Sequence]:
+    def abort_all(self) -> list[EngineSequence]:
         """Take everything out."""
-        sequences = [*self.seated.values(), *self.waiting.values()]
+        sequences = [*self.running.values(), *self.waiting.values()]
         for sequence in sequences:
-            self._leave(sequence, Finish.ABORT)
+            self._finish(sequence, Finish.ABORT)
         return sequences
 
-    def drop_all(self) -> list[Sequence]:
+    def abort_all_and_clear_cache(self) -> list[EngineSequence]:
         """Take everything out, and trust nothing that was computed."""
-        self._forget()
+        self._clear_cache()
         return self.abort_all()
 
     def load(self, version: int, packed: object) -> None:
         """Weights as the decoder packs them, from the next step on. Without `keep_kv`, nothing that the old ones
         computed is used again."""
         self.decoder.load(packed)
-        self._end_plan()
-        for sequence in (*self.seated.values(), *self.waiting.values()):
-            sequence.mark(self.version)
+        self._end_batch()
+        for sequence in (*self.running.values(), *self.waiting.values()):
+            sequence.assign_version(self.version)
         if not self.keep_kv:
-            self._forget()
+            self._clear_cache()
         self.version = version
 
-    def release(self) -> None:
+    def free_cache(self) -> None:
         """Free the memory of the cache; nothing is in flight."""
-        assert not self.seated
-        self._shelf.clear()
-        self._rows.free()
+        assert not self.running
+        self._prefix_cache.clear()
+        self._cache.free()
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def prepare(self, until: int) -> bool:
-        """Seat who waits, if it arrived no later than `until`, and fill; False when there is nothing to compute."""
-        self._make_room()
+    def prepare(self, last_arrival: int) -> bool:
+        """Seat who waits, if it arrived no later than `last_arrival`, and fill; False when there is nothing to compute."""
+        self._preempt()
         budget = self.prefill_tokens
-        while (self.waiting or self._filling) and budget > 0:
-            work = self._admit(until, budget)
-            if not work.moved:
+        while (self.waiting or self._prefilling) and budget > 0:
+            admission = self._admit(last_arrival, budget)
+            if not admission.scheduled:
                 break
-            self._end_plan()
-            self._arrange()
-            for sequence, source, length in work.known:
-                self._copy(sequence, source, length)
-            self._fill(work.pieces)
-            for (_, length), (mate, *members) in work.follow.items():
-                self._rows.spread(mate.row, [sequence.row for sequence in members], length)
-            budget -= sum(count for _, _, count in work.pieces)
-        if self._plan is None:
-            self._arrange()
-            self._plan = self._planned()
-        return bool(self._plan.ready)
+            self._end_batch()
+            self._assign_rows()
+            for sequence, source, length in admission.copies_before:
+                self._copy_prefix(sequence, source, length)
+            self._prefill(admission.prefills)
+            for (_, length), (first_member, *members) in admission.copies_after.items():
+                self._cache.copy_to_rows(first_member.row, [sequence.row for sequence in members], length)
+            budget -= sum(count for _, _, count in admission.prefills)
+        if self._batch is None:
+            self._assign_rows()
+            self._batch = self._new_batch()
+        return bool(self._batch.ready)
 
-    def compute(self) -> Drawn:
+    def compute(self) -> SampledTokens:
         """One token for every ready row."""
-        plan = self._plan
-        assert plan is not None
-        if plan.panel_steps == 0:
-            plan = self._plan = self._extended(plan)
-        logits = self.decoder.step(plan.ids, plan.positions, plan.places, plan.panels, self._rows)
-        tokens, logprobs = draw(logits, plan.law, plan.uniform())
-        plan.ids = tokens
-        plan.positions.add_(1)
-        plan.places.add_(1)
-        plan.panel_steps -= 1
-        drawn = Drawn(tokens.tolist(), logprobs.tolist())
-        if not math.isfinite(sum(drawn.logprobs)):
-            raise NotNumbers(f"version {self.version} gives logits that are not finite")
-        return drawn
+        batch = self._batch
+        assert batch is not None
+        if batch.block_steps == 0:
+            batch = self._batch = self._widened_batch(batch)
+        logits = self.decoder.decode(batch.ids, batch.positions, batch.cache_indices, batch.row_blocks, self._cache)
+        tokens, logprobs = sample_tokens(logits, batch.sampling, batch.next_uniforms())
+        batch.ids = tokens
+        batch.positions.add_(1)
+        batch.cache_indices.add_(1)
+        batch.block_steps -= 1
+        sampled = SampledTokens(tokens.tolist(), logprobs.tolist())
+        if not math.isfinite(sum(sampled.logprobs)):
+            raise NonFiniteLogits(f"version {self.version} gives logits that are not finite")
+        return sampled
 
-    def advance(self, drawn: Drawn) -> list[Sequence]:
+    def advance(self, sampled: SampledTokens) -> list[EngineSequence]:
         """Note a step; the sequences that it ended."""
-        plan = self._plan
-        assert plan is not None
-        plan.tokens.append(drawn.tokens)
-        plan.logprobs.append(drawn.logprobs)
-        plan.steps_left -= 1
-        self.generated += len(drawn.tokens)
-        self.kv += len(drawn.tokens)
-        if plan.steps_left > 0 and plan.stops.isdisjoint(drawn.tokens):
+        batch = self._batch
+        assert batch is not None
+        batch.tokens.append(sampled.tokens)
+        batch.logprobs.append(sampled.logprobs)
+        batch.steps_left -= 1
+        self.generated += len(sampled.tokens)
+        self.running_tokens += len(sampled.tokens)
+        if batch.steps_left > 0 and batch.stop_ids.isdisjoint(sampled.tokens):
             return []
-        plan.book()
+        batch.flush()
         done = []
-        for sequence in plan.ready:
-            if sequence.last in sequence.stops:
+        for sequence in batch.ready:
+            if sequence.last_token in sequence.stop_ids:
                 done.append((sequence, Finish.STOP))
-            elif len(sequence.tokens) == sequence.target:
+            elif len(sequence.tokens) == sequence.max_new_tokens:
                 done.append((sequence, Finish.LENGTH))
         for sequence, finish in done:
-            self._leave(sequence, finish)
+            self._finish(sequence, finish)
         return [sequence for sequence, _ in done]
 
     def check(self) -> None:
         """Assert what must hold between two steps."""
-        if self._plan is not None:
-            self._plan.book()
-            assert [sequence.row for sequence in self._plan.ready] == list(range(len(self._plan.ready)))
-        seated = self.seated.values()
-        assert self.kv == sum(sequence.length for sequence in seated)
-        assert self._rows.cells + self._shelf.tokens <= self.kv_tokens
-        assert len(seated) <= self.max_running
-        assert not self.seated.keys() & self.waiting.keys()
-        assert len({sequence.row for sequence in seated}) == len(seated)
+        if self._batch is not None:
+            self._batch.flush()
+            assert [sequence.row for sequence in self._batch.ready] == list(range(len(self._batch.ready)))
+        running = self.running.values()
+        assert self.running_tokens == sum(sequence.length for sequence in running)
+        assert self._cache.cells + self._prefix_cache.tokens <= self.kv_tokens
+        assert len(running) <= self.max_running
+        assert not self.running.keys() & self.waiting.keys()
+        assert len({sequence.row for sequence in running}) == len(running)
         assert all(sequence.row < 0 and sequence.computed == 0 for sequence in self.waiting.values())
-        assert self._filling.items() <= self.seated.items()
-        for sequence in seated:
-            ready = sequence.request.id not in self._filling
+        assert self._prefilling.items() <= self.running.items()
+        for sequence in running:
+            ready = sequence.request.id not in self._prefilling
             assert sequence.length == len(sequence.context) + len(sequence.tokens)
             assert sequence.computed == sequence.length - 1 if ready else sequence.computed < sequence.length - 1
-        assert {id for group in self._groups.values() for id in group} == self.seated.keys()
-        self._shelf.check()
+        assert {id for group in self._groups.values() for id in group} == self.running.keys()
+        self._prefix_cache.check()
 
     # -- who sits --------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
-        """Who sat down last stands up while the rows of all are too many cells. A plan has what its steps need."""
-        if self._plan is not None:
-            if self._plan.panel_steps > 0:
+    def _preempt(self) -> None:
+        """Who sat down last stands up while the rows of all are too many cells. A batch has what its steps need."""
+        if self._batch is not None:
+            if self._batch.block_steps > 0:
                 return
-            self._plan.book()
-        while len(self.seated) > 1 and self._cells(len(self.seated), self._longest()) > self.kv_tokens:
-            self._end_plan()
-            sequence = self.seated[next(reversed(self.seated))]
-            self._stand_up(sequence)
+            self._batch.flush()
+        while len(self.running) > 1 and self._cells_needed(len(self.running), self._longest_running()) > self.kv_tokens:
+            self._end_batch()
+            sequence = self.running[next(reversed(self.running))]
+            self._stop_running(sequence)
             self.waiting[sequence.request.id] = sequence
             self.waiting.move_to_end(sequence.request.id, last=False)
 
-    def _longest(self) -> int:
-        """Tokens of the longest seated sequence. What a plan has not booked is left out: it is within the width that
-        the plan was made with, and its end is no wider."""
-        return max((sequence.length for sequence in self.seated.values()), default=0)
+    def _longest_running(self) -> int:
+        """Tokens of the longest running sequence. What a batch has not booked is left out: it is within the width that
+        the batch was made with, and its end is no wider."""
+        return max((sequence.length for sequence in self.running.values()), default=0)
 
-    def _cells(self, sequences: int, longest: int) -> int:
+    def _cells_needed(self, sequences: int, longest: int) -> int:
         """What these take at least."""
-        return with_spare(sequences) * self._wide(longest)
+        return rows_needed(sequences) * self._rounded_width(longest)
 
-    def _wide(self, length: int) -> int:
+    def _rounded_width(self, length: int) -> int:
         """Positions for a sequence of this length and, most of the time, for some of its next tokens."""
-        return min(-(-length // GRAIN) * GRAIN, self.kv_tokens)
+        return min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.kv_tokens)
 
-    def _admit(self, until: int, budget: int) -> _Work:
+    def _admit(self, last_arrival: int, budget: int) -> _Admission:
         """First come, first served, while the rows of everybody fit, with one more token of who comes."""
-        work = _Work()
-        longest = self._longest()
-        for sequence in self._filling.values():
-            budget -= work.fill(sequence, budget)
+        admission = _Admission()
+        longest = self._longest_running()
+        for sequence in self._prefilling.values():
+            budget -= admission.prefill(sequence, budget)
         for sequence in self.waiting.values():
-            if len(self.seated) >= self.max_running or sequence.arrival > until:
+            if len(self.running) >= self.max_running or sequence.arrival > last_arrival:
                 break
             longest = max(longest, sequence.length + 1)
-            if self.seated and self._cells(len(self.seated) + 1, longest) > self.kv_tokens:
+            if self.running and self._cells_needed(len(self.running) + 1, longest) > self.kv_tokens:
                 break
-            source, length = self._source(sequence)
+            source, length = self._find_prefix(sequence)
             if source is None and length:
                 continue  # a member of its group is computing the prompt, and is not done with it in this round
-            self._sit_down(sequence, length)
-            work.moved[sequence.request.id] = sequence
-            if isinstance(source, Sequence) and source.request.id in work.moved:
-                work.follow.setdefault((source.request.id, length), [source]).append(sequence)
+            self._start_running(sequence, length)
+            admission.scheduled[sequence.request.id] = sequence
+            if isinstance(source, EngineSequence) and source.request.id in admission.scheduled:
+                admission.copies_after.setdefault((source.request.id, length), [source]).append(sequence)
             else:
                 if source is not None:
-                    work.known.append((sequence, source, length))
-                budget -= work.fill(sequence, budget)
-        for id, sequence in work.moved.items():
+                    admission.copies_before.append((sequence, source, length))
+                budget -= admission.prefill(sequence, budget)
+        for id, sequence in admission.scheduled.items():
             self.waiting.pop(id, None)
             if sequence.computed == sequence.length - 1:
-                self._filling.pop(id, None)
-        return work
+                self._prefilling.pop(id, None)
+        return admission
 
-    def _source(self, sequence: Sequence) -> tuple[Source | None, int]:
-        """Where most of a context is known from: the session or the group on the shelf, or a member that is seated.
+    def _find_prefix(self, sequence: EngineSequence) -> tuple[PrefixSource | None, int]:
+        """Where most of a context is known from: the session or the group on the shelf, or a member that is running.
         No source but a length: a member is about to compute so much of it."""
         request = sequence.request
-        known = sequence.known()
-        best: Source | None = None
+        known = sequence.all_tokens()
+        best: PrefixSource | None = None
         length = 0
-        for context in self._shelf.candidates(request.session, request.group):
-            if (common := min(shared(known, context.tokens), len(known) - 1)) > length:
+        for context in self._prefix_cache.candidates(request.session, request.group):
+            if (common := min(common_prefix_length(known, context.tokens), len(known) - 1)) > length:
                 best, length = context, common
-        if mates := self._groups.get(request.group):
-            mate = next(iter(mates.values()))
-            common = min(shared(known, mate.context), len(known) - 1)
-            if min(common, mate.length - 1) - max(mate.computed, length) >= WORTH_WAITING:
+        if group_members := self._groups.get(request.group):
+            first_member = next(iter(group_members.values()))
+            common = min(common_prefix_length(known, first_member.context), len(known) - 1)
+            if min(common, first_member.length - 1) - max(first_member.computed, length) >= MIN_SHARED_TOKENS:
                 return None, common
-            if min(common, mate.computed) > length:
-                best, length = mate, min(common, mate.computed)
+            if min(common, first_member.computed) > length:
+                best, length = first_member, min(common, first_member.computed)
         return best, length
 
-    def _sit_down(self, sequence: Sequence, computed: int) -> None:
+    def _start_running(self, sequence: EngineSequence, computed: int) -> None:
         request = sequence.request
-        self._shelf.take(request.session)
-        self.seated[request.id] = self._filling[request.id] = sequence
+        self._prefix_cache.take(request.session)
+        self.running[request.id] = self._prefilling[request.id] = sequence
         self._groups.setdefault(request.group, {})[request.id] = sequence
         sequence.computed = computed
-        self.kv += sequence.length
+        self.running_tokens += sequence.length
 
-    def _stand_up(self, sequence: Sequence) -> None:
+    def _stop_running(self, sequence: EngineSequence) -> None:
         request = sequence.request
-        del self.seated[request.id]
-        self._filling.pop(request.id, None)
+        del self.running[request.id]
+        self._prefilling.pop(request.id, None)
         members = self._groups[request.group]
         del members[request.id]
         if not members:
             del self._groups[request.group]
-        self.kv -= sequence.length
+        self.running_tokens -= sequence.length
         sequence.row = -1
         sequence.computed = 0
 
-    def _leave(self, sequence: Sequence, finish: Finish) -> None:
+    def _finish(self, sequence: EngineSequence, finish: Finish) -> None:
         """The end of a sequence; what was computed for it stays on the shelf while there is room."""
-        self._end_plan()
+        self._end_batch()
         request = sequence.request
         sequence.finish = finish
-        sequence.mark(self.version)
-        if request.id not in self.seated:
+        sequence.assign_version(self.version)
+        if request.id not in self.running:
             self.waiting.pop(request.id, None)
             return
         row, computed = sequence.row, sequence.computed
-        self._stand_up(sequence)
-        if computed and self._rows.cells + computed <= self.kv_tokens:
-            context = Context(sequence.known()[:computed], self._rows.save(row, computed), request.group)
-            self._shelf.put(request.session, context)
-            self._shelf.shrink(self.kv_tokens - self._rows.cells)
+        self._stop_running(sequence)
+        if computed and self._cache.cells + computed <= self.kv_tokens:
+            context = CachedPrefix(sequence.all_tokens()[:computed], self._cache.save(row, computed), request.group)
+            self._prefix_cache.put(request.session, context)
+            self._prefix_cache.evict_to(self.kv_tokens - self._cache.cells)
 
-    def _forget(self) -> None:
+    def _clear_cache(self) -> None:
         """Nothing that was computed is used again."""
-        self._end_plan()
-        self._shelf.clear()
-        for sequence in self.seated.values():
+        self._end_batch()
+        self._prefix_cache.clear()
+        for sequence in self.running.values():
             sequence.computed = 0
             if sequence.length > 1:
-                self._filling[sequence.request.id] = sequence
+                self._prefilling[sequence.request.id] = sequence
 
     # -- rows ------------------------------------------------------------------------------------------------------
 
-    def _reserve(self) -> bool:
+    def _reserve_rows(self) -> bool:
         """Have rows for all, and width for their next steps; True when the rows are new ones. The shelf gives way.
         Who sits sits in the first rows, unless there are too few of them."""
-        new = self._rows.reserve(len(self.seated), self._wide(self._longest()), self.kv_tokens)
+        new = self._cache.reserve(len(self.running), self._rounded_width(self._longest_running()), self.kv_tokens)
         if new:
-            self._shelf.shrink(self.kv_tokens - self._rows.cells)
+            self._prefix_cache.evict_to(self.kv_tokens - self._cache.cells)
         return new
 
-    def _arrange(self) -> None:
-        """Give every seated sequence its row: the ready ones first, and as few moves as that allows. When much shorter
-        panels reward it, the long ones come first, each in the right unit of rows."""
-        if too_few := with_spare(len(self.seated)) > self._rows.rows:
-            self._reserve()
-        ready = [sequence for id, sequence in self.seated.items() if id not in self._filling]
+    def _assign_rows(self) -> None:
+        """Give every running sequence its row: the ready ones first, and as few moves as that allows. When much shorter
+        row_blocks reward it, the long ones come first, each in the right unit of rows."""
+        if too_few := rows_needed(len(self.running)) > self._cache.rows:
+            self._reserve_rows()
+        ready = [sequence for id, sequence in self.running.items() if id not in self._prefilling]
         ready.sort(key=_row)
         unit = max(len(ready), 1)
-        if self._worth_sorting([sequence.length for sequence in ready]):
+        if self._is_sorting_worth_it([sequence.length for sequence in ready]):
             ready.sort(key=lambda sequence: -sequence.length)
-            unit = UNIT
-        moves: list[tuple[Sequence, int]] = []
+            unit = ROWS_PER_BLOCK
+        moves: list[tuple[EngineSequence, int]] = []
         for first in range(0, len(ready), unit):
-            moves += _moves(ready[first : first + unit], first)
-        moves += _moves(list(self._filling.values()), len(ready))
-        self._move(moves)
+            moves += _row_moves(ready[first : first + unit], first)
+        moves += _row_moves(list(self._prefilling.values()), len(ready))
+        self._move_rows(moves)
         if not too_few:
-            self._reserve()
+            self._reserve_rows()
 
-    def _move(self, moves: list[tuple[Sequence, int]]) -> None:
+    def _move_rows(self, moves: list[tuple[EngineSequence, int]]) -> None:
         """Bring sequences to their rows. Who goes to a row that is not vacated yet goes later; a circle is broken by
         way of the spare row."""
         taken = {sequence.row for sequence, _ in moves if sequence.row >= 0}
@@ -433,176 +451,180 @@ class Engine:
                     blocked.append((sequence, row))
                 else:
                     taken.discard(sequence.row)
-                    self._put(sequence, row)
+                    self._move_to_row(sequence, row)
             if len(blocked) == len(moves):
                 first, _ = blocked[0]
                 taken.discard(first.row)
-                self._put(first, self._rows.rows - 1)
+                self._move_to_row(first, self._cache.rows - 1)
             moves = blocked
 
-    def _put(self, sequence: Sequence, row: int) -> None:
+    def _move_to_row(self, sequence: EngineSequence, row: int) -> None:
         if sequence.row >= 0 and sequence.computed:
-            self._rows.copy(sequence.row, row, sequence.computed)
+            self._cache.copy(sequence.row, row, sequence.computed)
         sequence.row = row
 
-    def _copy(self, sequence: Sequence, source: Source, length: int) -> None:
+    def _copy_prefix(self, sequence: EngineSequence, source: PrefixSource, length: int) -> None:
         """The known beginning of a context into its row."""
-        if isinstance(source, Sequence):
-            self._rows.copy(source.row, sequence.row, length)
+        if isinstance(source, EngineSequence):
+            self._cache.copy(source.row, sequence.row, length)
         else:
-            self._rows.restore(sequence.row, source.saved, length)
+            self._cache.restore(sequence.row, source.saved, length)
 
-    def _fill(self, pieces: list[tuple[Sequence, int, int]]) -> None:
-        if pieces:
-            segments = [Segment(s.row, start, s.known()[start : start + count]) for s, start, count in pieces]
-            self.decoder.fill(segments, self._rows)
-            self.prefilled += sum(count for _, _, count in pieces)
+    def _prefill(self, prefills: list[tuple[EngineSequence, int, int]]) -> None:
+        if prefills:
+            segments = [
+                PrefillSegment(s.row, start, s.all_tokens()[start : start + count]) for s, start, count in prefills
+            ]
+            self.decoder.prefill(segments, self._cache)
+            self.prefilled += sum(count for _, _, count in prefills)
 
-    # -- the plan of a step ----------------------------------------------------------------------------------------
+    # -- the batch of a step ----------------------------------------------------------------------------------------
 
-    def _planned(self) -> _Plan:
-        ready = [sequence for id, sequence in self.seated.items() if id not in self._filling]
+    def _new_batch(self) -> _DecodeBatch:
+        ready = [sequence for id, sequence in self.running.items() if id not in self._prefilling]
         ready.sort(key=_row)
         device = self.decoder.shape.device
         positions: Index = np.array([sequence.computed for sequence in ready], np.int64)
-        self._rows.show(positions)
-        panels, panel_steps = self._panels([sequence.length for sequence in ready])
-        return _Plan(
+        self._cache.set_visible_lengths(positions)
+        row_blocks, block_steps = self._row_blocks([sequence.length for sequence in ready])
+        return _DecodeBatch(
             ready=ready,
-            ids=torch.from_numpy(np.array([sequence.last for sequence in ready], np.int64)).to(device),
+            ids=torch.from_numpy(np.array([sequence.last_token for sequence in ready], np.int64)).to(device),
             positions=torch.from_numpy(positions).to(device),
-            places=self._rows.places(np.arange(len(ready)), positions),
-            panels=panels,
-            panel_steps=panel_steps,
-            law=self._law(ready),
-            counters=np.array([sequence.counter for sequence in ready], np.uint64)[:, None],
-            stops=frozenset().union(*{sequence.stops for sequence in ready}),
-            steps_left=min([sequence.target - len(sequence.tokens) for sequence in ready], default=0),
+            cache_indices=self._cache.indices(np.arange(len(ready)), positions),
+            row_blocks=row_blocks,
+            block_steps=block_steps,
+            sampling=self._sampling_of(ready),
+            rng_counters=np.array([sequence.rng_counter for sequence in ready], np.uint64)[:, None],
+            stop_ids=frozenset().union(*{sequence.stop_ids for sequence in ready}),
+            steps_left=min([sequence.max_new_tokens - len(sequence.tokens) for sequence in ready], default=0),
         )
 
-    def _law(self, ready: list[Sequence]) -> Law:
-        """How these are drawn. Usually they are all drawn alike, and the law is known."""
+    def _sampling_of(self, ready: list[EngineSequence]) -> BatchSampling:
+        """How these are sampled. Usually they are all sampled alike, and the sampling is known."""
         samplings = [sequence.request.sampling for sequence in ready]
         if len({id(sampling) for sampling in samplings}) != 1:
-            return law_of(samplings, self.decoder.vocab, self.decoder.shape.device)
-        law = self._laws.get(samplings[0])
-        if law is None:
-            law = self._laws[samplings[0]] = law_of(samplings[:1], self.decoder.vocab, self.decoder.shape.device)
-        return law
+            return batch_sampling(samplings, self.decoder.vocab, self.decoder.shape.device)
+        sampling = self._batch_samplings.get(samplings[0])
+        if sampling is None:
+            sampling = self._batch_samplings[samplings[0]] = batch_sampling(
+                samplings[:1], self.decoder.vocab, self.decoder.shape.device
+            )
+        return sampling
 
-    def _end_plan(self) -> None:
+    def _end_batch(self) -> None:
         """Somebody comes or goes, or the weights change."""
-        if self._plan is not None:
-            self._plan.book()
-            self._plan = None
+        if self._batch is not None:
+            self._batch.flush()
+            self._batch = None
 
-    def _extended(self, plan: _Plan) -> _Plan:
-        """The same plan when its panels have become too narrow."""
-        plan.book()
-        if self._reserve():
-            return self._planned()
-        plan.panels, plan.panel_steps = self._panels([sequence.length for sequence in plan.ready])
-        return plan
+    def _widened_batch(self, batch: _DecodeBatch) -> _DecodeBatch:
+        """The same batch when its row_blocks have become too narrow."""
+        batch.flush()
+        if self._reserve_rows():
+            return self._new_batch()
+        batch.row_blocks, batch.block_steps = self._row_blocks([sequence.length for sequence in batch.ready])
+        return batch
 
-    def _panels(self, lengths: list[int]) -> tuple[list[Panel], int]:
-        """Cut rows of these lengths into panels, and say for how many steps they are wide enough."""
+    def _row_blocks(self, lengths: list[int]) -> tuple[list[RowBlock], int]:
+        """Cut rows of these lengths into row_blocks, and say for how many steps they are wide enough."""
         cells = self.decoder.shape.heads * self.decoder.shape.key_dim
-        panels: list[Panel] = []
-        steps = GRAIN
-        for first in range(0, len(lengths), UNIT):
-            unit = lengths[first : first + UNIT]
+        row_blocks: list[RowBlock] = []
+        steps = WIDTH_MULTIPLE
+        for first in range(0, len(lengths), ROWS_PER_BLOCK):
+            unit = lengths[first : first + ROWS_PER_BLOCK]
             longest = max(unit)
-            width, last = self._wide(longest), first + len(unit)
+            width, last = self._rounded_width(longest), first + len(unit)
             steps = min(steps, width - longest + 1)
-            if panels and len(unit) * abs(panels[-1].width - width) * cells < SPLIT:
-                before = panels.pop()
+            if row_blocks and len(unit) * abs(row_blocks[-1].width - width) * cells < MIN_SPLIT_SAVING:
+                before = row_blocks.pop()
                 first, width = before.first, max(width, before.width)
-            panels.append(Panel(first, last, width))
-        return panels, steps
+            row_blocks.append(RowBlock(first, last, width))
+        return row_blocks, steps
 
-    def _worth_sorting(self, lengths: list[int]) -> bool:
-        """Whether the panels of rows of these lengths would cover clearly less if the long ones came first."""
-        least = SPLIT // (self.decoder.shape.heads * self.decoder.shape.key_dim)
-        if len(lengths) <= UNIT or len(lengths) * (max(lengths) - min(lengths)) < least:
+    def _is_sorting_worth_it(self, lengths: list[int]) -> bool:
+        """Whether the row_blocks of rows of these lengths would cover clearly less if the long ones came first."""
+        least = MIN_SPLIT_SAVING // (self.decoder.shape.heads * self.decoder.shape.key_dim)
+        if len(lengths) <= ROWS_PER_BLOCK or len(lengths) * (max(lengths) - min(lengths)) < least:
             return False
         now, then = (
-            sum((panel.last - panel.first) * panel.width for panel in self._panels(order)[0])
+            sum((block.last - block.first) * block.width for block in self._row_blocks(order)[0])
             for order in (lengths, sorted(lengths, reverse=True))
         )
         return now - then >= least
 
 
 @dataclass(slots=True)
-class _Work:
+class _Admission:
     """What one round of admission leads to."""
 
-    moved: dict[int, Sequence] = field(default_factory=dict)
+    scheduled: dict[int, EngineSequence] = field(default_factory=dict)
     """Who sat down, or is filled a little more."""
-    known: list[tuple[Sequence, Source, int]] = field(default_factory=list)
+    copies_before: list[tuple[EngineSequence, PrefixSource, int]] = field(default_factory=list)
     """Whose beginning is copied before the filling, from where, and how much."""
-    pieces: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    prefills: list[tuple[EngineSequence, int, int]] = field(default_factory=list)
     """What is filled: sequence, start, count."""
-    follow: dict[tuple[int, int], list[Sequence]] = field(default_factory=dict)
+    copies_after: dict[tuple[int, int], list[EngineSequence]] = field(default_factory=dict)
     """Whose beginning is copied after the filling, for it is filled in this round: by the member that has it and the
     length of it, this member and those that follow it."""
 
-    def fill(self, sequence: Sequence, budget: int) -> int:
+    def prefill(self, sequence: EngineSequence, budget: int) -> int:
         """Compute the rest of a prompt, as far as the budget goes; what that costs."""
         count = min(sequence.length - 1 - sequence.computed, budget)
         if count > 0:
-            self.pieces.append((sequence, sequence.computed, count))
+            self.prefills.append((sequence, sequence.computed, count))
             sequence.computed += count
-            self.moved[sequence.request.id] = sequence
+            self.scheduled[sequence.request.id] = sequence
         return max(count, 0)
 
 
 @dataclass(slots=True)
-class _Plan:
+class _DecodeBatch:
     """What a step needs; it moves on by itself while nobody comes or goes."""
 
-    ready: list[Sequence]
+    ready: list[EngineSequence]
     """By row."""
     ids: Tensor
     """[n] the last token of each."""
     positions: Tensor
     """[n] where it stands."""
-    places: Tensor
+    cache_indices: Tensor
     """[n * heads] where its keys and values go."""
-    panels: list[Panel]
-    panel_steps: int
-    """Steps for which the panels are wide enough."""
-    law: Law
-    counters: NDArray[np.uint64]
+    row_blocks: list[RowBlock]
+    block_steps: int
+    """Steps for which the row_blocks are wide enough."""
+    sampling: BatchSampling
+    rng_counters: NDArray[np.uint64]
     """[n, 1] where each stands in its stream of random numbers, after those in `uniforms`."""
-    stops: frozenset[int]
+    stop_ids: frozenset[int]
     """Tokens that end any of them."""
     steps_left: int
-    """Steps until the first of them is as long as it may be."""
+    """Steps last_arrival the first of them is as long as it may be."""
     tokens: list[list[int]] = field(default_factory=list)
     """[steps][n] not booked yet"""
     logprobs: list[list[float]] = field(default_factory=list)
     uniforms: list[Tensor] = field(default_factory=list)
     """[steps][n, 1] the random numbers of the next steps, last step first"""
 
-    def uniform(self) -> Tensor:
+    def next_uniforms(self) -> Tensor:
         """The random numbers of this step."""
         if not self.uniforms:
-            ahead = torch.from_numpy(uniforms(self.counters, AHEAD)).to(self.ids.device)
+            ahead = torch.from_numpy(uniforms(self.rng_counters, RANDOM_STEPS_AHEAD)).to(self.ids.device)
             self.uniforms = list(ahead.flip(0))
-            self.counters += np.uint64(AHEAD * GOLDEN & MASK64)
+            self.rng_counters += np.uint64(RANDOM_STEPS_AHEAD * GOLDEN & MASK64)
         return self.uniforms.pop()
 
-    def book(self) -> None:
+    def flush(self) -> None:
         """Give the noted tokens to their sequences."""
         if steps := len(self.tokens):
             columns = zip(self.ready, zip(*self.tokens, strict=True), zip(*self.logprobs, strict=True), strict=True)
             for sequence, tokens, logprobs in columns:
                 sequence.tokens.extend(tokens)
                 sequence.logprobs.extend(logprobs)
-                sequence.last = tokens[-1]
+                sequence.last_token = tokens[-1]
                 sequence.length += steps
                 sequence.computed += steps
-                sequence.counter = (sequence.counter + steps * GOLDEN) & MASK64
+                sequence.rng_counter = (sequence.rng_counter + steps * GOLDEN) & MASK64
             self.tokens.clear()
             self.logprobs.clear()
 
@@ -610,7 +632,7 @@ class _Plan:
 _row = attrgetter("row")
 
 
-def _moves(sequences: list[Sequence], first: int) -> list[tuple[Sequence, int]]:
+def _row_moves(sequences: list[EngineSequence], first: int) -> list[tuple[EngineSequence, int]]:
     """Who has to move, and where to, so that these sequences sit in the rows from `first` on."""
     rows = range(first, first + len(sequences))
     moving = [sequence for sequence in sequences if sequence.row not in rows]

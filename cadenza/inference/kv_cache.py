@@ -42,7 +42,7 @@ class KVShape:
         return self.layers * self.heads * 2 * max(self.key_dim, self.value_dim) * self.dtype.itemsize
 
 
-class Panel(NamedTuple):
+class RowBlock(NamedTuple):
     """Consecutive rows that attend to the same number of positions."""
 
     first: int
@@ -50,8 +50,8 @@ class Panel(NamedTuple):
     width: int
 
 
-class PanelView(NamedTuple):
-    """What the rows of a panel attend to, heads taken as rows."""
+class RowBlockView(NamedTuple):
+    """What the rows of a block attend to, heads taken as rows."""
 
     mask: Tensor
     """[r, 1, width]"""
@@ -61,10 +61,10 @@ class PanelView(NamedTuple):
     """By layer, [r, width, dim]"""
 
 
-class KVRows:
+class KVCache:
     """One row per running sequence, all as wide as the longest needs, and one more to move things around unless there
     is one alone. A cell is the room for one token: `cells` of them are allocated, whether they are used or not, and
-    never more than the limit given to `reserve`. Only while they are copied to a new place do both places exist."""
+    never more than the limit given to `reserve`. Only while they are copied to a new index do both indices exist."""
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
@@ -86,43 +86,43 @@ class KVRows:
         of the limit, and an eighth beyond; what is more than that, and twice what is asked, is given back. Only rows
         and positions that are asked for keep what they hold.
         """
-        rows = with_spare(sequences)
+        rows = rows_needed(sequences)
         fits = rows <= self.rows and width <= self.width
         if fits and (self.cells <= limit // 2 or 2 * rows * width > self.cells):
             return False
         old = self._store
-        tall = self.rows if rows <= self.rows else max(2 * self.rows, rows, _LEAST_ROWS + 1)
-        wide = self.width if width <= self.width else max(2 * self.width, width, _LEAST_WIDTH)
-        if tall * wide > limit // 2:
-            tall, wide = rows + rows // 8, width + width // 8
-        if tall * wide > limit:
-            tall, wide = rows, width
-        kept_rows, kept_width = min(tall, self.rows), min(wide, self.width)
-        self._allocate(tall, wide)
+        new_rows = self.rows if rows <= self.rows else max(2 * self.rows, rows, _LEAST_ROWS + 1)
+        new_width = self.width if width <= self.width else max(2 * self.width, width, _LEAST_WIDTH)
+        if new_rows * new_width > limit // 2:
+            new_rows, new_width = rows + rows // 8, width + width // 8
+        if new_rows * new_width > limit:
+            new_rows, new_width = rows, width
+        kept_rows, kept_width = min(new_rows, self.rows), min(new_width, self.width)
+        self._allocate(new_rows, new_width)
         self._store[:, :, :kept_rows, :, :kept_width] = old[:, :, :kept_rows, :, :kept_width]
         return True
 
-    def places(self, rows: Index, positions: Index) -> Tensor:
+    def indices(self, rows: Index, positions: Index) -> Tensor:
         """[n * heads] where the tokens at these rows and positions belong in `flat`."""
         heads = self.shape.heads
         first = (rows * heads)[:, None] + np.arange(heads)
         return torch.from_numpy((first * self.width + positions[:, None]).reshape(-1)).to(self.shape.device)
 
-    def panel(self, panel: Panel) -> PanelView:
+    def block_view(self, block: RowBlock) -> RowBlockView:
         """Its keys, values and mask, without a copy."""
-        view = self._panels.get(panel)
+        view = self._views.get(block)
         if view is None:
-            if len(self._panels) > 1024:
-                self._panels.clear()
-            rows = slice(panel.first * self.shape.heads, panel.last * self.shape.heads)
-            view = self._panels[panel] = PanelView(
-                self.mask[rows, :, : panel.width],
-                [keys.flatten(0, 1)[rows, : panel.width].transpose(1, 2) for keys in self.keys],
-                [values.flatten(0, 1)[rows, : panel.width] for values in self.values],
+            if len(self._views) > 1024:
+                self._views.clear()
+            rows = slice(block.first * self.shape.heads, block.last * self.shape.heads)
+            view = self._views[block] = RowBlockView(
+                self.mask[rows, :, : block.width],
+                [keys.flatten(0, 1)[rows, : block.width].transpose(1, 2) for keys in self.keys],
+                [values.flatten(0, 1)[rows, : block.width] for values in self.values],
             )
         return view
 
-    def show(self, lengths: Index) -> None:
+    def set_visible_lengths(self, lengths: Index) -> None:
         """Let row r of the mask see its first `lengths[r]` positions."""
         ends = torch.from_numpy(np.repeat(lengths, self.shape.heads)).to(self.shape.device)
         self.mask[: len(ends), 0].zero_().masked_fill_(self._positions >= ends[:, None], -torch.inf)
@@ -131,7 +131,7 @@ class KVRows:
         """The first `length` positions of one row to another."""
         self._store[:, :, target, :, :length] = self._store[:, :, source, :, :length]
 
-    def spread(self, source: int, targets: list[int], length: int) -> None:
+    def copy_to_rows(self, source: int, targets: list[int], length: int) -> None:
         """The first `length` positions of one row to many others."""
         if len(targets) == 1:
             self.copy(source, targets[0], length)
@@ -159,16 +159,16 @@ class KVRows:
         """[layer, row, head, position, dim]"""
         self.values = self._store[1, ..., : shape.value_dim]
         self.flat = [self._store[:, layer].view(2, -1, dim) for layer in range(shape.layers)] if rows else []
-        """By layer, keys and values as [2, row * head * position, dim]: what `places` counts."""
+        """By layer, keys and values as [2, row * head * position, dim]: what `indices` counts."""
         self.mask = torch.zeros(rows * shape.heads, 1, width, dtype=shape.dtype, device=shape.device)
         """What is added to the scores of each row and head: 0 where it may look, else minus infinity."""
-        self._panels: dict[Panel, PanelView] = {}
+        self._views: dict[RowBlock, RowBlockView] = {}
         self._positions = torch.arange(width, device=shape.device)
         self.rows, self.width = rows, width
 
 
 @dataclass(slots=True)
-class Context:
+class CachedPrefix:
     """Keys and values of a context on the shelf."""
 
     tokens: Tokens
@@ -178,68 +178,68 @@ class Context:
     group: int
 
 
-class Shelf:
+class KVPrefixCache:
     """Contexts that nobody uses now, least recently used first."""
 
     def __init__(self) -> None:
         self.tokens = 0
         """Of all contexts together."""
-        self._contexts: OrderedDict[int, Context] = OrderedDict()
+        self._prefixes: OrderedDict[int, CachedPrefix] = OrderedDict()
         self._groups: dict[int, int] = {}
 
-    def put(self, session: int, context: Context) -> None:
+    def put(self, session: int, context: CachedPrefix) -> None:
         """Keep the newest context of a session."""
         self.take(session)
-        self._contexts[session] = context
+        self._prefixes[session] = context
         self._groups[context.group] = session
         self.tokens += len(context.tokens)
 
-    def take(self, session: int) -> Context | None:
+    def take(self, session: int) -> CachedPrefix | None:
         """Remove and return the context of a session."""
-        context = self._contexts.pop(session, None)
+        context = self._prefixes.pop(session, None)
         if context is not None:
             self.tokens -= len(context.tokens)
             if self._groups.get(context.group) == session:
                 del self._groups[context.group]
         return context
 
-    def candidates(self, session: int, group: int) -> Iterator[Context]:
+    def candidates(self, session: int, group: int) -> Iterator[CachedPrefix]:
         """Contexts worth comparing with a new one: that of its session, the latest of its group."""
         for key in (session, self._groups.get(group)):
-            if key is not None and (context := self._contexts.get(key)) is not None:
-                self._contexts.move_to_end(key)
+            if key is not None and (context := self._prefixes.get(key)) is not None:
+                self._prefixes.move_to_end(key)
                 yield context
 
-    def shrink(self, tokens: int) -> None:
+    def evict_to(self, tokens: int) -> None:
         """Keep at most `tokens`."""
-        while self._contexts and self.tokens > tokens:
-            self.take(next(iter(self._contexts)))
+        while self._prefixes and self.tokens > tokens:
+            self.take(next(iter(self._prefixes)))
 
     def clear(self) -> None:
-        self._contexts.clear()
+        self._prefixes.clear()
         self._groups.clear()
         self.tokens = 0
 
     def check(self) -> None:
         """Assert what must hold between two calls."""
-        assert self.tokens == sum(len(context.tokens) for context in self._contexts.values())
-        assert all(context.saved.shape[3] == len(context.tokens) for context in self._contexts.values())
-        assert all(self._contexts[session].group == group for group, session in self._groups.items())
+        assert self.tokens == sum(len(context.tokens) for context in self._prefixes.values())
+        assert all(context.saved.shape[3] == len(context.tokens) for context in self._prefixes.values())
+        assert all(self._prefixes[session].group == group for group, session in self._groups.items())
 
 
-def with_spare(sequences: int) -> int:
+def rows_needed(sequences: int) -> int:
     """Rows for so many sequences: one more to move things around, unless there is one alone."""
     return sequences + (sequences > 1)
 
 
-def shared(first: Tokens, second: Tokens) -> int:
+def common_prefix_length(first: Tokens, second: Tokens) -> int:
     """How many tokens two contexts have in common from the beginning."""
     length = min(len(first), len(second))
     different = first[:length] != second[:length]
-    place = int(different.argmax()) if length else 0
-    return place if length and different[place] else length
+    index = int(different.argmax()) if length else 0
+    return index if length and different[index] else length
 
 
-def joined(chunks: tuple[Tokens, ...]) -> Tokens:
+def join_chunks(chunks: tuple[Tokens, ...]) -> Tokens:
     """A context in one piece."""
     return chunks[0] if len(chunks) == 1 else np.concatenate((*chunks, np.empty(0, np.int32)))

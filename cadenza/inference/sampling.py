@@ -24,11 +24,11 @@ from torch import Tensor
 from cadenza.inference.replica import Sampling
 
 GOLDEN, MASK64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
-_NUCLEUS = 256
+_TOP_P_CANDIDATES = 256
 """Candidates looked at for top-p before the whole vocabulary is sorted."""
 
 
-def stream(seed: int, position: int) -> int:
+def rng_counter(seed: int, position: int) -> int:
     """Where the random number of a position stands; that of the next position is `GOLDEN` further.
 
     The seed is mixed first: the seeds of the turns of one trajectory lie a multiple of `GOLDEN` apart, and their
@@ -53,7 +53,7 @@ def uniforms(counters: NDArray[np.uint64], steps: int) -> NDArray[np.float32]:
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class BatchSampling:
     """How the rows of a batch are drawn, as columns [n, 1], or [1, 1] when they are all drawn alike. None stands for
     columns that would change nothing."""
 
@@ -68,12 +68,12 @@ class Law:
     """Candidates to rank for the limits: the largest top-k, or a first guess when a row has none."""
 
 
-def law_of(rows: Sequence[Sampling], vocab: int, device: torch.device) -> Law:
+def batch_sampling(rows: Sequence[Sampling], vocab: int, device: torch.device) -> BatchSampling:
     """The common form of what the rows want. Columns of equal values have length 1."""
     if len(kinds := set(rows)) == 1:
         rows = list(kinds)
     greedy = [row.temperature == 0 for row in rows]
-    warm = [1.0 if row.temperature == 0 else row.temperature for row in rows]
+    temperatures = [1.0 if row.temperature == 0 else row.temperature for row in rows]
     top_k = [vocab if row.top_k == 0 or row.temperature == 0 else min(row.top_k, vocab) for row in rows]
     top_p = [1.0 if row.temperature == 0 else row.top_p for row in rows]
     limited = min(top_k, default=vocab) < vocab or min(top_p, default=1.0) < 1.0
@@ -82,45 +82,45 @@ def law_of(rows: Sequence[Sampling], vocab: int, device: torch.device) -> Law:
     def column(values: list[int] | list[float] | list[bool]) -> Tensor:
         return torch.tensor(values, device=device)[:, None]
 
-    return Law(
-        temperature=None if all(value == 1.0 for value in warm) else column(warm),
+    return BatchSampling(
+        temperature=None if all(value == 1.0 for value in temperatures) else column(temperatures),
         greedy=column(greedy) if any(greedy) else None,
         all_greedy=all(greedy),
         limits=(column(top_k), column(top_p)) if limited else None,
-        width=widest if widest < vocab else min(_NUCLEUS, vocab),
+        width=widest if widest < vocab else min(_TOP_P_CANDIDATES, vocab),
     )
 
 
-def draw(logits: Tensor, law: Law, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, sampling: BatchSampling, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [n] and their logprobs [n] from float32 logits [n, V] and numbers [n, 1]."""
-    if law.all_greedy:
+    if sampling.all_greedy:
         best = logits.argmax(-1, keepdim=True)
         return best[:, 0], torch.log_softmax(logits, -1).gather(1, best)[:, 0]
-    if law.temperature is not None:
-        logits = logits / law.temperature
-    chances = torch.softmax(logits, -1)
-    if law.limits is not None:
-        chances = _limited(chances, *law.limits, law.width)
-    below = chances.cumsum(-1)
-    total = below[:, -1:]
-    tokens = torch.searchsorted(below, uniform * total, right=True)
+    if sampling.temperature is not None:
+        logits = logits / sampling.temperature
+    probabilities = torch.softmax(logits, -1)
+    if sampling.limits is not None:
+        probabilities = _limited(probabilities, *sampling.limits, sampling.width)
+    cumulative = probabilities.cumsum(-1)
+    total = cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, uniform * total, right=True)
     # Only what is not a number finds no place in the CDF; the clamp lets it come out as a logprob that says so.
     tokens.clamp_max_(logits.shape[-1] - 1)
-    if law.greedy is not None:
-        tokens = torch.where(law.greedy, logits.argmax(-1, keepdim=True), tokens)
-    chance = chances.gather(1, tokens)
-    if law.limits is not None:
-        chance = chance / total
-    return tokens[:, 0], chance.log_()[:, 0]
+    if sampling.greedy is not None:
+        tokens = torch.where(sampling.greedy, logits.argmax(-1, keepdim=True), tokens)
+    probability = probabilities.gather(1, tokens)
+    if sampling.limits is not None:
+        probability = probability / total
+    return tokens[:, 0], probability.log_()[:, 0]
 
 
-def _limited(chances: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
-    """The chances [n, V] with zeros outside top-k and top-p. What ties with the last one kept is kept too."""
-    vocab = chances.shape[-1]
-    mass = chances.sum(-1, keepdim=True)
+def _limited(probabilities: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
+    """The probabilities [n, V] with zeros outside top-k and top-p. What ties with the last one kept is kept too."""
+    vocab = probabilities.shape[-1]
+    mass = probabilities.sum(-1, keepdim=True)
     while True:
-        best = chances.topk(width, -1).values
-        ranked = torch.where(torch.arange(width, device=chances.device) < top_k, best, 0.0)
+        best = probabilities.topk(width, -1).values
+        ranked = torch.where(torch.arange(width, device=probabilities.device) < top_k, best, 0.0)
         within = ranked.cumsum(-1)
         enough = top_p * torch.where(top_k < vocab, within[:, -1:], mass)
         enough = torch.where(top_p < 1.0, enough, torch.inf)
@@ -131,4 +131,4 @@ def _limited(chances: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tenso
     kept = (within - ranked < enough) & (ranked > 0)
     least = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)
     least = torch.where((top_p >= 1.0) & (top_k == vocab), 0.0, least)
-    return torch.where(chances >= least, chances, 0.0)
+    return torch.where(probabilities >= least, probabilities, 0.0)

@@ -28,10 +28,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from cadenza.inference import engine
-from cadenza.inference.decoder import Decoder, absorb, decoder_for
-from cadenza.inference.engine import Engine, NotNumbers
-from cadenza.inference.kv_cache import joined
+from cadenza.inference.decoder import Decoder, copy_weights_into, decoder_for
+from cadenza.inference.engine import Engine, EngineSequence, NonFiniteLogits
+from cadenza.inference.kv_cache import join_chunks
 from cadenza.inference.meter import StepMeter
 from cadenza.inference.replica import (
     Flight,
@@ -50,12 +49,12 @@ T = TypeVar("T")
 _FOREVER = 1 << 62
 _PREFILL_WORK = 1 << 33
 """Weights times tokens that are filled in one go: about a second of one core."""
-_KV_BYTES = 1 << 30
+_DEFAULT_KV_BYTES = 1 << 30
 """What the cache may take unless its size is given."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedWeights:
     """Weights that can be loaded at no cost."""
 
     module: nn.Module
@@ -65,11 +64,11 @@ class Prepared:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _InFlight:
     """A request that is not answered."""
 
     future: asyncio.Future[Generation]
-    sequence: engine.Sequence
+    sequence: EngineSequence
     cause: str = "unclaimed"
     """Why its tokens are discarded if nobody takes them."""
 
@@ -81,7 +80,7 @@ class TorchReplica:
     trainer may change it in place at any time but during these two. `load_weights(version, weights)` takes a module, a
     state dict (all of it, or what changed since the last load, adapters included), or None for the module the replica
     was made of; or what `prepare` made of one of these beside the generation, so that nothing is left to do but a swap.
-    Replicas in one process may share their weights: `twin` makes another one, and what one prepared all may load.
+    Replicas in one process may share their weights: `clone` makes another one, and what one prepared all may load.
 
     Without `keep_kv`, new weights drop the cache, and frozen requests are prefilled again before they go on; with it,
     they go on from keys and values of the old weights. `kv_tokens` is the size of the cache, a gigabyte at most by
@@ -111,11 +110,11 @@ class TorchReplica:
             if value is not None and value < least:
                 raise ValueError(f"{what} must be at least {least}, got {value}")
         decoder = decoder or decoder_for(model)
-        kv_tokens = kv_tokens or min(1 << 16, max(_KV_BYTES // decoder.shape.bytes, decoder.max_positions))
+        kv_tokens = kv_tokens or min(1 << 16, max(_DEFAULT_KV_BYTES // decoder.shape.bytes, decoder.max_positions))
         self.name = name
         self.devices = tuple(devices)
         self.kv_capacity = kv_tokens
-        self.eos_token_ids = frozenset(_eos(model) if eos_token_ids is None else eos_token_ids)
+        self.eos_token_ids = frozenset(_eos_token_ids(model) if eos_token_ids is None else eos_token_ids)
         self.fence = 0
         self.returned = 0
         self.discarded: dict[str, int] = {}
@@ -129,49 +128,49 @@ class TorchReplica:
             version=version,
         )
         self._meter = StepMeter()
-        self._longest = min(kv_tokens, decoder.max_positions)
-        self._given = self._last = model
-        self._own: nn.Module | None = None
+        self._max_context = min(kv_tokens, decoder.max_positions)
+        self._initial_module = self._last_module = model
+        self._own_copy: nn.Module | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._flight: dict[int, _Flight] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._calls: set[asyncio.Future[Any]] = set()
-        self._stops: dict[tuple[int, ...], frozenset[int]] = {(): self.eos_token_ids}
+        self._stop_ids: dict[tuple[int, ...], frozenset[int]] = {(): self.eos_token_ids}
         self._arrivals = self._answered = 0
         self._asleep = False
-        self._lost: str | None = None
+        self._lost_reason: str | None = None
         # The thread's own, but for reading.
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._books = Lock()
-        self._preparing = Lock()
+        self._token_lock = Lock()
+        self._prepare_lock = Lock()
         self._paused = self._stopped = False
-        self._drain_until: int | None = None
-        self._pausing: list[asyncio.Future[None]] = []
-        self._thread = Thread(target=self._run, args=(threads,), name=f"cadenza-{name}", daemon=True)
+        self._drain_last_arrival: int | None = None
+        self._pause_futures: list[asyncio.Future[None]] = []
+        self._thread = Thread(max_new_tokens=self._run, args=(threads,), name=f"cadenza-{name}", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     # -- the replica protocol, on the loop -------------------------------------------------------------------------
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
-        future: asyncio.Future[Generation] = self._bound().create_future()
+        future: asyncio.Future[Generation] = self._bind_loop().create_future()
         try:
-            sequence = self._accepted(request)
+            sequence = self._validated(request)
         except ReplicaError as error:
             future.set_exception(error)
         else:
-            self._flight[request.id] = _Flight(future, sequence)
+            self._in_flight[request.id] = _InFlight(future, sequence)
             self._inbox.put(lambda: self._engine.add(sequence))
         return future
 
     def abort(self, request_id: int, cause: str) -> None:
-        flight = self._flight.get(request_id)
+        flight = self._in_flight.get(request_id)
         if flight is not None:
             flight.cause = cause
             self._inbox.put(lambda: self._abort(flight.sequence))
 
     def flights(self) -> list[Flight]:
         found = []
-        for id, flight in self._flight.items():
+        for id, flight in self._in_flight.items():
             sequence, written = flight.sequence, len(flight.sequence.tokens)
             context = sequence.request.context + written
             computed = min(sequence.computed, context)
@@ -180,43 +179,43 @@ class TorchReplica:
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         self.fence = max(self.fence, epoch)
-        until = self._arrivals
-        await self._call(lambda future: self._pause(mode, until, future))
+        last_arrival = self._arrivals
+        await self._call_thread(lambda future: self._pause(mode, last_arrival, future))
 
     async def resume(self) -> None:
-        self._alive()
+        self._check_alive()
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it instead of resuming it")
-        await self._ask(self._resume)
+        await self._run_in_thread(self._resume)
 
     async def load_weights(self, version: int, weights: object) -> None:
-        self._alive()
+        self._check_alive()
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it before loading weights")
-        await self._ask(lambda: self._load(version, weights))
+        await self._run_in_thread(lambda: self._load(version, weights))
 
     async def sleep(self) -> None:
-        self._alive()
+        self._check_alive()
         if not self._asleep:
-            await self._ask(self._release)
+            await self._run_in_thread(self._free_cache)
             self._asleep = True
 
     async def wake(self) -> None:
-        self._alive()
+        self._check_alive()
         if self._asleep:
-            await self._ask(self._resume)
+            await self._run_in_thread(self._resume)
             self._asleep = False
 
     async def stats(self) -> ReplicaStats:
-        self._alive()
-        running = len(self._engine.seated)
+        self._check_alive()
+        running = len(self._engine.running)
         return ReplicaStats(
             version=self._engine.version,
             running=running,
-            waiting=max(0, len(self._flight) - running),
+            waiting=max(0, len(self._in_flight) - running),
             progress=self._engine.generated + self._engine.prefilled + self._answered,
             paused=self._paused,
-            kv_tokens=self._engine.kv,
+            kv_tokens=self._engine.running_tokens,
             kv_capacity=self.kv_capacity,
             generated=self._engine.generated,
             prefilled=self._engine.prefilled,
@@ -229,15 +228,15 @@ class TorchReplica:
 
     # -- around it -------------------------------------------------------------------------------------------------
 
-    async def prepare(self, weights: object) -> Prepared:
+    async def prepare(self, weights: object) -> PreparedWeights:
         """Make weights ready for `load_weights`, off the loop and beside the generation. One at a time."""
-        self._alive()
-        prepared: Prepared = await as_async(self._prepared)(weights)
+        self._check_alive()
+        prepared: PreparedWeights = await as_async(self._prepare_weights)(weights)
         return prepared
 
-    def twin(self, **options: Any) -> TorchReplica:
+    def clone(self, **options: Any) -> TorchReplica:
         """Another replica of the same model, with these weights and a cache of its own."""
-        return TorchReplica(self._given, decoder=self._engine.decoder.twin(), **options)
+        return TorchReplica(self._initial_module, decoder=self._engine.decoder.clone(), **options)
 
     def close(self, seconds: float = 10.0) -> None:
         """End the thread, within `seconds`, or else with the process. What is in flight is lost."""
@@ -248,7 +247,7 @@ class TorchReplica:
     def check(self) -> None:
         """Assert what must hold while the replica is idle, paused or dead."""
         self._engine.check()
-        held = sum(len(flight.sequence.tokens) for flight in self._flight.values())
+        held = sum(len(flight.sequence.tokens) for flight in self._in_flight.values())
         assert self.generated == self.returned + sum(self.discarded.values()) + held, (self.returned, held)
 
     @property
@@ -258,64 +257,64 @@ class TorchReplica:
 
     # -- inside, on the loop ---------------------------------------------------------------------------------------
 
-    def _accepted(self, request: Request) -> engine.Sequence:
+    def _validated(self, request: Request) -> EngineSequence:
         """The request as the engine takes it, unless there is a reason not to."""
-        self._alive()
+        self._check_alive()
         if request.epoch < self.fence:
             raise StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}")
         if self._asleep:
             raise ReplicaError(f"{self.name} is asleep")
-        if request.id in self._flight:
+        if request.id in self._in_flight:
             raise ReplicaError(f"{self.name}: request {request.id} is already in flight")
-        if not 0 < request.context < self._longest or request.max_tokens < 1:
+        if not 0 < request.context < self._max_context or request.max_tokens < 1:
             text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
-            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self._longest - 1} tokens")
-        context, vocab = joined(request.chunks), self._engine.decoder.vocab
+            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self._max_context - 1} tokens")
+        context, vocab = join_chunks(request.chunks), self._engine.decoder.vocab
         if len(context) != request.context or not 0 <= context.min() <= context.max() < vocab:
             text = f"{request.context} tokens of 0 to {vocab - 1}"
             raise RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}")
-        stops = self._stops.get(request.sampling.stop)
-        if stops is None:
-            stops = self._stops[request.sampling.stop] = self.eos_token_ids.union(request.sampling.stop)
+        stop_ids = self._stop_ids.get(request.sampling.stop)
+        if stop_ids is None:
+            stop_ids = self._stop_ids[request.sampling.stop] = self.eos_token_ids.union(request.sampling.stop)
         self._arrivals += 1
-        target = min(request.max_tokens, self._longest - request.context)
-        return engine.Sequence(request, context, stops, target, self._arrivals)
+        max_new_tokens = min(request.max_tokens, self._max_context - request.context)
+        return EngineSequence(request, context, stop_ids, max_new_tokens, self._arrivals)
 
-    def _bound(self) -> asyncio.AbstractEventLoop:
+    def _bind_loop(self) -> asyncio.AbstractEventLoop:
         """The loop that hears of what happens: the running one. Whoever waited on one that is closed is gone."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop = loop
-            for id, flight in list(self._flight.items()):
+            for id, flight in list(self._in_flight.items()):
                 if flight.future.get_loop().is_closed():
                     with contextlib.suppress(RuntimeError):  # it cannot tell anybody any more
                         flight.future.cancel()
                     self.abort(id, "loop_closed")
         return loop
 
-    def _alive(self) -> None:
-        if self._lost is not None:
-            raise ReplicaLost(self._lost)
+    def _check_alive(self) -> None:
+        if self._lost_reason is not None:
+            raise ReplicaLost(self._lost_reason)
 
-    async def _ask(self, act: Callable[[], None]) -> None:
+    async def _run_in_thread(self, act: Callable[[], None]) -> None:
         """Have the thread do something between two steps."""
 
         def acted(future: asyncio.Future[None]) -> None:
             act()
-            self._tell(_settle, future, None)
+            self._call_on_loop(_resolve_future, future, None)
 
-        await self._call(acted)
+        await self._call_thread(acted)
 
-    async def _call(self, act: Callable[[asyncio.Future[None]], None]) -> None:
+    async def _call_thread(self, act: Callable[[asyncio.Future[None]], None]) -> None:
         """Have the thread do something that resolves a future; `kill` resolves it too."""
-        self._alive()
-        future: asyncio.Future[None] = self._bound().create_future()
+        self._check_alive()
+        future: asyncio.Future[None] = self._bind_loop().create_future()
 
         def guarded() -> None:
             try:
                 act(future)
             except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the future
-                self._tell(_settle, future, error)
+                self._call_on_loop(_resolve_future, future, error)
 
         self._calls.add(future)
         try:
@@ -324,19 +323,19 @@ class TorchReplica:
         finally:
             self._calls.discard(future)
 
-    def _answer(self, sequences: list[engine.Sequence], error: ReplicaError | None = None) -> None:
+    def _resolve(self, sequences: list[EngineSequence], error: ReplicaError | None = None) -> None:
         """Resolve the futures of sequences that ended."""
         for sequence in sequences:
-            flight = self._flight.get(sequence.request.id)
+            flight = self._in_flight.get(sequence.request.id)
             if flight is None or flight.sequence is not sequence:
                 continue  # the replica was killed meanwhile
-            del self._flight[sequence.request.id]
+            del self._in_flight[sequence.request.id]
             self._answered += 1
             if error is not None or flight.future.done():
                 self._discard("failed" if error is not None else flight.cause, len(sequence.tokens))
             else:
                 self.returned += len(sequence.tokens)
-            _settle(flight.future, error or sequence.answer())
+            _resolve_future(flight.future, error or sequence.generation())
 
     def _discard(self, cause: str, tokens: int) -> None:
         if tokens:
@@ -344,18 +343,18 @@ class TorchReplica:
 
     def _die(self, cause: str, text: str) -> None:
         """Fail every call in flight; the thread ends after its step."""
-        with self._books:
-            if self._lost is not None:
+        with self._token_lock:
+            if self._lost_reason is not None:
                 return
-            self._lost = text
+            self._lost_reason = text
             held = self._engine.generated - self.returned - sum(self.discarded.values())
         self._inbox.put(self._stop)
         self._discard(cause, held)
-        for flight in self._flight.values():
-            _settle(flight.future, ReplicaLost(text))
-        self._flight.clear()
+        for flight in self._in_flight.values():
+            _resolve_future(flight.future, ReplicaLost(text))
+        self._in_flight.clear()
         for future in self._calls:
-            _settle(future, ReplicaLost(text))
+            _resolve_future(future, ReplicaLost(text))
 
     # -- inside, in the thread -------------------------------------------------------------------------------------
 
@@ -365,16 +364,16 @@ class TorchReplica:
         try:
             with torch.inference_mode():
                 while not self._stopped:
-                    self._beat()
+                    self._run_once()
         except BaseException as error:  # noqa: BLE001 - whatever ends the thread, its clients must hear of it
             text = f"{self.name} failed: {type(error).__name__}: {error}"
-            if not self._tell(self._die, "replica_lost", text):
-                self._lost = text
+            if not self._call_on_loop(self._die, "replica_lost", text):
+                self._lost_reason = text
 
-    def _beat(self) -> None:
+    def _run_once(self) -> None:
         """Take what came, then one step. Without anything to do, wait for something to come."""
         working = self._step()
-        self._drained()
+        self._end_drain()
         while not self._inbox.empty() or not working:
             self._inbox.get()()
             working = True
@@ -383,97 +382,101 @@ class TorchReplica:
         if self._paused:
             return False
         began, before = perf_counter(), self._engine.prefilled
-        if not self._engine.prepare(_FOREVER if self._drain_until is None else self._drain_until):
+        if not self._engine.prepare(_FOREVER if self._drain_last_arrival is None else self._drain_last_arrival):
             if prefilled := self._engine.prefilled - before:
                 self._meter.add(0, 0, prefilled, perf_counter() - began)
-            return bool(self._engine.seated)
-        context = self._engine.kv
+            return bool(self._engine.running)
+        context = self._engine.running_tokens
         try:
-            drawn = self._engine.compute()
-        except NotNumbers as error:
-            self._tell(self._answer, self._engine.drop_all(), ReplicaError(f"{self.name}: {error}"))
+            sampled = self._engine.compute()
+        except NonFiniteLogits as error:
+            self._call_on_loop(
+                self._resolve, self._engine.abort_all_and_clear_cache(), ReplicaError(f"{self.name}: {error}")
+            )
             return True
-        with self._books:
-            done = [] if self._lost is not None else self._engine.advance(drawn)
+        with self._token_lock:
+            done = [] if self._lost_reason is not None else self._engine.advance(sampled)
         if done:
-            self._tell(self._answer, done)
-        self._meter.add(len(drawn.tokens), context, self._engine.prefilled - before, perf_counter() - began)
+            self._call_on_loop(self._resolve, done)
+        self._meter.add(len(sampled.tokens), context, self._engine.prefilled - before, perf_counter() - began)
         return True
 
-    def _abort(self, sequence: engine.Sequence) -> None:
+    def _abort(self, sequence: EngineSequence) -> None:
         self._engine.abort(sequence.request.id)
-        self._tell(self._answer, [sequence])  # also when it had ended: the answer may have gone to a closed loop
+        self._call_on_loop(
+            self._resolve, [sequence]
+        )  # also when it had ended: the answer may have gone to a closed loop
 
-    def _pause(self, mode: PauseMode, until: int, future: asyncio.Future[None]) -> None:
-        self._pausing.append(future)
-        self._drain_until = until if mode is PauseMode.DRAIN else None
+    def _pause(self, mode: PauseMode, last_arrival: int, future: asyncio.Future[None]) -> None:
+        self._pause_futures.append(future)
+        self._drain_last_arrival = last_arrival if mode is PauseMode.DRAIN else None
         self._paused = mode is not PauseMode.DRAIN
         if mode is PauseMode.ABORT:
-            self._tell(self._answer, self._engine.abort_all())
+            self._call_on_loop(self._resolve, self._engine.abort_all())
         if self._paused:
-            self._settle_pauses(None)
+            self._resolve_pauses(None)
 
-    def _drained(self) -> None:
+    def _end_drain(self) -> None:
         """The end of a drain: everybody who was there has left."""
-        if self._drain_until is not None and not self._engine.seated:
+        if self._drain_last_arrival is not None and not self._engine.running:
             head = next(iter(self._engine.waiting.values()), None)
-            if head is None or head.arrival > self._drain_until:
-                self._drain_until = None
+            if head is None or head.arrival > self._drain_last_arrival:
+                self._drain_last_arrival = None
                 self._paused = True
-                self._settle_pauses(None)
+                self._resolve_pauses(None)
 
     def _resume(self) -> None:
         self._paused = False
-        self._drain_until = None
-        self._settle_pauses(ReplicaError(f"{self.name}: resumed before the pause took effect"))
+        self._drain_last_arrival = None
+        self._resolve_pauses(ReplicaError(f"{self.name}: resumed before the pause took effect"))
 
-    def _settle_pauses(self, error: ReplicaError | None) -> None:
-        pausing, self._pausing = self._pausing, []
+    def _resolve_pauses(self, error: ReplicaError | None) -> None:
+        pausing, self._pause_futures = self._pause_futures, []
         for future in pausing:
-            self._tell(_settle, future, error)
+            self._call_on_loop(_resolve_future, future, error)
 
     def _load(self, version: int, weights: object) -> None:
         try:
-            prepared = weights if isinstance(weights, Prepared) else self._prepared(weights)
+            prepared = weights if isinstance(weights, PreparedWeights) else self._prepare_weights(weights)
             self._engine.load(version, prepared.packed)
         except Exception as error:
             raise ReplicaError(f"{self.name} could not load version {version}: {error}") from error
-        self._last = prepared.module
-        if prepared.module is not self._own:
-            self._own = None
+        self._last_module = prepared.module
+        if prepared.module is not self._own_copy:
+            self._own_copy = None
 
-    def _prepared(self, weights: object) -> Prepared:
-        with self._preparing, torch.no_grad():
+    def _prepare_weights(self, weights: object) -> PreparedWeights:
+        with self._prepare_lock, torch.no_grad():
             module = self._module_with(weights)
-            return Prepared(module, self._engine.decoder.pack(module))
+            return PreparedWeights(module, self._engine.decoder.pack(module))
 
     def _module_with(self, weights: object) -> nn.Module:
         """The given module, another one, or a copy of the last one with the state dict in it: the last one may be a
         trainer's. The copy is kept while state dicts follow one another."""
         if weights is None:
-            return self._given
+            return self._initial_module
         if isinstance(weights, nn.Module):
             return weights
         if not isinstance(weights, Mapping):
             raise TypeError(f"weights must be a module, a state dict or None, got {type(weights).__name__}")
-        if self._own is None:
-            self._own = copy.deepcopy(self._last)
-        absorb(self._own, weights)
-        return self._own
+        if self._own_copy is None:
+            self._own_copy = copy.deepcopy(self._last_module)
+        copy_weights_into(self._own_copy, weights)
+        return self._own_copy
 
-    def _release(self) -> None:
-        if not self._paused or self._engine.seated or self._engine.waiting:
+    def _free_cache(self) -> None:
+        if not self._paused or self._engine.running or self._engine.waiting:
             raise RuntimeError(
                 f"{self.name} must be paused and empty to sleep, but paused is {self._paused}, "
-                f"{len(self._engine.seated)} running, {len(self._engine.waiting)} waiting: "
+                f"{len(self._engine.running)} running, {len(self._engine.waiting)} waiting: "
                 "pause it with PauseMode.ABORT"
             )
-        self._engine.release()
+        self._engine.free_cache()
 
     def _stop(self) -> None:
         self._stopped = True
 
-    def _tell(self, callback: Callable[..., None], *arguments: object) -> bool:
+    def _call_on_loop(self, callback: Callable[..., None], *arguments: object) -> bool:
         """Have the loop call something; False when there is no loop to do it."""
         try:
             if self._loop is not None:
@@ -484,7 +487,7 @@ class TorchReplica:
         return False
 
 
-def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
+def _resolve_future(future: asyncio.Future[T], outcome: T | Exception) -> None:
     """Resolve a future that may be resolved already, or belong to a loop that is gone."""
     if future.done() or future.get_loop().is_closed():
         return
@@ -494,7 +497,7 @@ def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
         future.set_result(outcome)
 
 
-def _eos(model: nn.Module) -> list[int]:
+def _eos_token_ids(model: nn.Module) -> list[int]:
     """The end tokens that the model itself names."""
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ids = getattr(config, "eos_token_id", None)

@@ -48,7 +48,7 @@ from cadenza.inference.replica import (
     Span,
     Tokens,
 )
-from cadenza.inference.sampling import stream
+from cadenza.inference.sampling import rng_counter
 from cadenza.inference.task_replica import Pending, TaskReplica
 from cadenza.off_loop import THREADS, as_async
 
@@ -269,7 +269,7 @@ class VllmReplica(TaskReplica):
             temperature=sampling.temperature,
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else sampling.top_k,
-            seed=None if greedy else stream(request.seed, request.offset) >> 1,
+            seed=None if greedy else rng_counter(request.seed, request.offset) >> 1,
             max_tokens=min(request.max_tokens, self.longest - request.context),
             stop_token_ids=sorted(self.eos_token_ids.union(sampling.stop)),
             ignore_eos=True,  # those that count are in the line above

@@ -27,9 +27,9 @@ from cadenza.data import DataProto
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.config import ConfigError, RunConfig
 from cadenza.pipelines.episodes import Episodes, Mode, sample_of
-from cadenza.pipelines.parts import Parts, everywhere
 from cadenza.pipelines.replicas import Inference
-from cadenza.rollout import journal
+from cadenza.pipelines.roles import Parts, everywhere
+from cadenza.rollout import snapshot
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError

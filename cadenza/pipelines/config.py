@@ -22,7 +22,7 @@ from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import Config, load
 from cadenza.inference.replica import Sampling
 from cadenza.pipelines.engines import EngineConfig
-from cadenza.rollout import plays
+from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ModelConfig, ReferenceConfig, SupervisedConfig

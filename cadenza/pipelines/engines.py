@@ -99,7 +99,7 @@ class VllmWorker(ReplicaWorker):
 
 def vllm_cluster(placement: Placement, engine: EngineConfig, **init: Any) -> Cluster[VllmWorker]:
     """A worker in the interpreter that has vLLM; `init` is what `VllmWorker` is made with besides."""
-    from cadenza.cluster.ray_crew import RayCrew
+    from cadenza.cluster.ray_worker_group import RayWorkerGroup
 
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning"}
     variables = {"VLLM_NO_USAGE_STATS": "1", **quiet, **engine.environment}
@@ -108,7 +108,12 @@ def vllm_cluster(placement: Placement, engine: EngineConfig, **init: Any) -> Clu
         # A link stays one: it is how an interpreter finds its packages.
         runtime_env["py_executable"] = os.path.abspath(engine.python)
     return Cluster(
-        placement.role, VllmWorker, placement, backend=partial(RayCrew, runtime_env=runtime_env), engine=engine, **init
+        placement.role,
+        VllmWorker,
+        placement,
+        backend=partial(RayWorkerGroup, runtime_env=runtime_env),
+        engine=engine,
+        **init,
     )
 
 

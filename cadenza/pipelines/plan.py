@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cadenza.cluster import DeviceMap, PlacementError, ResourceManager, RoleConfig, Sharing
+from cadenza.cluster import DeviceMap, DeviceSharing, PlacementError, ResourceManager, RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.pipelines.config import ConfigError, RunConfig, read
-from cadenza.simulation import asked, planning
-from cadenza.simulation.asked import BadRequest
-from cadenza.simulation.experiment import Workers, workers
+from cadenza.simulation import cli_args, plan_command
+from cadenza.simulation.cli_args import InvalidArgument
+from cadenza.simulation.experiment import TrialPool, workers
 from cadenza.simulation.plan import Plan, make_plan, predict
 from cadenza.simulation.workloads import Workload
 
@@ -46,19 +46,19 @@ class Layout:
     """None where nothing could be simulated."""
     why: str
 
-    def mode(self, role: str) -> Sharing:
+    def mode(self, role: str) -> DeviceSharing:
         """What it has to do with generation, or generation with training."""
         return self.map.sharing(role, "inference" if role != "inference" else "actor")
 
     def when(self, role: str) -> str:
         """When it has its devices."""
         other = "generation" if role != "inference" else "training"
-        if self.mode(role) is Sharing.DISAGGREGATED:
+        if self.mode(role) is DeviceSharing.DISAGGREGATED:
             return f"all the time, beside {other}"
         shared = set(self.map.roles[role].numbers) & set(
             self.map.roles["inference" if role != "inference" else "actor"].numbers
         )
-        which = "" if self.mode(role) is Sharing.COLOCATED else f" on {format_devices(sorted(shared))}"
+        which = "" if self.mode(role) is DeviceSharing.COLOCATED else f" on {format_devices(sorted(shared))}"
         return f"in turn with {other}{which}"
 
     def to_json(self) -> dict[str, Any]:
@@ -92,20 +92,20 @@ def plan(path: Path, overrides: Sequence[str], given: Asked, *, as_json: bool) -
         print(f"{role}: {layout.when(role)}")
     print()
     if layout.plan is not None:
-        planning.show(layout.plan, layout.why)
+        plan_command.show(layout.plan, layout.why)
     else:
         print(layout.why)
     return 0
 
 
-def lay_out(config: RunConfig, given: Asked, crew: Workers) -> Layout:
+def lay_out(config: RunConfig, given: Asked, crew: TrialPool) -> Layout:
     """The devices of all roles, chosen where the config says 'auto', and what a step will take."""
     resources = _resources(config, given)
     roles = {role: config.devices.get(role) or RoleConfig(devices=(0,)) for role in config.roles}
     is_open = {role: roles[role].devices == AUTO for role in ("actor", "inference")}
     if any(role.devices == AUTO for role in roles.values()) and not all(is_open.values()):
         raise ConfigError("devices: 'auto' is for actor and inference together: say it of both, or 'devices: auto'")
-    alphas = asked.alphas(given.alpha) if given.alpha is not None else [config.rollout.alpha]
+    alphas = cli_args.alphas(given.alpha) if given.alpha is not None else [config.rollout.alpha]
     workload, source = _workload(config, given, len(resources.devices))
     try:
         if all(is_open.values()):
@@ -118,7 +118,7 @@ def lay_out(config: RunConfig, given: Asked, crew: Workers) -> Layout:
 def _chosen(
     resources: ResourceManager,
     roles: Mapping[str, RoleConfig],
-    crew: Workers,
+    crew: TrialPool,
     workload: Workload,
     source: str,
     alphas: Sequence[float],
@@ -146,14 +146,14 @@ def _chosen(
     )
 
 
-def _given(places: DeviceMap, crew: Workers, workload: Workload, source: str, alphas: Sequence[float]) -> Layout:
+def _given(places: DeviceMap, crew: TrialPool, workload: Workload, source: str, alphas: Sequence[float]) -> Layout:
     """What the devices that are named make of a step."""
     sharing = places.sharing("actor", "inference")
     trains, generates = (set(places.roles[role].numbers) for role in ("actor", "inference"))
     train_gpus, shared_gpus = len(trains), len(trains & generates)
-    if sharing is Sharing.COLOCATED:
+    if sharing is DeviceSharing.COLOCATED:
         train_gpus = shared_gpus = 0
-    wanted = [alpha for alpha in alphas if bool(alpha) == bool(train_gpus) or sharing is Sharing.PARTIAL]
+    wanted = [alpha for alpha in alphas if bool(alpha) == bool(train_gpus) or sharing is DeviceSharing.PARTIAL]
     if not wanted or (train_gpus and generates <= trains):
         told = ", ".join(f"{alpha:g}" for alpha in alphas)
         return Layout(places, None, f"{sharing} devices at alpha {told} are not simulated: nothing is predicted.")
@@ -175,7 +175,7 @@ def _split(roles: Mapping[str, RoleConfig], train_gpus: int, shared_gpus: int, g
 def _resources(config: RunConfig, given: Asked) -> ResourceManager:
     gpus = given.gpus or config.device_count
     if gpus % given.nodes:
-        raise BadRequest(
+        raise InvalidArgument(
             f"{given.nodes} nodes cannot have equally many of all {gpus} devices: give a --gpus that --nodes divides"
         )
     return ResourceManager(gpus // given.nodes, given.nodes)
@@ -185,15 +185,15 @@ def _workload(config: RunConfig, given: Asked, gpus: int) -> tuple[Workload, str
     """What the run asks of its devices, and how that is known."""
     run, needs_costs = config.out / config.name, given.model_cost is None
     if given.workload is not None:
-        found = asked.workload(given.workload, needs_costs=needs_costs)
+        found = cli_args.workload(given.workload, needs_costs=needs_costs)
         source = f"{given.workload}, as --workload says"
     elif (run / "trace.jsonl").is_file():
-        found, source = asked.workload(str(run), needs_costs=needs_costs), f"measured in {run}"
+        found, source = cli_args.workload(str(run), needs_costs=needs_costs), f"measured in {run}"
     else:
-        found = asked.workload(STATED)
+        found = cli_args.workload(STATED)
         source = f"stated, those of {STATED}: {run} has measured none yet, and --workload names no other"
     if given.model_cost is not None:
-        found, source = asked.with_cost(found, given.model_cost), f"{source}, with --model-cost {given.model_cost}"
+        found, source = cli_args.with_cost(found, given.model_cost), f"{source}, with --model-cost {given.model_cost}"
     groups = max(1, config.rollout.batch_size // config.rollout.group_size)
     size = config.rollout.group_size
     if found.recorded:

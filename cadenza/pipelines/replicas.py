@@ -26,14 +26,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from cadenza.cluster import Cluster, DeviceMap, Placement
-from cadenza.cluster.placement import Devices
+from cadenza.cluster.placement import DeviceSource
 from cadenza.cluster.remote_replica import RemoteReplica
-from cadenza.cluster.shipping import Broadcast, ShipmentLost, Stored
+from cadenza.cluster.weight_transfer import StoredWeights, WeightBroadcast, WeightTransferError
 from cadenza.inference.codec import TextCodec
 from cadenza.inference.replica import Replica
-from cadenza.inference.torch_engine import Prepared, TorchReplica
+from cadenza.inference.torch_engine import PreparedWeights, TorchReplica
 from cadenza.pipelines.engines import EngineConfig, servers, torch_options, vllm_cluster
-from cadenza.pipelines.workers import ActorWorker, Blueprint, InferenceWorker
+from cadenza.pipelines.workers import ActorWorker, InferenceWorker, ModelSpec
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 
 logger = logging.getLogger("cadenza")
@@ -56,7 +56,7 @@ class Inference:
     sampler: Sampler
     codec: TextCodec
     delivery: Delivery
-    resources: Devices
+    resources: DeviceSource
     """Where it runs, and env workers too."""
 
     async def weights(self) -> object:
@@ -71,7 +71,7 @@ class Plan:
     actor: Cluster[ActorWorker]
     devices: DeviceMap
     codec: TextCodec
-    blueprint: Blueprint
+    model_spec: ModelSpec
     engine: EngineConfig
     sampler: SamplerConfig
 
@@ -106,7 +106,7 @@ async def _embedded(plan: Plan, stack: AsyncExitStack) -> list[TorchReplica]:
     replicas = [TorchReplica(await plan.actor.module(), name="torch-0", devices=first, **options)]
     stack.callback(replicas[0].close)
     for number, devices in enumerate(others, 1):
-        replicas.append(replicas[0].twin(name=f"torch-{number}", devices=devices, **options))
+        replicas.append(replicas[0].clone(name=f"torch-{number}", devices=devices, **options))
         stack.callback(replicas[-1].close)
     return replicas
 
@@ -127,9 +127,9 @@ def _cluster(plan: Plan, part: Placement) -> Cluster[Any]:
     """The process of one replica."""
     engine, eos_token_ids = plan.engine, plan.codec.eos_token_ids
     if engine.kind == "torch":
-        options: dict[str, Any] = {"blueprint": plan.blueprint, "engine": engine, "eos_token_ids": eos_token_ids}
+        options: dict[str, Any] = {"model_spec": plan.model_spec, "engine": engine, "eos_token_ids": eos_token_ids}
         return Cluster("inference", InferenceWorker, part, **options)
-    model = plan.blueprint.model
+    model = plan.model_spec.model
     path = Path(str(model.path))  # a directory, by a name that means the same in other processes, or a name of a hub
     return vllm_cluster(
         part,
@@ -152,7 +152,7 @@ class InProcess:
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[TorchReplica]) -> None:
         self._actor, self._replicas = actor, replicas
 
-    async def weights(self) -> Prepared:
+    async def weights(self) -> PreparedWeights:
         return await self._replicas[0].prepare(await self._actor.module())
 
 
@@ -178,9 +178,9 @@ class ThroughStore:
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
         self._actor, self._replicas = actor, replicas
 
-    async def weights(self) -> Stored:
+    async def weights(self) -> StoredWeights:
         """Whoever cannot prepare them is dealt with when they are loaded."""
-        stored: Stored = await self._actor.store_weights()
+        stored: StoredWeights = await self._actor.store_weights()
         living = [replica for replica in self._replicas if not replica.is_lost]
         await asyncio.gather(*(replica.prepare(stored) for replica in living), return_exceptions=True)
         return stored
@@ -194,22 +194,22 @@ class ByBroadcast:
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
         self._actor, self._replicas = actor, replicas
         self._store = ThroughStore(actor, replicas)
-        self._last: tuple[Sequence[RemoteReplica], Broadcast] | None = None
+        self._last: tuple[Sequence[RemoteReplica], WeightBroadcast] | None = None
 
-    async def weights(self) -> Stored | Broadcast:
+    async def weights(self) -> StoredWeights | WeightBroadcast:
         living = [replica for replica in self._replicas if not replica.is_lost]
         if self._last is None or self._last[0] != living:
             self._last = living, await self._actor.open_broadcast(len(living))
-        broadcast = self._last[1].next()
+        broadcast = self._last[1].with_new_id()
         sent, *failures = await asyncio.gather(
             self._actor.send_weights(broadcast),
-            *(replica.prepare(broadcast.to(rank)) for rank, replica in enumerate(living, 1)),
+            *(replica.prepare(broadcast.for_rank(rank)) for rank, replica in enumerate(living, 1)),
             return_exceptions=True,
         )
         if sent is None and not any(failures):
             self._last = living, broadcast
             return broadcast
-        if sent is not None and not isinstance(sent, ShipmentLost):
+        if sent is not None and not isinstance(sent, WeightTransferError):
             raise sent
         self._last = None
         told = sent or next(failure for failure in failures if failure)

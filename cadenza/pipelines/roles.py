@@ -21,7 +21,7 @@ from cadenza.off_loop import as_async
 from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
 from cadenza.pipelines.replicas import Inference, Plan, inference
 from cadenza.pipelines.warm_start import warm_start_pairs
-from cadenza.pipelines.workers import ActorWorker, Blueprint, CriticWorker, LearnerWorker, ReferenceWorker
+from cadenza.pipelines.workers import ActorWorker, CriticWorker, LearnerWorker, ModelSpec, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
 
 
@@ -50,15 +50,15 @@ class Parts:
         except ValueError as error:  # it does not fit the template
             raise ConfigError(f"tokenizer: {error}") from error
         self.estimator = Estimator(config.estimator)
-        self._blueprint = Blueprint(
+        self._model_spec = ModelSpec(
             config.model,
             self.codec.vocab_size,
             self.codec.end_token_id,
             config.seed,
             config.threads or (1 if config.model.path is None else None),
         )
-        if self._blueprint.threads is not None:
-            torch.set_num_threads(self._blueprint.threads)
+        if self._model_spec.threads is not None:
+            torch.set_num_threads(self._model_spec.threads)
         self._map: DeviceMap
         self._stack = AsyncExitStack()
 
@@ -112,7 +112,7 @@ class Parts:
         return placed
 
     async def _cluster(self, role: str, worker: type[Worker], **init: Any) -> Cluster[Any]:
-        cluster = Cluster(role, worker, self._map[role], blueprint=self._blueprint, **init)
+        cluster = Cluster(role, worker, self._map[role], model_spec=self._model_spec, **init)
         return await self._stack.enter_async_context(cluster)
 
     async def _trainers(self, role: str, worker: type[LearnerWorker], **init: Any) -> Cluster[Any]:
@@ -203,7 +203,7 @@ class Parts:
     def inference(self) -> AbstractAsyncContextManager[Inference]:
         """The engines with the policy in them."""
         config = self.config
-        return inference(Plan(self.actor, self._map, self.codec, self._blueprint, config.engine, config.sampler))
+        return inference(Plan(self.actor, self._map, self.codec, self._model_spec, config.engine, config.sampler))
 
 
 def everywhere(directory: Path) -> Path:

@@ -21,7 +21,7 @@ from torch import nn
 
 from cadenza.cluster import Worker, dispatch
 from cadenza.cluster.remote_replica import ReplicaWorker
-from cadenza.cluster.shipping import BUCKET_BYTES, Broadcast, Layout, Lines, Stored
+from cadenza.cluster.weight_transfer import BUCKET_BYTES, BroadcastGroups, StoredWeights, WeightBroadcast, WeightLayout
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.pipelines.config import ConfigError, WarmStart
@@ -46,7 +46,7 @@ from cadenza.training.supervised import Pair
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
+class ModelSpec:
     """What every worker needs to make its model, wherever it runs. The same one gives the same weights."""
 
     model: ModelConfig
@@ -146,13 +146,13 @@ class ActorWorker(LearnerWorker):
     _config: ActorConfig
 
     def __init__(
-        self, blueprint: Blueprint, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
+        self, model_spec: ModelSpec, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
     ) -> None:
-        self._blueprint, self._config, self._of_reference, self._failures = blueprint, config, reference, failures
-        self._lines = Lines()
+        self._model_spec, self._config, self._of_reference, self._failures = model_spec, config, reference, failures
+        self._broadcast_groups = BroadcastGroups()
 
     def make(self, strategy: Strategy) -> Actor:
-        module, seed = self._blueprint.build(), self._blueprint.seed
+        module, seed = self._model_spec.build(), self._model_spec.seed
         self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
         adapted = is_adapted(module)
         self._reference = Reference(module, self._of_reference, strategy=strategy) if adapted else None
@@ -162,7 +162,7 @@ class ActorWorker(LearnerWorker):
     def warm_start(self, pairs: Sequence[Pair], plan: WarmStart) -> dict[str, float]:
         """Learn from examples; what the last batch said."""
         trainer = Supervised(
-            self.actor.module, plan.trainer, self._blueprint.seed, failures=self._failures, strategy=self._strategy
+            self.actor.module, plan.trainer, self._model_spec.seed, failures=self._failures, strategy=self._strategy
         )
         return deque(trainer.fit(pairs, passes=plan.passes), maxlen=1).pop()
 
@@ -198,23 +198,27 @@ class ActorWorker(LearnerWorker):
         return self.actor.module
 
     @dispatch("broadcast", gather=lambda found: found[0])
-    def store_weights(self) -> Stored | None:
+    def store_weights(self) -> StoredWeights | None:
         """Put what is published into the object store. Ranks with shards gather them, and the first one answers."""
         weights = self.actor.weights()
-        return Stored.put(weights, self.bucket_bytes) if self._strategy.is_first else None
+        return StoredWeights.put(weights, self.bucket_bytes) if self._strategy.is_first else None
 
     @dispatch("broadcast", gather=lambda found: found[0])
-    def open_broadcast(self, receivers: int) -> Broadcast | None:
+    def open_broadcast(self, receivers: int) -> WeightBroadcast | None:
         """Where so many others hear what is published."""
         weights = self.actor.weights()
-        return self._lines.open(Layout.of(weights, self.bucket_bytes), receivers) if self._strategy.is_first else None
+        return (
+            self._broadcast_groups.open(WeightLayout.of(weights, self.bucket_bytes), receivers)
+            if self._strategy.is_first
+            else None
+        )
 
     @dispatch("broadcast", gather=lambda found: found[0])
-    def send_weights(self, broadcast: Broadcast) -> None:
+    def send_weights(self, broadcast: WeightBroadcast) -> None:
         """Send what is published to everybody who waits there for it."""
         weights = self.actor.weights()
         if self._strategy.is_first:
-            broadcast.send(weights, self._lines)
+            broadcast.send(weights, self._broadcast_groups)
 
     @dispatch("broadcast")
     def load_weights(self, directory: Path) -> None:
@@ -238,11 +242,11 @@ class CriticWorker(LearnerWorker):
 
     _config: CriticConfig
 
-    def __init__(self, blueprint: Blueprint, config: CriticConfig, failures: Path | None) -> None:
-        self._blueprint, self._config, self._failures = blueprint, config, failures
+    def __init__(self, model_spec: ModelSpec, config: CriticConfig, failures: Path | None) -> None:
+        self._model_spec, self._config, self._failures = model_spec, config, failures
 
     def make(self, strategy: Strategy) -> Critic:
-        module, seed = self._blueprint.build(other=1), self._blueprint.seed
+        module, seed = self._model_spec.build(other=1), self._model_spec.seed
         self.critic = Critic(module, self._config, seed, failures=self._failures, strategy=strategy)
         return self.critic
 
@@ -260,14 +264,14 @@ class CriticWorker(LearnerWorker):
 class ReferenceWorker(Worker):
     """A policy that does not change. It is loaded when the policy is what it should be measured against."""
 
-    def __init__(self, blueprint: Blueprint, config: ReferenceConfig) -> None:
-        self._blueprint, self._config = blueprint, config
+    def __init__(self, model_spec: ModelSpec, config: ReferenceConfig) -> None:
+        self._model_spec, self._config = model_spec, config
         self._reference: Reference
 
     @dispatch("broadcast")
     def load(self, directory: Path) -> None:
         """The policy that `save_model` wrote."""
-        self._reference = Reference(self._blueprint.build(path=directory), self._config)
+        self._reference = Reference(self._model_spec.build(path=directory), self._config)
 
     @dispatch("split")
     def logprobs(self, batch: DataProto) -> DataProto:
@@ -278,10 +282,10 @@ class ReferenceWorker(Worker):
 class InferenceWorker(ReplicaWorker):
     """A replica in a process of its own. It has no weights to speak of before some are loaded."""
 
-    def __init__(self, blueprint: Blueprint, engine: EngineConfig, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, model_spec: ModelSpec, engine: EngineConfig, eos_token_ids: frozenset[int]) -> None:
         name = f"torch-{self.place.data_rank}"
         options = torch_options(engine, eos_token_ids)
-        self._replica = TorchReplica(blueprint.build(), name=name, devices=self.place.devices, **options)
+        self._replica = TorchReplica(model_spec.build(), name=name, devices=self.place.devices, **options)
         super().__init__(self._replica)
 
     def close(self) -> None:

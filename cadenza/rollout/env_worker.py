@@ -21,7 +21,7 @@ from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE, DeadlinePassed, InfrastructureError, raise_if_stopped
 from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import forget, within
-from cadenza.rollout import plays
+from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger

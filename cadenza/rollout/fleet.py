@@ -16,17 +16,17 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
-from cadenza.cluster.peer import Peer, start
-from cadenza.cluster.wire import Wire
+from cadenza.cluster.channel import Channel
+from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_host import Broken, Counters, EnvHost, Failed, Lease, Orders, Raised, Stop, Vacated
+from cadenza.rollout.env_worker_process import Broken, Counters, EnvHost, Failed, Lease, Orders, Raised, Stop, Vacated
 from cadenza.rollout.env_worker import sampling_key
 from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.grants import Address, Clerk, addresses
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.ledger import Attempt, AttemptState
 from cadenza.rollout.model import Codec
-from cadenza.rollout.parcels import Parcel, Record, Stored
+from cadenza.rollout.token_bundles import Parcel, Record, Stored
 from cadenza.rollout.sampler import Sampler
 from cadenza.rollout.sampler_client import SamplerClient
 
@@ -66,8 +66,8 @@ class _Crew:
         self.free = list(reversed(slots))
         self.runs: dict[int, _Run] = {}
         self.counters = Counters(0, 0)
-        self.peer: Peer | None = None
-        self.wire: Wire
+        self.peer: WorkerHandle | None = None
+        self.wire: Channel
         self.clerk: Clerk
 
 
@@ -153,7 +153,7 @@ class EnvFleet:
             attempt.place = "env worker"
             attempt.runner = crew
             group = attempt.group
-            crew.wire.say(Lease(attempt.id, group.id, group.task, attempt.member, attempt.number))
+            crew.wire.send(Lease(attempt.id, group.id, group.task, attempt.member, attempt.number))
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end it."""
@@ -161,7 +161,7 @@ class EnvFleet:
         if not isinstance(crew, _Crew) or (run := crew.runs.get(attempt.id)) is None:
             return
         assert attempt.fate is not None
-        crew.wire.say(Stop(attempt.id, attempt.fate, attempt.cause))
+        crew.wire.send(Stop(attempt.id, attempt.fate, attempt.cause))
         if run.is_vacated:
             del crew.runs[attempt.id]
 
@@ -196,14 +196,14 @@ class EnvFleet:
         )
         self._starting += 1
         try:
-            peer = await start(
+            peer = await start_worker(
                 self._backend, "env worker", crew.number, EnvHost, {"orders": orders}, seconds=START_SECONDS
             )
         finally:
             self._starting -= 1
 
         async def call(number: int, messages: list[Any]) -> tuple[int, list[Any]]:
-            (number, said, there), handle = await peer.talk_for_bulk("exchange", number, messages)
+            (number, said, there), handle = await peer.call_with_bulk("exchange", number, messages)
             parcel: Parcel | None = None
             for place, message in enumerate(said):
                 if isinstance(message, Record):
@@ -213,13 +213,13 @@ class EnvFleet:
             return number, said
 
         crew.peer = peer
-        crew.wire = Wire(call, lambda message: self._hear(crew, message), lambda error: self._lost(crew, error))
-        crew.clerk = Clerk(self._sampler, crew.wire.say)
+        crew.wire = Channel(call, lambda message: self._hear(crew, message), lambda error: self._lost(crew, error))
+        crew.clerk = Clerk(self._sampler, crew.wire.send)
 
     def _addresses(self) -> Sequence[Address]:
         sampler = self._sampler
         known = addresses(sampler) if isinstance(sampler, Sampler) else sampler.addresses
-        if self._backend == "ray" and (here := [a.name for a in known if not isinstance(a.way, Peer)]):
+        if self._backend == "ray" and (here := [a.name for a in known if not isinstance(a.way, WorkerHandle)]):
             raise ValueError(
                 f"env workers on Ray cannot reach the replicas {', '.join(here)}, which are in this process: "
                 "set workers to 0, or start the replicas as workers of a cluster"

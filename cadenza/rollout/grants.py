@@ -16,9 +16,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from cadenza.cluster.peer import Peer
+from cadenza.cluster.channel import LINGER_SECONDS
 from cadenza.cluster.remote_replica import RemoteReplica
-from cadenza.cluster.wire import LINGER_SECONDS
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Replica, ReplicaError, ReplicaLost
 from cadenza.rollout.router import Need, Seat
@@ -55,14 +55,14 @@ class Address(NamedTuple):
     name: str
     devices: tuple[int, ...]
     kv_capacity: int
-    way: Peer | Replica
+    way: WorkerHandle | Replica
     """Its peer; or the replica itself, where it is in the same process."""
 
 
 def addresses(sampler: Sampler) -> list[Address]:
     """Of all replicas, in the order of their seats."""
     return [
-        Address(r.name, r.devices, r.kv_capacity, r.address if isinstance(r, RemoteReplica) else r)
+        Address(r.name, r.devices, r.kv_capacity, r.worker_handle if isinstance(r, RemoteReplica) else r)
         for r in sampler.replicas
     ]
 
@@ -74,7 +74,7 @@ def seats_of(addresses: Sequence[Address], client: str) -> list[Seat]:
     for index, (name, devices, kv_capacity, way) in enumerate(addresses):
         replica: Replica = (
             RemoteReplica(way, name, devices, kv_capacity, client=client, linger=LINGER_SECONDS)
-            if isinstance(way, Peer)
+            if isinstance(way, WorkerHandle)
             else way
         )
         seats.append(Seat(index, replica, loop.create_future()))

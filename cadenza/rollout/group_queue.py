@@ -30,7 +30,7 @@ from cadenza.config import load
 from cadenza.errors import USER_CODE, InfrastructureError, raise_if_stopped
 from cadenza.observe.events import EventSink
 from cadenza.off_loop import as_async, within
-from cadenza.rollout import parcels
+from cadenza.rollout import token_bundles
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, StalenessError, Stalled, UserErrors
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError

@@ -29,7 +29,7 @@ from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaL
 from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.line import Gate, Line
+from cadenza.rollout.wait_queue import Gate, Line
 from cadenza.rollout.router import PREFILL_WEIGHT, Need, Router, Seat, SeatState
 
 

@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cadenza.cluster.peer import Peer, start
-from cadenza.cluster.wire import Wire
+from cadenza.cluster.channel import Channel
+from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
 from cadenza.off_loop import within
@@ -26,7 +26,7 @@ from cadenza.rollout.grants import Address, Granter, seats_of
 from cadenza.rollout.model import Codec
 from cadenza.rollout.router import Need, Seat
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig, Verdict
-from cadenza.rollout.sampler_desk import SamplerDesk, State
+from cadenza.rollout.sampler_process import SamplerDesk, State
 
 START_SECONDS = 600.0
 
@@ -34,7 +34,7 @@ START_SECONDS = 600.0
 class SamplerClient:
     """Stands for the sampler in this process."""
 
-    def __init__(self, desk: Peer) -> None:
+    def __init__(self, desk: WorkerHandle) -> None:
         self.name = f"sampler-client-{uuid.uuid4().hex[:12]}"
         self.version = 0
         self.opened = 0.0
@@ -50,7 +50,7 @@ class SamplerClient:
         self._namespaces = 0
         self._holding: set[str] = set()
         self._granter: Granter
-        self._wire: Wire | None = None
+        self._wire: Channel | None = None
         self._turn = asyncio.Lock()
         self._end: asyncio.Future[str] | None = None
         """Why the sampler does not answer any more."""
@@ -181,13 +181,13 @@ class SamplerClient:
                 except InfrastructureError as error:
                     raise NoReplicas(f"the sampler does not answer: {error}") from error
                 self._end = asyncio.get_running_loop().create_future()
-                self._wire = wire = Wire(self._exchange, self._hear, self._gone)
-                self._granter = Granter(seats_of(self.addresses, self.name), self._namespace, wire.say)
+                self._wire = wire = Channel(self._exchange, self._hear, self._gone)
+                self._granter = Granter(seats_of(self.addresses, self.name), self._namespace, wire.send)
                 wire.open()
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """What the sampler answers. It may take its time, but the wire, if there is one, must hear of it."""
-        call = asyncio.ensure_future(self._desk.ask(method, *args))
+        call = asyncio.ensure_future(self._desk.call(method, *args))
         either: list[asyncio.Future[Any]] = [call]
         if self._end is not None and self._end.get_loop() is asyncio.get_running_loop():
             either.append(self._end)
@@ -206,7 +206,7 @@ class SamplerClient:
             raise NoReplicas(f"the sampler does not answer: {error}") from error
 
     async def _exchange(self, number: int, messages: list[Any]) -> tuple[int, Sequence[Any]]:
-        answer: tuple[int, Sequence[Any]] = await self._desk.talk("exchange", self.name, number, messages)
+        answer: tuple[int, Sequence[Any]] = await self._desk.call_small("exchange", self.name, number, messages)
         return answer
 
     def _hear(self, message: Any) -> None:
@@ -251,18 +251,23 @@ class InferenceService:
     """An inference cluster whose sampler is a worker of its own: it pickles, and all processes that get it share the
     one gate and the one version."""
 
-    def __init__(self, desk: Peer, codec: Codec) -> None:
+    def __init__(self, desk: WorkerHandle, codec: Codec) -> None:
         self.codec = codec
         self._desk = desk
         self._client: SamplerClient | None = None
 
     @classmethod
     async def start(
-        cls, replicas: Sequence[Peer], codec: Codec, config: SamplerConfig | None = None, *, backend: str = "ray"
+        cls,
+        replicas: Sequence[WorkerHandle],
+        codec: Codec,
+        config: SamplerConfig | None = None,
+        *,
+        backend: str = "ray",
     ) -> InferenceService:
         """Over running replicas: the `peers` of a cluster of `ReplicaWorker`s."""
         init = {"replicas": list(replicas), "config": config}
-        return cls(await start(backend, "sampler", 0, SamplerDesk, init, seconds=START_SECONDS), codec)
+        return cls(await start_worker(backend, "sampler", 0, SamplerDesk, init, seconds=START_SECONDS), codec)
 
     @property
     def sampler(self) -> SamplerClient:

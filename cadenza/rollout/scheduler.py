@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.observe.events import EventSink
-from cadenza.rollout import journal, parcels
+from cadenza.rollout import snapshot, parcels
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
 from cadenza.rollout.env_worker import EnvWorker, Slots

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cadenza.simulation.cost import CostModel
-from cadenza.simulation.workloads import Episode
+from cadenza.simulation.workloads import TraceEpisode
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Demand:
         return self.written + self.shown
 
     @classmethod
-    def of(cls, groups: Iterable[Iterable[Episode]]) -> Demand:
+    def of(cls, groups: Iterable[Iterable[TraceEpisode]]) -> Demand:
         """Of whole groups."""
         written = context = shown = unique = longest = 0
         for group in groups:
@@ -91,7 +91,7 @@ def marginal_seconds(demand: Demand, cost: CostModel) -> float:
     return cost.b * demand.written + cost.c * demand.context + cost.p * demand.shown
 
 
-def alone_seconds(episode: Episode, cost: CostModel) -> float:
+def alone_seconds(episode: TraceEpisode, cost: CostModel) -> float:
     """T1: an episode that has a replica for itself, its env included."""
     demand = Demand.of([[episode]])
     return cost.a * demand.written + marginal_seconds(demand, cost) + episode.env_seconds

@@ -28,7 +28,7 @@ class VirtualTimeout(RuntimeError):
     """The run asked for more virtual time than it was given."""
 
 
-class _Jump(selectors.BaseSelector):
+class _ClockSelector(selectors.BaseSelector):
     """Stands where the loop would sleep: it moves the clock instead."""
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -78,7 +78,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._max_time = max_time
         self._random = None if shuffle is None else random.Random(shuffle)
         self._executor_cost = executor_cost
-        self._selector = _Jump(self)
+        self._selector = _ClockSelector(self)
         self.slow_callback_duration = float("inf")
 
     def time(self) -> float:

@@ -27,7 +27,7 @@ from cadenza.observe.timeline_html import write_html
 from cadenza.observe.timeline_png import write_png
 from cadenza.rollout.failures import logger
 from cadenza.simulation import clock
-from cadenza.simulation.demo_run import REPLICAS, SLOTS, STEPS, BatchLine, DemoRun, Snapshot
+from cadenza.simulation.demo_run import REPLICAS, SLOTS, STEPS, BatchSummary, DemoRun, DemoSnapshot
 
 PACE = 30.0
 """Virtual seconds per second of the eye."""
@@ -83,22 +83,22 @@ def _interruptible(run: DemoRun) -> Iterator[None]:
 # -- while it runs -----------------------------------------------------------------------------------------------------
 
 
-class Screen(Protocol):
+class DemoView(Protocol):
     """Whoever watches the run."""
 
-    def see(self, snapshot: Snapshot) -> None: ...
+    def see(self, snapshot: DemoSnapshot) -> None: ...
 
 
 @contextlib.contextmanager
-def _screen(console: Console, run: DemoRun, fast: bool) -> Iterator[Screen]:
+def _screen(console: Console, run: DemoRun, fast: bool) -> Iterator[DemoView]:
     if not console.is_terminal:
-        yield Lines(console, run)
+        yield DemoTextView(console, run)
         return
     with Live(console=console, auto_refresh=False, transient=False) as live:
-        yield Picture(live, run, None if fast else PACE)
+        yield DemoTerminalView(live, run, None if fast else PACE)
 
 
-class Lines:
+class DemoTextView:
     """Plain lines, for a file or a pipe: every batch and every event worth reading, once."""
 
     def __init__(self, console: Console, run: DemoRun) -> None:
@@ -107,7 +107,7 @@ class Lines:
         self._batches = self._notes = 0
         console.print(f"cadenza demo, {NOTE}", soft_wrap=True)
 
-    def see(self, snapshot: Snapshot) -> None:
+    def see(self, snapshot: DemoSnapshot) -> None:
         run = self._run
         new = [(when, f"{when:7.1f} s  {text}") for when, text in run.notes[self._notes :]]
         new += [(batch.time, f"{batch.time:7.1f} s  {_sentence(batch)}") for batch in run.batches[self._batches :]]
@@ -116,7 +116,7 @@ class Lines:
             self._console.print(escape(line), soft_wrap=True)
 
 
-def _sentence(batch: BatchLine) -> str:
+def _sentence(batch: BatchSummary) -> str:
     return (
         f"step {batch.step:2} of {STEPS}: {batch.trajectories} trajectories, {batch.tokens:,} tokens for version "
         f"{batch.version}, waited {batch.wait_seconds:.1f} s, staleness mean {batch.mean_staleness:.2f}, "
@@ -124,7 +124,7 @@ def _sentence(batch: BatchLine) -> str:
     )
 
 
-class Picture:
+class DemoTerminalView:
     """The run on one screen, at the speed of the eye."""
 
     def __init__(self, live: Live, run: DemoRun, pace: float | None) -> None:
@@ -134,7 +134,7 @@ class Picture:
         self._began = time.perf_counter()
         self._drawn = 0.0
 
-    def see(self, snapshot: Snapshot) -> None:
+    def see(self, snapshot: DemoSnapshot) -> None:
         now = time.perf_counter()
         early = self._began + snapshot.time / self._pace - now if self._pace else 0.0
         if early > 0:
@@ -144,7 +144,7 @@ class Picture:
         self._drawn = now
         self._live.update(self._draw(snapshot), refresh=True)
 
-    def _draw(self, snapshot: Snapshot) -> RenderableType:
+    def _draw(self, snapshot: DemoSnapshot) -> RenderableType:
         width = min(self._live.console.width, WIDTH)
         left = width * 48 // 100
         right = width - left
@@ -155,7 +155,7 @@ class Picture:
         )
 
 
-def _head(snapshot: Snapshot, width: int, pace: float | None) -> RenderableType:
+def _head(snapshot: DemoSnapshot, width: int, pace: float | None) -> RenderableType:
     title = Text.assemble(("cadenza demo", "bold"), ("  " + NOTE, "dim"), overflow="ellipsis", no_wrap=True)
     done = snapshot.step if snapshot.phase == "done" else max(0, snapshot.step - 1)
     speed = f"virtual, {pace:g} per second" if pace else "virtual"
@@ -169,7 +169,7 @@ def _head(snapshot: Snapshot, width: int, pace: float | None) -> RenderableType:
     return Group(title, line)
 
 
-def _replicas(snapshot: Snapshot, width: int) -> RenderableType:
+def _replicas(snapshot: DemoSnapshot, width: int) -> RenderableType:
     table = Table.grid(padding=(0, 1), expand=True)
     kv_bar = 6 if width >= 44 else 0
     bar = width - 33 - kv_bar
@@ -195,7 +195,7 @@ def _bar(value: float, total: float, width: int, style: str) -> Text:
     return Text.assemble((bar, style), ("·" * (width - len(bar)), "dim"))
 
 
-def _batches(batches: list[BatchLine], width: int) -> RenderableType:
+def _batches(batches: list[BatchSummary], width: int) -> RenderableType:
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, pad_edge=False, header_style="dim")
     for name in ("step", "ver", "wait", "stale", "trajs", "tokens"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -209,7 +209,7 @@ def _batches(batches: list[BatchLine], width: int) -> RenderableType:
     return _panel("batches [dim](stale: mean/max)[/]", table, width)
 
 
-def _fates(snapshot: Snapshot, width: int) -> RenderableType:
+def _fates(snapshot: DemoSnapshot, width: int) -> RenderableType:
     table = Table.grid(padding=(0, 1), expand=True)
     bar = max(4, width - 24)
     for fate in ("trained", "filtered", "failed", "cancelled"):

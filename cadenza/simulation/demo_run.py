@@ -42,7 +42,7 @@ PROMPT = np.arange(2048, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
-class Faults:
+class DemoFaults:
     """What goes wrong, and when. Envs are counted in the order in which they are made."""
 
     hanging_env: int
@@ -51,7 +51,7 @@ class Faults:
     crashing_replica: int
 
     @classmethod
-    def draw(cls, seed: int) -> Faults:
+    def draw(cls, seed: int) -> DemoFaults:
         dice = random.Random(f"faults {seed}")
         return cls(
             hanging_env=dice.randrange(100, 300),
@@ -62,11 +62,11 @@ class Faults:
 
 
 @dataclass(slots=True)
-class World:
+class DemoWorld:
     """What all envs of a run share."""
 
     seed: int
-    faults: Faults
+    faults: DemoFaults
     envs: int = 0
 
     def next_env(self) -> int:
@@ -74,10 +74,10 @@ class World:
         return self.envs
 
 
-class Sandbox:
+class SandboxEnv:
     """A multi-turn env: a slow reset, a few slow steps, and at the end a reward of 0 or 1."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: DemoWorld) -> None:
         self._number = world.next_env()
         self._world = world
         self._dice = random.Random(f"env {world.seed} {self._number}")
@@ -124,7 +124,7 @@ def worth_training(group: list[Trajectory]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class BatchLine:
+class BatchSummary:
     """One batch."""
 
     time: float
@@ -138,7 +138,7 @@ class BatchLine:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaLine:
+class ReplicaSummary:
     """One replica at one moment."""
 
     name: str
@@ -150,13 +150,13 @@ class ReplicaLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class DemoSnapshot:
     """The run at one moment."""
 
     time: float
     step: int
     phase: str
-    replicas: list[ReplicaLine]
+    replicas: list[ReplicaSummary]
     busy: int
     issued: int
     live: int
@@ -169,17 +169,17 @@ class DemoRun:
 
     seed: int
     events: list[Event] = field(default_factory=list)
-    batches: list[BatchLine] = field(default_factory=list)
+    batches: list[BatchSummary] = field(default_factory=list)
     notes: list[tuple[float, str]] = field(default_factory=list)
     """Events worth reading, in words."""
     replicas: list[SimReplica] = field(init=False)
     scheduler: RolloutScheduler = field(init=False)
-    _faults: Faults = field(init=False)
+    _faults: DemoFaults = field(init=False)
     _main: asyncio.Task[None] | None = None
     _step: int = 0
     _phase: str = "starting"
 
-    async def play(self, watch: Callable[[Snapshot], None]) -> None:
+    async def play(self, watch: Callable[[DemoSnapshot], None]) -> None:
         """Run it from the first step to the shutdown."""
         self._main = asyncio.current_task()
         self._build()
@@ -220,14 +220,14 @@ class DemoRun:
             await asyncio.sleep(float(batch.batch.numpy("lengths").sum()) * TRAIN_SECONDS_PER_TOKEN)
 
     def _build(self) -> None:
-        self._faults = Faults.draw(self.seed)
+        self._faults = DemoFaults.draw(self.seed)
         self.replicas = [
             SimReplica(f"r{number}", H100_QWEN3_8B, response_length, devices=(number,), load_seconds=2.0)
             for number in range(REPLICAS)
         ]
         cluster = LocalCluster(self.replicas)
         cluster.sampler.events = self._hear
-        domain = DomainConfig(env=Sandbox, env_args={"world": World(self.seed, self._faults)})
+        domain = DomainConfig(env=SandboxEnv, env_args={"world": DemoWorld(self.seed, self._faults)})
         self.scheduler = RolloutScheduler(
             RolloutConfig(
                 batch_size=BATCH, group_size=GROUP_SIZE, alpha=ALPHA, group_filter=worth_training, seed=self.seed
@@ -247,14 +247,14 @@ class DemoRun:
         await asyncio.sleep(5.0)
         self.replicas[self._faults.crashing_replica].crash()
 
-    async def _watch(self, watch: Callable[[Snapshot], None]) -> None:
+    async def _watch(self, watch: Callable[[DemoSnapshot], None]) -> None:
         while True:
             watch(await self._snapshot())
             await asyncio.sleep(TICK)
 
-    async def _snapshot(self) -> Snapshot:
+    async def _snapshot(self) -> DemoSnapshot:
         ledger, metrics = self.scheduler.ledger, self.scheduler.metrics()
-        return Snapshot(
+        return DemoSnapshot(
             time=asyncio.get_running_loop().time(),
             step=self._step,
             phase=self._phase,
@@ -265,13 +265,13 @@ class DemoRun:
             fates={fate.value: count for fate, count in ledger.fates.items()},
         )
 
-    async def _look(self, replica: SimReplica) -> ReplicaLine:
+    async def _look(self, replica: SimReplica) -> ReplicaSummary:
         try:
             stats = await replica.stats()
         except ReplicaError:
-            return ReplicaLine(replica.name, "lost", replica.version, 0, 0, 0.0)
+            return ReplicaSummary(replica.name, "lost", replica.version, 0, 0, 0.0)
         state = "paused" if stats.paused else "active"
-        return ReplicaLine(
+        return ReplicaSummary(
             replica.name, state, stats.version, stats.running, stats.waiting, stats.kv_tokens / stats.kv_capacity
         )
 
@@ -280,7 +280,7 @@ class DemoRun:
         oldest = np.where(versions < 0, np.iinfo(np.int32).max, versions).min(axis=1)
         staleness = batch.meta_info["version"] - oldest
         self.batches.append(
-            BatchLine(
+            BatchSummary(
                 time=asyncio.get_running_loop().time(),
                 step=self._step,
                 version=batch.meta_info["version"],

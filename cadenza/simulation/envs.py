@@ -16,8 +16,8 @@ import numpy as np
 
 from cadenza.inference.replica import Tokens
 from cadenza.rollout.records import Trajectory
-from cadenza.simulation.faults import CLOSE, FOREVER, Fault, FaultPlan
-from cadenza.simulation.scenario import DomainPlan, Scenario, latency, mixed
+from cadenza.simulation.faults import CLOSE, FOREVER, Fault, FaultInjector
+from cadenza.simulation.scenario import DomainSpec, Scenario, latency, mixed
 
 Outcome = tuple[Any, float, bool, bool, dict[str, Any]]
 
@@ -26,7 +26,7 @@ class SimulatedFault(RuntimeError):
     """What a simulated env or reward raises when it is told to."""
 
 
-class Episode:
+class EnvRecord:
     """What one env did."""
 
     __slots__ = ("attempt", "broken", "calls", "closed", "observations", "rewards", "scheduler")
@@ -43,13 +43,13 @@ class Episode:
         self.rewards: list[float] = []
 
 
-class World:
+class SimWorld:
     """The envs and rewards of one schedule, and all that happened to them."""
 
-    def __init__(self, scenario: Scenario, plan: FaultPlan) -> None:
+    def __init__(self, scenario: Scenario, plan: FaultInjector) -> None:
         self.scenario = scenario
         self.plan = plan
-        self.episodes: list[Episode] = []
+        self.episodes: list[EnvRecord] = []
         self.scores: dict[tuple[str, int], float] = {}
         """What the reward said, by scheduler and trajectory."""
         self.hits: dict[tuple[str, str], str] = {}
@@ -62,7 +62,7 @@ class World:
 
     def open(self, scheduler: str) -> int:
         """An env is made; returns its number."""
-        self.episodes.append(Episode(scheduler, _begin_attempt()))
+        self.episodes.append(EnvRecord(scheduler, _begin_attempt()))
         return len(self.episodes) - 1
 
     def hit(self, scheduler: str, fault: Fault) -> None:
@@ -70,11 +70,11 @@ class World:
 
     # -- rewards -------------------------------------------------------------------------------------------------------
 
-    def reward(self, domain: DomainPlan, scheduler: str) -> Callable[..., Any] | None:
+    def reward(self, domain: DomainSpec, scheduler: str) -> Callable[..., Any] | None:
         """The reward function of a domain."""
         if domain.reward == "none":
             return None
-        judge = _Judge(self, domain, scheduler)
+        judge = _RewardFunction(self, domain, scheduler)
         return judge.asynchronous if domain.reward == "async" else judge
 
     def judge(self, scheduler: str) -> tuple[int, Fault | None]:
@@ -117,7 +117,7 @@ class World:
 class _OffLoopFilter:
     """A plain filter: the loop runs it off the loop, at its cost."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimWorld) -> None:
         self.world = world
         self.calls = 0
         self._cost = 0.0
@@ -133,10 +133,10 @@ class _OffLoopFilter:
         return self.world.keep(group, self._cost)
 
 
-class _Judge:
+class _RewardFunction:
     """A reward function, in both forms."""
 
-    def __init__(self, world: World, domain: DomainPlan, scheduler: str) -> None:
+    def __init__(self, world: SimWorld, domain: DomainSpec, scheduler: str) -> None:
         self.world = world
         self.domain = domain
         self.scheduler = scheduler
@@ -168,7 +168,7 @@ class _Judge:
 class SimEnv:
     """An env whose latencies, rewards and length follow from the scenario; async."""
 
-    def __init__(self, world: World, domain: DomainPlan, scheduler: str) -> None:
+    def __init__(self, world: SimWorld, domain: DomainSpec, scheduler: str) -> None:
         self.world = world
         self.domain = domain
         self.number = world.open(scheduler)
@@ -262,12 +262,12 @@ def executor_cost(function: Callable[..., Any]) -> float:
     owner = getattr(function, "__self__", function)
     if isinstance(owner, SyncSimEnv):
         return owner.seconds(function.__name__)
-    if isinstance(owner, (_Judge, _OffLoopFilter)):
+    if isinstance(owner, (_RewardFunction, _OffLoopFilter)):
         return owner.seconds()
     return 0.0
 
 
-class Words:
+class LengthCodec:
     """A codec for observations that are tokens already; what the model says is told by its length."""
 
     def encode(self, observation: object, *, first: bool, last: int | None = None) -> Tokens:

@@ -17,23 +17,29 @@ from statistics import median
 from typing import Any, TypeVar
 
 from cadenza.simulation import clock
-from cadenza.simulation.account import Figures
+from cadenza.simulation.baselines import (
+    AdmissionStrategy,
+    BarrierStrategy,
+    GroupQueueStrategy,
+    OracleStrategy,
+    QueueStrategy,
+)
 from cadenza.simulation.bounds import Demand, generation_seconds, training_seconds
-from cadenza.simulation.policy import Policy, Settings, drive
-from cadenza.simulation.production import Cadenza
-from cadenza.simulation.rivals import Admission, Barrier, GroupQueue, Oracle, Queue
-from cadenza.simulation.tuned import TUNED
+from cadenza.simulation.cadenza_strategy import CadenzaStrategy
+from cadenza.simulation.figures import RunFigures
+from cadenza.simulation.strategy import ScheduleStrategy, StrategySettings, drive
+from cadenza.simulation.tuned_settings import TUNED_SETTINGS
 from cadenza.simulation.workloads import Workload, trace_of
 
 T = TypeVar("T")
 R = TypeVar("R")
-POLICIES: dict[str, type[Policy]] = {
-    "barrier": Barrier,
-    "queue": Queue,
-    "group-queue": GroupQueue,
-    "admission": Admission,
-    "cadenza": Cadenza,
-    "oracle": Oracle,
+STRATEGIES: dict[str, type[ScheduleStrategy]] = {
+    "barrier": BarrierStrategy,
+    "queue": QueueStrategy,
+    "group-queue": GroupQueueStrategy,
+    "admission": AdmissionStrategy,
+    "cadenza": CadenzaStrategy,
+    "oracle": OracleStrategy,
 }
 STEPS, WARM_UP = 40, 12
 SEARCH_SEED = 10_007
@@ -49,13 +55,13 @@ class Trial:
     policy: str
     alpha: float
     seed: int
-    settings: Settings
+    settings: StrategySettings
     steps: int = STEPS
     warm_up: int = WARM_UP
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy '{self.policy}' is not known; take one of {', '.join(POLICIES)}")
+        if self.policy not in STRATEGIES:
+            raise ValueError(f"policy '{self.policy}' is not known; take one of {', '.join(STRATEGIES)}")
         if not 0 <= self.alpha < math.inf:
             raise ValueError(f"alpha must be >= 0, got {self.alpha}")
         if not 1 <= self.warm_up < self.steps:
@@ -66,25 +72,25 @@ class Trial:
         if longest is not None and longest > kv:
             raise ValueError(f"a context of {self.workload.name} has {longest} tokens, but a KV cache holds {kv}")
 
-    def run(self) -> Figures:
+    def run(self) -> RunFigures:
         """Under virtual time."""
         trace = trace_of(self.workload, self.seed)
-        policy = POLICIES[self.policy](self.workload, trace, self.alpha, self.settings)
+        policy = STRATEGIES[self.policy](self.workload, trace, self.alpha, self.settings)
         return clock.run(lambda: drive(policy, self.steps)).figures(self.seed, self.warm_up)
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class StrategyResult:
     """A policy on a workload over some seeds."""
 
     workload: str
     policy: str
     alpha: float
-    settings: Settings
-    seeds: tuple[Figures, ...]
+    settings: StrategySettings
+    seeds: tuple[RunFigures, ...]
 
     @property
-    def typical(self) -> Figures:
+    def typical(self) -> RunFigures:
         """Each figure's median over the seeds; of the staleness the maximum, of the waste all causes."""
         names = (
             "efficiency", "step_seconds", "limit_seconds", "tokens_per_second", "staleness_mean", "length_bias",
@@ -94,10 +100,10 @@ class Result:
         causes = sorted({cause for figures in self.seeds for cause in figures.waste})
         waste = {cause: median(figures.waste.get(cause, 0.0) for figures in self.seeds) for cause in causes}
         worst = max(figures.staleness_max for figures in self.seeds)
-        return Figures(seed=-1, staleness_max=worst, waste=waste, **medians)
+        return RunFigures(seed=-1, staleness_max=worst, waste=waste, **medians)
 
     @property
-    def worst(self) -> Figures:
+    def worst(self) -> RunFigures:
         """The seed with the lowest efficiency."""
         return min(self.seeds, key=lambda figures: (figures.efficiency, figures.seed))
 
@@ -115,13 +121,13 @@ class Result:
         }
 
 
-class Workers:
+class TrialPool:
     """Processes that run trials; as many as there are CPUs, and none for a single trial."""
 
     def __init__(self, pool: ProcessPoolExecutor | None) -> None:
         self._pool = pool
 
-    def run(self, trials: Iterable[Trial]) -> list[Figures]:
+    def run(self, trials: Iterable[Trial]) -> list[RunFigures]:
         """All of them, in their order."""
         return self.map(Trial.run, trials)
 
@@ -134,52 +140,52 @@ class Workers:
 
 
 @contextmanager
-def workers(processes: int | None = None) -> Iterator[Workers]:
+def workers(processes: int | None = None) -> Iterator[TrialPool]:
     count = processes or os.cpu_count() or 1
     if count == 1:
-        yield Workers(None)
+        yield TrialPool(None)
         return
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
-            yield Workers(pool)
+            yield TrialPool(pool)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def evaluate(
-    crew: Workers,
+    crew: TrialPool,
     workload: Workload,
     policy: str,
     alpha: float,
     seeds: Sequence[int],
     *,
-    settings: Settings | None = None,
+    settings: StrategySettings | None = None,
     given: Mapping[str, Any] | None = None,
     steps: int = STEPS,
     warm_up: int = WARM_UP,
     search_anew: bool = False,
-) -> Result:
+) -> StrategyResult:
     """Run a policy over the seeds, at its best settings unless others, or some of them, are given."""
-    alpha = alpha if POLICIES[policy].asynchronous else 0.0
+    alpha = alpha if STRATEGIES[policy].asynchronous else 0.0
     if settings is None and not search_anew:
-        settings = TUNED.get((workload.name, policy, alpha))
+        settings = TUNED_SETTINGS.get((workload.name, policy, alpha))
     if settings is None:
         settings = search(crew, workload, policy, alpha)
     settings = replace(settings, **(given or {}))
     figures = crew.run(Trial(workload, policy, alpha, seed, settings, steps, warm_up) for seed in seeds)
-    return Result(workload.name, policy, alpha, settings, tuple(figures))
+    return StrategyResult(workload.name, policy, alpha, settings, tuple(figures))
 
 
 # -- the best settings -------------------------------------------------------------------------------------------------
 
 
-def search(crew: Workers, workload: Workload, policy: str, alpha: float) -> Settings:
+def search(crew: TrialPool, workload: Workload, policy: str, alpha: float) -> StrategySettings:
     """The settings with the highest efficiency, by moving along one axis after the other until nothing gains."""
     best = first_guess(workload, policy, alpha)
-    known: dict[Settings, float] = {}
+    known: dict[StrategySettings, float] = {}
 
-    def measure(candidates: list[Settings]) -> None:
+    def measure(candidates: list[StrategySettings]) -> None:
         new = [settings for settings in dict.fromkeys(candidates) if settings not in known]
         trials = [
             Trial(workload, policy, alpha, SEARCH_SEED, settings, SEARCH_STEPS, SEARCH_WARM_UP) for settings in new
@@ -197,27 +203,27 @@ def search(crew: Workers, workload: Workload, policy: str, alpha: float) -> Sett
             return best
 
 
-def first_guess(workload: Workload, policy: str, alpha: float) -> Settings:
+def first_guess(workload: Workload, policy: str, alpha: float) -> StrategySettings:
     """GPUs by the share of the work, all trajectories at once."""
-    if not POLICIES[policy].asynchronous or not alpha:
-        return Settings()
+    if not STRATEGIES[policy].asynchronous or not alpha:
+        return StrategySettings()
     trace = trace_of(workload, SEARCH_SEED)
     members = range(workload.group_size)
     demand = Demand.of([trace.episode(group, member) for member in members] for group in range(2 * workload.groups))
     train = training_seconds(demand, workload.train_seconds)
     share = train / (train + generation_seconds(demand, workload.cost))
-    return Settings(train_gpus=min(max(round(share * workload.gpus), 1), workload.gpus - 1))
+    return StrategySettings(train_gpus=min(max(round(share * workload.gpus), 1), workload.gpus - 1))
 
 
-def _fits(settings: Settings, workload: Workload, policy: str, alpha: float) -> bool:
-    asynchronous = POLICIES[policy].asynchronous and alpha > 0
+def _fits(settings: StrategySettings, workload: Workload, policy: str, alpha: float) -> bool:
+    asynchronous = STRATEGIES[policy].asynchronous and alpha > 0
     return 0 <= settings.train_gpus < workload.gpus and (settings.train_gpus > 0) == asynchronous
 
 
 def _axes(workload: Workload, policy: str, alpha: float) -> list[Any]:
     """Functions from settings to what may be tried next to them."""
     axes: list[Any] = []
-    if POLICIES[policy].asynchronous and alpha:
+    if STRATEGIES[policy].asynchronous and alpha:
         unit = max(1, workload.gpus // 32)
         axes.append(lambda s: [replace(s, train_gpus=s.train_gpus + unit * d) for d in (-4, -2, -1, 1, 2, 4)])
     if policy != "barrier":

@@ -3,8 +3,8 @@
 Invariant: a fault counts as injected only when it took effect: an env raised, a call failed, an abort was lost. A plan
 that has hit nothing when most of the schedule has been issued lets the next env raise: no schedule goes without.
 
-    ledger, controller --"it is such a moment"--> FaultPlan --strike, after its delay--> replica
-    env, reward --"this is my n-th call"--> FaultPlan --> Fault | None
+    ledger, controller --"it is such a moment"--> FaultInjector --strike, after its delay--> replica
+    env, reward --"this is my n-th call"--> FaultInjector --> Fault | None
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _replica_fault(rng: Random, kind: Kind, replicas: int, versions: int, envs: 
     return Fault(kind, rng.randrange(replicas), after, moment, delay, amount)
 
 
-class FaultPlan:
+class FaultInjector:
     """Strikes when the time has come, and counts what took effect."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
@@ -199,7 +199,7 @@ OnAsk = Callable[["FaultyReplica", Request, "asyncio.Future[Generation]"], None]
 class FaultyReplica(SimReplica):
     """A simulated replica that tells what it is asked, and when a fault of it takes effect."""
 
-    def __init__(self, plan: FaultPlan, on_ask: OnAsk, *args: Any, **options: Any) -> None:
+    def __init__(self, plan: FaultInjector, on_ask: OnAsk, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.dead = False
         self.asleep = False

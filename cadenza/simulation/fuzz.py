@@ -24,7 +24,7 @@ from cadenza.simulation.faults import KINDS
 from cadenza.simulation.monitor import Violation
 from cadenza.simulation.recording import first_difference
 from cadenza.simulation.scenario import MIN_TRAJECTORIES, MIN_VERSIONS, Scenario
-from cadenza.simulation.schedule import Outcome, run
+from cadenza.simulation.schedule import ScheduleOutcome, run
 
 REPEAT_EVERY = 10
 """Every so many seeds, a schedule is run twice and compared."""
@@ -56,7 +56,7 @@ class Findings:
     min_faults: int | None = None
     virtual_seconds: float = 0.0
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: ScheduleOutcome) -> None:
         """Count one schedule."""
         scenario = outcome.scenario
         self.schedules += 1
@@ -99,7 +99,7 @@ def _least(known: int | None, new: int | None) -> int | None:
     return new if known is None else known if new is None else min(known, new)
 
 
-def examine(scenario: Scenario, *, twice: bool) -> Outcome:
+def examine(scenario: Scenario, *, twice: bool) -> ScheduleOutcome:
     """Run a schedule, check that it was worth running, and if asked that it runs the same way again."""
     outcome = run(scenario)
     problems: list[tuple[int, str]] = []

@@ -2,7 +2,7 @@
 
 The truth is what the simulated replicas, envs, rewards and filters did, what the controller asked and got, and the
 stream of events. A check that fails is noted under the number of its invariant; the schedule goes on. What concerns
-one scheduler is checked by its `View`, what concerns the sampler and the whole by the `Monitor`.
+one scheduler is checked by its `SchedulerView`, what concerns the sampler and the whole by the `Monitor`.
 
 1. Fates: each issued attempt is seen to get exactly one fate, in the stream, and none is live after the shutdown; the
    fate is one that something in the world explains; the ledger's sums are those of the stream; the tokens that the
@@ -41,10 +41,10 @@ from cadenza.observe.events import Event
 from cadenza.rollout.failures import StalenessError
 from cadenza.rollout.ledger import LedgerError
 from cadenza.simulation.cost import drawn
-from cadenza.simulation.envs import World
+from cadenza.simulation.envs import SimWorld
 from cadenza.simulation.faults import FaultyReplica
 from cadenza.simulation.scenario import Scenario
-from cadenza.simulation.view import View
+from cadenza.simulation.view import SchedulerView
 
 RESOLUTION = 1e-9
 """Instants that are closer than this are one."""
@@ -66,7 +66,7 @@ class Livelock(RuntimeError):
     """The schedule goes on and on, and gets nowhere."""
 
 
-class Line(NamedTuple):
+class LoggedEvent(NamedTuple):
     """One event of a schedule, and who told of it."""
 
     source: str
@@ -76,12 +76,12 @@ class Line(NamedTuple):
 class Monitor:
     """Sees everything that happens in one schedule."""
 
-    def __init__(self, scenario: Scenario, world: World) -> None:
+    def __init__(self, scenario: Scenario, world: SimWorld) -> None:
         self.scenario = scenario
         self.world = world
         self.violations: list[Violation] = []
-        self.lines: list[Line] = []
-        self.views: list[View] = []
+        self.lines: list[LoggedEvent] = []
+        self.views: list[SchedulerView] = []
         self.replicas: Sequence[FaultyReplica] = ()
         self.version = 0
         """Newest fully published version."""
@@ -99,7 +99,7 @@ class Monitor:
         self.violations.append(Violation(self.scenario.seed, invariant, message))
 
     def note(self, source: str, event: Event) -> None:
-        self.lines.append(Line(source, event))
+        self.lines.append(LoggedEvent(source, event))
         if len(self.lines) > MAX_EVENTS:
             raise Livelock(f"{MAX_EVENTS} events at virtual time {event.time:.3f} s, the last one: {event}")
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cadenza.simulation import bounds
-from cadenza.simulation.account import Figures
 from cadenza.simulation.bounds import Demand
-from cadenza.simulation.experiment import SEARCH_SEED, Trial, Workers, first_guess
-from cadenza.simulation.policy import Settings
-from cadenza.simulation.workloads import Episode, Workload, trace_of
+from cadenza.simulation.experiment import SEARCH_SEED, Trial, TrialPool, first_guess
+from cadenza.simulation.figures import RunFigures
+from cadenza.simulation.strategy import StrategySettings
+from cadenza.simulation.workloads import TraceEpisode, Workload, trace_of
 
 POLICY = "cadenza"
 SPLITS = (0.6, 0.8, 1.0, 1.25, 1.6)
@@ -55,7 +55,7 @@ class Prediction:
     shared_gpus: int
     """Those of them that generate between two train steps."""
     rollout_gpus: int
-    figures: Figures
+    figures: RunFigures
     steps: int
     """Counted steps that were simulated."""
     limits: dict[str, float]
@@ -107,7 +107,7 @@ class Plan:
         }
 
 
-class Line(NamedTuple):
+class CandidateFamily(NamedTuple):
     """Candidates that differ in the number of training GPUs only."""
 
     alpha: float
@@ -120,7 +120,7 @@ Fits = Callable[[int, int], bool]
 
 
 def make_plan(
-    crew: Workers,
+    crew: TrialPool,
     workload: Workload,
     alphas: Sequence[float],
     fits: Fits = lambda train, shared: True,
@@ -133,9 +133,13 @@ def make_plan(
         raise ValueError("a plan needs at least one alpha")
     if workload.gpus == 1 and any(alphas):
         raise ValueError("with one GPU nothing can train while something generates: give more GPUs, or alpha 0")
-    search = _Search(crew, workload, fits)
-    lines = [Line(alpha) for alpha in alphas if search.possible(Line(alpha))]
-    lines += [Line(alpha, True) for alpha in alphas if shared and alpha and search.possible(Line(alpha, True))]
+    search = _PlanSearch(crew, workload, fits)
+    lines = [CandidateFamily(alpha) for alpha in alphas if search.possible(CandidateFamily(alpha))]
+    lines += [
+        CandidateFamily(alpha, True)
+        for alpha in alphas
+        if shared and alpha and search.possible(CandidateFamily(alpha, True))
+    ]
     for alpha in alphas:
         if not any(line.alpha == alpha for line in lines):
             raise ValueError(f"no split of {workload.gpus} GPUs fits at alpha {alpha:g}")
@@ -146,36 +150,36 @@ def make_plan(
     return search.plan(lines)
 
 
-def predict(crew: Workers, workload: Workload, alphas: Sequence[float], train_gpus: int, shared_gpus: int) -> Plan:
+def predict(crew: TrialPool, workload: Workload, alphas: Sequence[float], train_gpus: int, shared_gpus: int) -> Plan:
     """What comes of GPUs that are given, for every alpha."""
-    search = _Search(crew, workload, lambda train, shared: train == train_gpus, shared_gpus)
-    lines = [Line(alpha, bool(shared_gpus)) for alpha in alphas]
+    search = _PlanSearch(crew, workload, lambda train, shared: train == train_gpus, shared_gpus)
+    lines = [CandidateFamily(alpha, bool(shared_gpus)) for alpha in alphas]
     search.run([(line, train_gpus) for line in lines], 1 if search.frugal else 2)
     return search.plan(lines)
 
 
-class _Search:
+class _PlanSearch:
     """What is known of the candidates so far."""
 
-    def __init__(self, crew: Workers, workload: Workload, fits: Fits, shared_gpus: int | None = None) -> None:
+    def __init__(self, crew: TrialPool, workload: Workload, fits: Fits, shared_gpus: int | None = None) -> None:
         """All GPUs that train are shared where any are, unless it is given how many."""
-        self.found: dict[tuple[Line, int], Prediction] = {}
+        self.found: dict[tuple[CandidateFamily, int], Prediction] = {}
         """By line and training GPUs, from the longest run of each."""
         self._crew = crew
         self._workload = workload
         self._shared_gpus = shared_gpus
-        self._outlook = Outlook.of(workload)
+        self._outlook = StepLimits.of(workload)
         self.frugal = self._outlook.turns > MANY_TURNS
         self._fitting = {
             is_shared: [gpus for gpus in range(workload.gpus) if fits(gpus, gpus if is_shared else 0)]
             for is_shared in (False, True)
         }
 
-    def possible(self, line: Line) -> list[int]:
+    def possible(self, line: CandidateFamily) -> list[int]:
         """Training GPUs that can be had: none that only train when synchronous, else at least one."""
         return [gpus for gpus in self._fitting[line.is_shared] if bool(gpus) == bool(line.alpha)]
 
-    def splits(self, line: Line) -> list[int]:
+    def splits(self, line: CandidateFamily) -> list[int]:
         """Where to begin."""
         if not line.alpha:
             return [0]
@@ -184,7 +188,7 @@ class _Search:
         guess = first_guess(self._workload, POLICY, line.alpha).train_gpus
         return self._nearest(line, (guess * f for f in (FEW_SPLITS if self.frugal else SPLITS)))
 
-    def around(self, line: Line) -> list[int]:
+    def around(self, line: CandidateFamily) -> list[int]:
         """The best so far, and the middles between it and its neighbours; beyond the last one, half as far again."""
         if not line.alpha:
             return [0]
@@ -194,18 +198,18 @@ class _Search:
         above = (best + tried[at + 1]) // 2 if at + 1 < len(tried) else round(best * 1.5)
         return self._nearest(line, (best, below, above))
 
-    def _nearest(self, line: Line, wanted: Iterable[float]) -> list[int]:
+    def _nearest(self, line: CandidateFamily, wanted: Iterable[float]) -> list[int]:
         possible = self.possible(line)
         return sorted({min(possible, key=lambda gpus: abs(gpus - round(want))) for want in wanted})
 
-    def best(self, line: Line) -> int:
+    def best(self, line: CandidateFamily) -> int:
         """The shortest steps among those that ran longest; of equals the one with fewer training GPUs."""
         known = [prediction for (other, _), prediction in self.found.items() if other == line]
         longest = max(prediction.steps for prediction in known)
         finalists = [prediction for prediction in known if prediction.steps == longest]
         return min(finalists, key=lambda found: (found.figures.step_seconds, found.train_gpus)).train_gpus
 
-    def plan(self, lines: Sequence[Line]) -> Plan:
+    def plan(self, lines: Sequence[CandidateFamily]) -> Plan:
         """What is best of what was simulated; of a split and shared GPUs, whatever has the shorter steps."""
         by_alpha: dict[float, Prediction] = {}
         for line in sorted(lines):
@@ -218,7 +222,7 @@ class _Search:
         predicted = tuple(self.found[key] for key in sorted(self.found))
         return Plan(self._workload, predicted, chosen, _why(chosen, finalists, predicted))
 
-    def run(self, candidates: Iterable[tuple[Line, int]], round: int) -> None:
+    def run(self, candidates: Iterable[tuple[CandidateFamily, int]], round: int) -> None:
         """Simulate them for as long as this round is."""
         candidates = list(candidates)
         counted = STEPS[round]
@@ -226,7 +230,7 @@ class _Search:
         for line, gpus in candidates:
             warm_up = min(2 * (round + 1) + math.ceil(line.alpha), MOST_WARM_UP)
             shares.append((gpus if self._shared_gpus is None else self._shared_gpus) if line.is_shared else 0)
-            settings = Settings(train_gpus=gpus, shared=shares[-1])
+            settings = StrategySettings(train_gpus=gpus, shared=shares[-1])
             trials.append(Trial(self._workload, POLICY, line.alpha, SEARCH_SEED, settings, warm_up + counted, warm_up))
         for (line, gpus), shared, figures in zip(candidates, shares, self._crew.run(trials), strict=True):
             limits = self._outlook.limits(line.alpha, gpus, shared)
@@ -235,19 +239,19 @@ class _Search:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class StepLimits:
     """What a batch asks for, on average over some of the trace."""
 
     workload: Workload
     demand: Demand
     """Of all batches looked at."""
-    longest: Episode
+    longest: TraceEpisode
     """The trajectory that takes longest alone."""
     turns: float
     """Of a batch."""
 
     @classmethod
-    def of(cls, workload: Workload) -> Outlook:
+    def of(cls, workload: Workload) -> StepLimits:
         trace = trace_of(workload, SEARCH_SEED)
         members = range(workload.group_size)
         groups = [[trace.episode(g, m) for m in members] for g in range(SAMPLED * workload.groups)]

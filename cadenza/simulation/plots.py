@@ -22,9 +22,9 @@ import numpy as np
 from cadenza.observe.timeline_html import script_json
 from cadenza.observe.timeline_png import FAINT, INK
 from cadenza.simulation import clock
-from cadenza.simulation.experiment import POLICIES, Result, Workers
-from cadenza.simulation.film import Film, Strip
-from cadenza.simulation.policy import drive
+from cadenza.simulation.experiment import STRATEGIES, StrategyResult, TrialPool
+from cadenza.simulation.recorder import RunRecorder, TimelineWindow
+from cadenza.simulation.strategy import drive
 from cadenza.simulation.workloads import Workload, trace_of
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ WASTE = ("#b5713a", "#d63a3a", "#a86fc0", "#e0a92e", "#9097a0")
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class PlottedRun:
     """One policy on one workload."""
 
-    result: Result
-    strip: Strip
+    result: StrategyResult
+    strip: TimelineWindow
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class Scene:
 
     @property
     def is_asynchronous(self) -> bool:
-        return POLICIES[self.result.policy].asynchronous
+        return STRATEGIES[self.result.policy].asynchronous
 
     @property
     def gpus(self) -> str:
@@ -65,31 +65,31 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shot:
+class _RecordingJob:
     """The first seed of a result, run once more before a camera."""
 
     workload: Workload
-    result: Result
+    result: StrategyResult
     warm_up: int
     seconds: float
 
-    def take(self) -> Scene:
+    def take(self) -> PlottedRun:
         result, first = self.result, self.result.seeds[0]
         steps = self.warm_up + min(math.ceil(self.seconds / first.step_seconds) + 2, MOST_STEPS)
         trace = trace_of(self.workload, first.seed)
-        policy = POLICIES[result.policy](self.workload, trace, result.alpha, result.settings)
-        policy.film = Film()
+        policy = STRATEGIES[result.policy](self.workload, trace, result.alpha, result.settings)
+        policy.film = RunRecorder()
         clock.run(lambda: drive(policy, steps))
-        return Scene(result, policy.film.strip(self.warm_up - 1, self.seconds, COLUMNS))
+        return PlottedRun(result, policy.film.strip(self.warm_up - 1, self.seconds, COLUMNS))
 
 
-def film(crew: Workers, workload: Workload, results: Sequence[Result], warm_up: int) -> list[Scene]:
+def film(crew: TrialPool, workload: Workload, results: Sequence[StrategyResult], warm_up: int) -> list[PlottedRun]:
     """The same seconds after the warm-up of every result."""
     seconds = STEPS_SHOWN * max(result.typical.step_seconds for result in results)
-    return crew.map(_Shot.take, [_Shot(workload, result, warm_up, seconds) for result in results])
+    return crew.map(_RecordingJob.take, [_RecordingJob(workload, result, warm_up, seconds) for result in results])
 
 
-def write(out: Path, scenes: Sequence[Scene]) -> tuple[list[Path], str]:
+def write(out: Path, scenes: Sequence[PlottedRun]) -> tuple[list[Path], str]:
     """Draw everything; the files, and what is missing."""
     out.mkdir(parents=True, exist_ok=True)
     page = out / "index.html"
@@ -108,7 +108,7 @@ def write(out: Path, scenes: Sequence[Scene]) -> tuple[list[Path], str]:
     return [*files, page], ""
 
 
-def _by_workload(scenes: Sequence[Scene]) -> dict[str, list[Scene]]:
+def _by_workload(scenes: Sequence[PlottedRun]) -> dict[str, list[PlottedRun]]:
     names = dict.fromkeys(scene.result.workload for scene in scenes)
     return {name: [scene for scene in scenes if scene.result.workload == name] for name in names}
 
@@ -116,7 +116,7 @@ def _by_workload(scenes: Sequence[Scene]) -> dict[str, list[Scene]]:
 # -- policies side by side ---------------------------------------------------------------------------------------------
 
 
-def _policies(name: str, scenes: Sequence[Scene]) -> Figure:
+def _policies(name: str, scenes: Sequence[PlottedRun]) -> Figure:
     """One row per policy, one panel per figure."""
     from matplotlib.figure import Figure
 
@@ -205,7 +205,7 @@ def _bare(ax: Axes) -> None:
 # -- the timeline ------------------------------------------------------------------------------------------------------
 
 
-def _timeline(name: str, scenes: Sequence[Scene]) -> Figure:
+def _timeline(name: str, scenes: Sequence[PlottedRun]) -> Figure:
     """A strip per policy, all of the same length in seconds."""
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
@@ -259,7 +259,7 @@ def _timeline(name: str, scenes: Sequence[Scene]) -> Figure:
     return figure
 
 
-def _strip(trainer: Axes, replicas: Axes, scene: Scene, seconds: float, norm: Any, colours: Any) -> Any:
+def _strip(trainer: Axes, replicas: Axes, scene: PlottedRun, seconds: float, norm: Any, colours: Any) -> Any:
     strip = scene.strip
     for ax in (trainer, replicas):
         _bare(ax)
@@ -289,7 +289,7 @@ def _strip(trainer: Axes, replicas: Axes, scene: Scene, seconds: float, norm: An
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def render(scenes: Sequence[Scene]) -> str:
+def render(scenes: Sequence[PlottedRun]) -> str:
     """The page as text."""
     template = resources.files("cadenza.simulation").joinpath("simulate.html").read_text(encoding="utf-8")
     title = f"cadenza simulate: {', '.join(_by_workload(scenes))}"
@@ -303,7 +303,7 @@ def render(scenes: Sequence[Scene]) -> str:
     return head + script_json(data) + tail
 
 
-def _scene(scene: Scene) -> dict[str, Any]:
+def _scene(scene: PlottedRun) -> dict[str, Any]:
     strip = scene.strip
     span = strip.end - strip.start
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from cadenza.observe.events import Event
-from cadenza.simulation.monitor import Line
+from cadenza.simulation.monitor import LoggedEvent
 from cadenza.simulation.scenario import Scenario
 from cadenza.simulation.schedule import run
 
@@ -25,11 +25,11 @@ _Row = tuple[str, float, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ScheduleRecording:
     """What happened."""
 
     scenario: Scenario
-    lines: tuple[Line, ...]
+    lines: tuple[LoggedEvent, ...]
 
     def save(self, path: Path) -> None:
         encode = msgspec.json.encode
@@ -37,7 +37,7 @@ class Schedule:
         path.write_bytes(b"\n".join((encode(self.scenario), *rows)) + b"\n")
 
     @classmethod
-    def load(cls, path: Path) -> Schedule:
+    def load(cls, path: Path) -> ScheduleRecording:
         """Read a recording; what is wrong with it is said with its line."""
         rows = path.read_bytes().splitlines()
         if not rows:
@@ -51,26 +51,26 @@ class Difference:
 
     number: int
     """Events before it."""
-    recorded: Line | None
+    recorded: LoggedEvent | None
     """None when the recording ended before."""
-    replayed: Line | None
+    replayed: LoggedEvent | None
 
     def __str__(self) -> str:
         return f"event {self.number}: recorded {_told(self.recorded)}, replayed {_told(self.replayed)}"
 
 
-def record(scenario: Scenario) -> Schedule:
+def record(scenario: Scenario) -> ScheduleRecording:
     """Run a scenario and keep what happened."""
-    return Schedule(scenario, tuple(run(scenario).lines))
+    return ScheduleRecording(scenario, tuple(run(scenario).lines))
 
 
 def replay(path: Path) -> Difference | None:
     """Run a recording again; None when it is the same, event by event."""
-    recorded = Schedule.load(path)
+    recorded = ScheduleRecording.load(path)
     return first_difference(recorded.lines, record(recorded.scenario).lines)
 
 
-def first_difference(recorded: Sequence[Line], replayed: Sequence[Line]) -> Difference | None:
+def first_difference(recorded: Sequence[LoggedEvent], replayed: Sequence[LoggedEvent]) -> Difference | None:
     """Where two runs part."""
     for number, (left, right) in enumerate(zip_longest(recorded, replayed)):
         if left != right:
@@ -78,10 +78,10 @@ def first_difference(recorded: Sequence[Line], replayed: Sequence[Line]) -> Diff
     return None
 
 
-def _lines(path: Path, rows: list[bytes]) -> Iterator[Line]:
+def _lines(path: Path, rows: list[bytes]) -> Iterator[LoggedEvent]:
     for number, row in enumerate(rows, start=2):
         source, time, kind, subject, detail = _decoded(path, number, row, _Row)
-        yield Line(source, Event(time, kind, subject, detail))
+        yield LoggedEvent(source, Event(time, kind, subject, detail))
 
 
 def _decoded(path: Path, number: int, row: bytes, type: Any) -> Any:
@@ -91,7 +91,7 @@ def _decoded(path: Path, number: int, row: bytes, type: Any) -> Any:
         raise ValueError(f"{path}, line {number}: {error}") from error
 
 
-def _told(line: Line | None) -> str:
+def _told(line: LoggedEvent | None) -> str:
     if line is None:
         return "the end"
     event = line.event

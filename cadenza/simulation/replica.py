@@ -40,7 +40,7 @@ from cadenza.simulation.cost import CostModel, drawn
 from cadenza.simulation.prefix_cache import PrefixCache
 
 
-class _Sequence:
+class _SimSequence:
     """A request in flight: on its way, waiting, or running."""
 
     __slots__ = (
@@ -105,10 +105,10 @@ class SimReplica:
         self.returned = 0
         self.discarded: dict[str, int] = {}
         self._loop = loop or asyncio.get_running_loop()
-        self._flight: dict[int, _Sequence] = {}  # every unanswered request
-        self._waiting: OrderedDict[int, _Sequence] = OrderedDict()
-        self._running: dict[int, _Sequence] = {}  # in the order of joining
-        self._ends: list[tuple[int, int, _Sequence]] = []  # a heap; another ticket voids an entry
+        self._flight: dict[int, _SimSequence] = {}  # every unanswered request
+        self._waiting: OrderedDict[int, _SimSequence] = OrderedDict()
+        self._running: dict[int, _SimSequence] = {}  # in the order of joining
+        self._ends: list[tuple[int, int, _SimSequence]] = []  # a heap; another ticket voids an entry
         self._aborts: dict[int, str] = {}  # running requests to end at the next boundary, with their cause
         self._arrivals = self._tickets = self._answered = 0
         self._prefilled = 0  # prefill ordered so far; `_owed` of it is still to be computed
@@ -151,7 +151,7 @@ class SimReplica:
         elif request.id in self._flight:
             future.set_exception(ReplicaError(f"{self.name}: request {request.id} is already in flight"))
         else:
-            sequence = self._flight[request.id] = _Sequence(request, future)
+            sequence = self._flight[request.id] = _SimSequence(request, future)
             delay = self.arrival_delay(request) if callable(self.arrival_delay) else self.arrival_delay
             if delay > 0:
                 self._loop.call_later(delay, self._arrive, sequence)
@@ -464,7 +464,7 @@ class SimReplica:
             if self.on_event is not None:
                 self._emit("join", sequence)
 
-    def _leave(self, sequence: _Sequence, finish: Finish, cause: str = "unclaimed", missing: int = 0) -> None:
+    def _leave(self, sequence: _SimSequence, finish: Finish, cause: str = "unclaimed", missing: int = 0) -> None:
         """Answer a request. Its context stays cached, but for the last `missing` tokens."""
         request = sequence.request
         written = sequence.held
@@ -586,7 +586,7 @@ class SimReplica:
 
     # Requests, versions, the cache.
 
-    def _arrive(self, sequence: _Sequence) -> None:
+    def _arrive(self, sequence: _SimSequence) -> None:
         request = sequence.request
         if self._hung_at is not None:
             self._inbox.append(partial(self._arrive, sequence))
@@ -613,7 +613,7 @@ class SimReplica:
             if len(self._waiting) == 1 and not self._frozen:
                 self._soon()
 
-    def _refuse(self, sequence: _Sequence, error: ReplicaError) -> None:
+    def _refuse(self, sequence: _SimSequence, error: ReplicaError) -> None:
         del self._flight[sequence.request.id]
         if not sequence.future.done():
             sequence.future.set_exception(error)
@@ -662,11 +662,11 @@ class SimReplica:
         head = next(iter(self._waiting.values()), None)
         return not self._running and (head is None or head.arrival > self._drain_until)
 
-    def _young(self, sequence: _Sequence) -> int:
+    def _young(self, sequence: _SimSequence) -> int:
         """Tokens written since the last join."""
         return self._steps - sequence.since if sequence.ticket else 0
 
-    def _spans(self, sequence: _Sequence) -> tuple[Span, ...]:
+    def _spans(self, sequence: _SimSequence) -> tuple[Span, ...]:
         """Who wrote the tokens of a running sequence."""
         start = sequence.since
         if start >= self._eras[-1][0] and not sequence.spans:
@@ -689,7 +689,7 @@ class SimReplica:
             self._idle.clear()
             self._kv_outdated = bool(self._running)
 
-    def _reuse(self, sequence: _Sequence, context: int) -> int:
+    def _reuse(self, sequence: _SimSequence, context: int) -> int:
         """Take what the cache holds of a context; its last token is always computed, for the next comes from it."""
         request = sequence.request
         cached = self._idle.take(2 * request.session)
@@ -701,7 +701,7 @@ class SimReplica:
             cached = max(cached, min(prompt, sequence.prompt))
         return min(cached, max(0, context - 1))
 
-    def _release_prompt(self, sequence: _Sequence, computed: int) -> None:
+    def _release_prompt(self, sequence: _SimSequence, computed: int) -> None:
         """The last running member leaves the prompt of its group to the cache."""
         if sequence.prompt:
             members = self._members.pop(sequence.request.group) - 1
@@ -710,7 +710,7 @@ class SimReplica:
             else:
                 self._idle.put(2 * sequence.request.group + 1, min(sequence.prompt, computed))
 
-    def _emit(self, kind: str, sequence: _Sequence) -> None:
+    def _emit(self, kind: str, sequence: _SimSequence) -> None:
         if self.on_event is not None:
             self.on_event(self._loop.time(), kind, sequence.request)
 

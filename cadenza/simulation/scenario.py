@@ -71,7 +71,7 @@ def mixed(*parts: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DomainPlan:
+class DomainSpec:
     """One kind of task and its envs."""
 
     name: str
@@ -92,10 +92,10 @@ class DomainPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ValidationPlan:
+class ValidationSpec:
     """A second scheduler on the same sampler."""
 
-    domain: DomainPlan
+    domain: DomainSpec
     group_size: int
     groups: int | None
     """Of one batch; None asks for everything."""
@@ -160,7 +160,7 @@ class Scenario:
     filter: FilterKind
     filter_rate: float
     filter_seconds: float
-    domains: tuple[DomainPlan, ...]
+    domains: tuple[DomainSpec, ...]
     play: Literal["trajectory", "step"]
     suspend_mode: Literal["abort", "drain", "keep"]
     order: Order
@@ -176,7 +176,7 @@ class Scenario:
     patience: float
     """Seconds after which the controller takes a `get_batch` back and asks again; 0 is for ever."""
     train_seconds: float
-    validation: ValidationPlan | None
+    validation: ValidationSpec | None
     resizes: tuple[Resize, ...]
     take_all: bool
     """The last call asks for everything that is left."""
@@ -316,14 +316,14 @@ def _shapes(group_size: int, bound: int, odd: bool) -> list[tuple[int, int]]:
     ]
 
 
-def _domains(rng: Random, tasks: int | None) -> tuple[DomainPlan, ...]:
+def _domains(rng: Random, tasks: int | None) -> tuple[DomainSpec, ...]:
     count = rng.choice((1, 1, 2, 3))
     share = None if tasks is None else tasks // count + 1
     return tuple(_domain(rng, f"d{number}", share) for number in range(count))
 
 
-def _domain(rng: Random, name: str, tasks: int | None) -> DomainPlan:
-    return DomainPlan(
+def _domain(rng: Random, name: str, tasks: int | None) -> DomainSpec:
+    return DomainSpec(
         name=name,
         weight=rng.choice((1.0, 1.0, 2.0, 0.5)),
         max_envs=rng.choice((None, None, None, 3, 8)),
@@ -338,11 +338,11 @@ def _domain(rng: Random, name: str, tasks: int | None) -> DomainPlan:
     )
 
 
-def _validation(rng: Random) -> ValidationPlan:
+def _validation(rng: Random) -> ValidationSpec:
     group_size = rng.choice((1, 1, 2))
     everything = rng.random() < 0.4
     domain = _domain(rng, "val", rng.randint(2, 6) if everything else None)
-    return ValidationPlan(
+    return ValidationSpec(
         domain=domain,
         group_size=group_size,
         groups=None if everything else rng.randint(1, 4),

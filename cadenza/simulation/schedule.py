@@ -31,11 +31,11 @@ from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.clock import Deadlock, VirtualTimeout
 from cadenza.simulation.clock import run as run_virtual
 from cadenza.simulation.cost import CostModel
-from cadenza.simulation.envs import SimEnv, SimTrainer, SyncSimEnv, Words, World, executor_cost
-from cadenza.simulation.faults import FaultPlan, FaultyReplica, Kind
-from cadenza.simulation.monitor import Line, Livelock, Monitor, Violation, invariant_of
-from cadenza.simulation.scenario import DEADLINES, DomainPlan, Resize, Scenario, ValidationPlan, length_of, mixed
-from cadenza.simulation.view import View
+from cadenza.simulation.envs import LengthCodec, SimEnv, SimTrainer, SimWorld, SyncSimEnv, executor_cost
+from cadenza.simulation.faults import FaultInjector, FaultyReplica, Kind
+from cadenza.simulation.monitor import Livelock, LoggedEvent, Monitor, Violation, invariant_of
+from cadenza.simulation.scenario import DEADLINES, DomainSpec, Resize, Scenario, ValidationSpec, length_of, mixed
+from cadenza.simulation.view import SchedulerView
 from cadenza.testing import LocalCluster
 
 MAX_CONTEXT = 256
@@ -43,7 +43,7 @@ MAX_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ScheduleOutcome:
     """What came of one schedule."""
 
     scenario: Scenario
@@ -59,21 +59,21 @@ class Outcome:
     violations: tuple[Violation, ...]
     seconds: float
     """Virtual."""
-    lines: list[Line] = field(repr=False)
+    lines: list[LoggedEvent] = field(repr=False)
 
-    def blamed(self, problems: Sequence[tuple[int, str]]) -> Outcome:
+    def blamed(self, problems: Sequence[tuple[int, str]]) -> ScheduleOutcome:
         """The same, with what else was found."""
         found = [Violation(self.scenario.seed, invariant, message) for invariant, message in problems]
         return replace(self, violations=(*self.violations, *found))
 
 
-def run(scenario: Scenario) -> Outcome:
+def run(scenario: Scenario) -> ScheduleOutcome:
     """Run one schedule and check it."""
     gc.collect(1)  # the schedule before. First of all: what is made before this survives it, and holds the rest.
-    plan = FaultPlan(scenario.faults)
-    world = World(scenario, plan)
+    plan = FaultInjector(scenario.faults)
+    world = SimWorld(scenario, plan)
     monitor = Monitor(scenario, world)
-    driver = _Driver(scenario, world, monitor)
+    driver = _Controller(scenario, world, monitor)
     seconds = 0.0
     with _quiet(), _not_collecting():
         try:
@@ -86,7 +86,7 @@ def run(scenario: Scenario) -> Outcome:
             monitor.violate(invariant_of(error), _told(error))
         gc.collect(0)  # a future that failed unheard complains when it is collected
     train = monitor.views[0]
-    return Outcome(
+    return ScheduleOutcome(
         scenario=scenario,
         issued=sum(view.issued for view in monitor.views),
         trained=train.fates["trained"],
@@ -132,10 +132,10 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-class _Driver:
+class _Controller:
     """The controller of one schedule."""
 
-    def __init__(self, scenario: Scenario, world: World, monitor: Monitor) -> None:
+    def __init__(self, scenario: Scenario, world: SimWorld, monitor: Monitor) -> None:
         self.scenario = scenario
         self.world = world
         self.monitor = monitor
@@ -288,7 +288,9 @@ class _Driver:
         self.world.plan.tell("publish")
         await self.cluster.sampler.load_weights(version)
 
-    async def _get(self, scheduler: RolloutScheduler, view: View, groups: int | None, step: int) -> DataProto | None:
+    async def _get(
+        self, scheduler: RolloutScheduler, view: SchedulerView, groups: int | None, step: int
+    ) -> DataProto | None:
         """A batch. An impatient controller takes its call back and asks again."""
         size = -1 if groups is None else groups * view.group_size
         data = DataProto(meta_info={"global_step": step})
@@ -329,7 +331,7 @@ class _Driver:
             return
         self._validation = beside.create_task(self._validation_batch(plan, step), name="validation")
 
-    async def _validation_batch(self, plan: ValidationPlan, step: int) -> None:
+    async def _validation_batch(self, plan: ValidationSpec, step: int) -> None:
         try:
             await self._get(self.schedulers[1], self.monitor.views[1], plan.groups, step)
         except SchedulerClosed:
@@ -393,7 +395,7 @@ class _Driver:
         plan.replicas = monitor.replicas = replicas
         self.cluster = LocalCluster(
             replicas,
-            Words(),
+            LengthCodec(),
             SamplerConfig(
                 control_seconds=DEADLINES.control,
                 load_seconds=DEADLINES.load,
@@ -405,7 +407,7 @@ class _Driver:
         )
         self.cluster.sampler.events = monitor.hear_sampler
         self.cluster.sampler.on_version.append(monitor.published)
-        self.train_view = View(
+        self.train_view = SchedulerView(
             monitor,
             "train",
             group_size=scenario.group_size,
@@ -441,8 +443,8 @@ class _Driver:
         if (validation := scenario.validation) is not None:
             self.schedulers.append(self._validator(validation))
 
-    def _validator(self, plan: ValidationPlan) -> RolloutScheduler:
-        view = View(
+    def _validator(self, plan: ValidationSpec) -> RolloutScheduler:
+        view = SchedulerView(
             self.monitor,
             "val",
             group_size=plan.group_size,
@@ -463,7 +465,7 @@ class _Driver:
         return self._scheduler(view, config, (plan.domain,), plan.slots)
 
     def _scheduler(
-        self, view: View, config: RolloutConfig, domains: tuple[DomainPlan, ...], slots: int
+        self, view: SchedulerView, config: RolloutConfig, domains: tuple[DomainSpec, ...], slots: int
     ) -> RolloutScheduler:
         scenario = self.scenario
         manager = EnvManagerConfig(

@@ -13,11 +13,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.simulation import asked, plots
-from cadenza.simulation import gates as calibration
-from cadenza.simulation.asked import BadRequest
-from cadenza.simulation.experiment import POLICIES, Result, Workers, evaluate, workers
-from cadenza.simulation.gates import Gate
+from cadenza.simulation import calibration, cli_args, plots
+from cadenza.simulation.calibration import CalibrationCheck
+from cadenza.simulation.cli_args import InvalidArgument
+from cadenza.simulation.experiment import STRATEGIES, StrategyResult, TrialPool, evaluate, workers
 from cadenza.simulation.workloads import WORKLOADS, Workload
 
 GATE_SEEDS = 3
@@ -41,20 +40,20 @@ def simulate(
 ) -> int:
     """Run what was asked; returns the exit code."""
     if warm_up >= steps:
-        raise BadRequest(f"--warm-up must be below --steps {steps}, got {warm_up}")
+        raise InvalidArgument(f"--warm-up must be below --steps {steps}, got {warm_up}")
     if gates and (settings or out is not None):
-        raise BadRequest("--gates checks workloads and settings of its own: leave out --settings and --out")
-    loads = asked.workloads(workload)
-    given = asked.settings(settings)
+        raise InvalidArgument("--gates checks workloads and settings of its own: leave out --settings and --out")
+    loads = cli_args.workloads(workload)
+    given = cli_args.settings(settings)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # rather now than after the simulation
-    wanted = [(w, p, a) for w in loads for a in asked.alphas(alpha) for p in asked.policies(policy)]
-    synchronous = {p for _, p, _ in wanted if not POLICIES[p].asynchronous}
+    wanted = [(w, p, a) for w in loads for a in cli_args.alphas(alpha) for p in cli_args.policies(policy)]
+    synchronous = {p for _, p, _ in wanted if not STRATEGIES[p].asynchronous}
     console = wide_console()
     with workers() as crew:
         checked = calibration.check(crew, range(min(seeds, GATE_SEEDS))) if gates else []
-        results: list[Result] = []
-        done: dict[tuple[str, str], Result] = {}
+        results: list[StrategyResult] = []
+        done: dict[tuple[str, str], StrategyResult] = {}
         for w, p, a in [] if gates else wanted:
             if (w.name, p) not in done:
                 try:
@@ -63,7 +62,7 @@ def simulate(
                     )
                 except ValueError as error:  # the settings do not fit the workload
                     why = f"settings '{settings}', " if settings else ""
-                    raise BadRequest(f"{why}{p} on {w.name}: {error}") from None
+                    raise InvalidArgument(f"{why}{p} on {w.name}: {error}") from None
                 results.append(result)
                 if p in synchronous:  # they have no alpha: once is enough
                     done[w.name, p] = result
@@ -79,12 +78,14 @@ def simulate(
     return 0 if all(gate.holds for gate in checked) else 1
 
 
-def _film(crew: Workers, loads: list[Workload], results: list[Result], warm_up: int) -> list[plots.Scene]:
+def _film(
+    crew: TrialPool, loads: list[Workload], results: list[StrategyResult], warm_up: int
+) -> list[plots.PlottedRun]:
     by_load = [(load, [result for result in results if result.workload == load.name]) for load in loads]
     return [scene for load, own in by_load for scene in plots.film(crew, load, own, warm_up)]
 
 
-def _draw(console: Console, out: Path, scenes: list[plots.Scene], *, quiet: bool) -> None:
+def _draw(console: Console, out: Path, scenes: list[plots.PlottedRun], *, quiet: bool) -> None:
     """Pictures of everything."""
     files, missing = plots.write(out, scenes)
     if missing:
@@ -104,7 +105,9 @@ def wide_console() -> Console:
     return console
 
 
-def _to_json(results: list[Result], checked: list[Gate], holding: dict[str, bool] | None) -> dict[str, Any]:
+def _to_json(
+    results: list[StrategyResult], checked: list[CalibrationCheck], holding: dict[str, bool] | None
+) -> dict[str, Any]:
     """One result stands at the top, several in a list."""
     told: dict[str, Any] = {}
     if len(results) == 1:
@@ -119,7 +122,9 @@ def _to_json(results: list[Result], checked: list[Gate], holding: dict[str, bool
     return told
 
 
-def _show(console: Console, results: list[Result], checked: list[Gate], holding: dict[str, bool] | None) -> None:
+def _show(
+    console: Console, results: list[StrategyResult], checked: list[CalibrationCheck], holding: dict[str, bool] | None
+) -> None:
     for name in dict.fromkeys(result.workload for result in results):
         console.print(_table(name, [result for result in results if result.workload == name]))
     if results:
@@ -140,7 +145,7 @@ def _verdict(holding: dict[str, bool]) -> str:
     return f"[green]all {len(holding)} calibration gates hold[/] [dim](one seed; `--gates` shows them)[/]"
 
 
-def _table(name: str, results: list[Result]) -> Table:
+def _table(name: str, results: list[StrategyResult]) -> Table:
     like = WORKLOADS[name].like if name in WORKLOADS else ""
     seeds = len(results[0].seeds)
     title = f"{f'{name} {like}'.rstrip()}, {seeds} {'seed' if seeds == 1 else 'seeds'}"
@@ -177,7 +182,7 @@ def _waste(waste: dict[str, float]) -> str:
     return ", ".join(told) or "0"
 
 
-def _settings(result: Result) -> str:
+def _settings(result: StrategyResult) -> str:
     settings = result.settings
     told = [f"{settings.train_gpus} train" if settings.train_gpus else "shared GPUs"]
     if settings.shared:
@@ -196,7 +201,7 @@ def _settings(result: Result) -> str:
     return ", ".join(told)
 
 
-def _gate_table(checked: list[Gate]) -> Table:
+def _gate_table(checked: list[CalibrationCheck]) -> Table:
     table = Table(title="Calibration", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("gate", "what", "published", "here", "holds"):
         table.add_column(column)

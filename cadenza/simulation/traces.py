@@ -28,7 +28,7 @@ import msgspec
 from cadenza.data import DataProto
 from cadenza.rollout.records import Trajectory
 from cadenza.simulation.cost import A100_QWEN25_7B, H100_QWEN3_8B, H100_QWEN25_7B, CostModel
-from cadenza.simulation.workloads import SYNC_SECONDS, TRAIN_SECONDS_PER_TOKEN, Episode, Workload
+from cadenza.simulation.workloads import SYNC_SECONDS, TRAIN_SECONDS_PER_TOKEN, TraceEpisode, Workload
 
 LAST_GROUPS = 2048
 """Of a run, that are replayed."""
@@ -43,7 +43,7 @@ class TraceFileError(ValueError):
     """A trace file does not say what it must."""
 
 
-class Member(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class TraceMember(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     lengths: list[int]
     observations: list[int] = []
     steps: list[float] = []
@@ -55,7 +55,7 @@ class Member(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 class TraceGroup(msgspec.Struct, forbid_unknown_fields=True):
     prompt: int
-    members: list[Member]
+    members: list[TraceMember]
 
 
 class TraceFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -106,7 +106,7 @@ def _cost(cost: str | dict[str, float]) -> CostModel:
     return CostModel(**fields)
 
 
-def _group(number: int, group: TraceGroup) -> tuple[Episode, ...]:
+def _group(number: int, group: TraceGroup) -> tuple[TraceEpisode, ...]:
     if not group.members:
         raise ValueError(f"group {number} has no members")
     return tuple(
@@ -114,7 +114,7 @@ def _group(number: int, group: TraceGroup) -> tuple[Episode, ...]:
     )
 
 
-def _episode(where: str, prompt: int, member: Member) -> Episode:
+def _episode(where: str, prompt: int, member: TraceMember) -> TraceEpisode:
     turns = len(member.lengths)
     if not turns or min(member.lengths) < 1 or prompt < 1:
         raise ValueError(f"{where}: the prompt and every length must be >= 1, got {prompt} and {member.lengths}")
@@ -123,7 +123,7 @@ def _episode(where: str, prompt: int, member: Member) -> Episode:
     steps = member.steps or [0.0] * turns
     if len(steps) != turns or min(*steps, member.reset, member.reward) < 0:
         raise ValueError(f"{where}: {turns} turns need {turns} steps, and no time may be negative, got {member}")
-    return Episode(
+    return TraceEpisode(
         tuple(member.lengths), (prompt, *member.observations), tuple(steps), member.reset, member.reward,
         fresh=member.fresh,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def trace_groups(trajectories: Iterable[Trajectory]) -> list[TraceGroup]:
     ]
 
 
-def _member(trajectory: Trajectory) -> Member:
+def _member(trajectory: Trajectory) -> TraceMember:
     """One pass over the turns: a run does this for everything it trains."""
     lengths, observations, waits = [], [], []
     before = trajectory.started
@@ -169,7 +169,7 @@ def _member(trajectory: Trajectory) -> Member:
     waits.append(_cut(trajectory.ended - before))
     reset, *steps = waits
     fresh = len(lengths) > 1 and trajectory.turns[1].fresh
-    return Member(lengths, observations[1:], steps if any(steps) else [], reset, fresh=fresh)
+    return TraceMember(lengths, observations[1:], steps if any(steps) else [], reset, fresh=fresh)
 
 
 def _cut(seconds: float) -> float:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FATES = frozenset(fate.value for fate in Fate)
 
 
-class _Group:
+class _GroupView:
     """What the monitor knows of a group."""
 
     __slots__ = ("begun", "finished", "hit", "id", "live", "open", "ready")
@@ -45,7 +45,7 @@ class _Group:
         """A member failed."""
 
 
-class _Cut(NamedTuple):
+class _CutSnapshot(NamedTuple):
     """The moment at which a batch was taken."""
 
     time: float
@@ -60,7 +60,7 @@ class _Cut(NamedTuple):
     """Groups consumed for this version, or for later ones, before."""
 
 
-class View:
+class SchedulerView:
     """One scheduler as the monitor sees it: the sink of its events."""
 
     def __init__(
@@ -94,15 +94,15 @@ class View:
         self.fates: Counter[str] = Counter()
         self.max_staleness = 0
         self._states: dict[str, str] = {}
-        self._groups: dict[int, _Group] = {}
-        self._ready: dict[int, _Group] = {}
+        self._groups: dict[int, _GroupView] = {}
+        self._ready: dict[int, _GroupView] = {}
         self._seen: set[int] = set()
         self._ahead = 0
         """Groups consumed beyond those of the versions before."""
         self._consumed: set[int] = set()
         self._demand = 0.0
         self._since = math.inf
-        self._cut: _Cut | None = None
+        self._cut: _CutSnapshot | None = None
 
     @property
     def issued(self) -> int:
@@ -121,7 +121,7 @@ class View:
             self._close(event)
         elif kind == "open":
             number = int(event.subject[1:])
-            self._groups[number] = _Group(number, self.monitor.version)
+            self._groups[number] = _GroupView(number, self.monitor.version)
             self.look()
 
     def _issue(self, key: str) -> None:
@@ -164,7 +164,7 @@ class View:
             self._ready.pop(group.id, None)
         self.look()
 
-    def _explain(self, event: Event, group: _Group) -> None:
+    def _explain(self, event: Event, group: _GroupView) -> None:
         """A fate has a reason that the monitor knows of."""
         key, fate = event.subject, event.kind
         world, scenario = self.monitor.world, self.monitor.scenario
@@ -193,12 +193,12 @@ class View:
         if delay:
             loop.call_later(delay, self.look)
 
-    def _make_ready(self, group: _Group, when: float) -> None:
+    def _make_ready(self, group: _GroupView, when: float) -> None:
         group.ready = when
         self._ready[group.id] = group
         self.look()
 
-    def _group(self, key: str) -> _Group:
+    def _group(self, key: str) -> _GroupView:
         return self._groups[int(key[1 : key.index(".")])]
 
     # -- the cut -------------------------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class View:
             return self._leaves_too_old(taken, self._snapshot(now)) is None
         return self._exhausted() and len(ready) == len(self._open())
 
-    def _open(self) -> list[_Group]:
+    def _open(self) -> list[_GroupView]:
         """Groups without an end. One whose last try failed and that waits for a slot may end unseen."""
         found = [group for group in self._groups.values() if group.open]
         if self.ledger is not None and any(not group.live for group in found):
@@ -248,7 +248,7 @@ class View:
     def _exhausted(self) -> bool:
         return self.tasks is not None and len(self._groups) >= self.tasks
 
-    def _leaves_too_old(self, taken: Sequence[int], cut: _Cut) -> str | None:
+    def _leaves_too_old(self, taken: Sequence[int], cut: _CutSnapshot) -> str | None:
         """What the rule of `wait` has against taking these groups: of those that began at or before a version, the
         batches that can still take them in time have room for so many."""
         if self.name != "train" or self.staleness != "wait":
@@ -262,10 +262,10 @@ class View:
                 return f"{old} groups begun at or before version {oldest} are left, {limit} may be"
         return None
 
-    def _snapshot(self, now: float) -> _Cut:
+    def _snapshot(self, now: float) -> _CutSnapshot:
         ready = {number: group.ready for number, group in self._ready.items() if group.ready <= now}
         begun = {g.id: g.begun for g in self._open()}
-        return _Cut(now, self._since, ready, begun, self._exhausted(), self.monitor.version, self._ahead)
+        return _CutSnapshot(now, self._since, ready, begun, self._exhausted(), self.monitor.version, self._ahead)
 
     def returned(self, batch: DataProto | None) -> None:
         """The controller has its batch."""

@@ -48,7 +48,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Responses:
+class SingleTurnSpec:
     """Lengths of one-turn answers: log-normal, correlated in a group, with a tail of runaways."""
 
     body: LogNormal
@@ -61,7 +61,7 @@ class Responses:
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class MultiTurnSpec:
     """Episodes of several turns."""
 
     low: int
@@ -97,7 +97,7 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class Rewards:
+class RewardLatency:
     """Seconds until a reward is known."""
 
     body: LogNormal
@@ -107,7 +107,7 @@ class Rewards:
 
 
 @dataclass(frozen=True, slots=True)
-class Episode:
+class TraceEpisode:
     """What one member of a group does, turn by turn."""
 
     lengths: tuple[int, ...]
@@ -159,16 +159,16 @@ class Workload:
     """Of a batch."""
     group_size: int
     prompt: int = 512
-    responses: Responses | None = None
-    turns: Turns | None = None
-    rewards: Rewards | None = None
+    responses: SingleTurnSpec | None = None
+    turns: MultiTurnSpec | None = None
+    rewards: RewardLatency | None = None
     rho: float = 0.6
     """Correlation of log lengths in a group."""
     train_seconds: float = TRAIN_SECONDS_PER_TOKEN
     sync_seconds: float = SYNC_SECONDS
     switch_seconds: float = SWITCH_SECONDS
     """A GPU changes from generating to training, or back."""
-    recorded: tuple[tuple[Episode, ...], ...] = ()
+    recorded: tuple[tuple[TraceEpisode, ...], ...] = ()
     """Groups of a user's own trace, replayed over and over, in an order that the seed shuffles."""
 
     def __post_init__(self) -> None:
@@ -210,7 +210,7 @@ class Workload:
 class TraceLike(Protocol):
     """Where episodes come from."""
 
-    def episode(self, group: int, member: int) -> Episode: ...
+    def episode(self, group: int, member: int) -> TraceEpisode: ...
 
     def mean_response(self, first: int, last: int) -> float:
         """Mean tokens that the members of the groups first..last (exclusive) write."""
@@ -232,10 +232,10 @@ class Trace:
             raise ValueError(f"seed must be >= 0, got {seed}")
         self.workload = workload
         self.seed = seed
-        self._columns: dict[tuple[int, int], _Column] = {}
-        self._shared: dict[int, _Shared] = {}
+        self._columns: dict[tuple[int, int], _MemberBlock] = {}
+        self._shared: dict[int, _GroupDraws] = {}
 
-    def episode(self, group: int, member: int) -> Episode:
+    def episode(self, group: int, member: int) -> TraceEpisode:
         block, row = divmod(group, BLOCK)
         return self._column(block, member).episode(row)
 
@@ -247,14 +247,14 @@ class Trace:
                 total += int(self._column(block, member).responses[rows].sum())
         return total / ((last - first) * self.workload.group_size)
 
-    def _column(self, block: int, member: int) -> _Column:
+    def _column(self, block: int, member: int) -> _MemberBlock:
         column = self._columns.get((block, member))
         if column is None:
             shared = self._shared.get(block)
             if shared is None:
-                shared = self._shared[block] = _Shared(self._stream(_GROUP, block, 0))
+                shared = self._shared[block] = _GroupDraws(self._stream(_GROUP, block, 0))
             stream = self._stream(_MEMBER, block, member)
-            kind = _Answers if self.workload.responses is not None else _Episodes
+            kind = _SingleTurnBlock if self.workload.responses is not None else _MultiTurnBlock
             column = self._columns[block, member] = kind(self.workload, shared, member, stream)
         return column
 
@@ -263,7 +263,7 @@ class Trace:
         return np.random.Generator(np.random.Philox(key=self.seed, counter=[0, kind, member, block]))
 
 
-class _Shared:
+class _GroupDraws:
     """What the members of a group have in common, for a block of groups."""
 
     def __init__(self, stream: np.random.Generator) -> None:
@@ -272,22 +272,22 @@ class _Shared:
         """Which kind of task it is."""
 
 
-class _Column(Protocol):
+class _MemberBlock(Protocol):
     """One member of a block of groups."""
 
     responses: NDArray[Any]
     """[BLOCK] tokens written."""
 
-    def __init__(self, workload: Workload, shared: _Shared, member: int, stream: np.random.Generator) -> None: ...
+    def __init__(self, workload: Workload, shared: _GroupDraws, member: int, stream: np.random.Generator) -> None: ...
 
-    def episode(self, row: int) -> Episode: ...
+    def episode(self, row: int) -> TraceEpisode: ...
 
 
 def _correlated(rho: float, shared: Numbers, own: Numbers) -> Numbers:
     return math.sqrt(rho) * shared + math.sqrt(1 - rho) * own
 
 
-def _reward_seconds(rewards: Rewards | None, stream: np.random.Generator) -> list[float]:
+def _reward_seconds(rewards: RewardLatency | None, stream: np.random.Generator) -> list[float]:
     if rewards is None:
         return [0.0] * BLOCK
     seconds = np.minimum(rewards.body.at(stream.standard_normal(BLOCK)), rewards.timeout)
@@ -295,10 +295,10 @@ def _reward_seconds(rewards: Rewards | None, stream: np.random.Generator) -> lis
     return [rewards.timeout if is_late else float(own) for is_late, own in zip(late, seconds, strict=True)]
 
 
-class _Answers:
+class _SingleTurnBlock:
     """Episodes of one answer."""
 
-    def __init__(self, workload: Workload, shared: _Shared, member: int, stream: np.random.Generator) -> None:
+    def __init__(self, workload: Workload, shared: _GroupDraws, member: int, stream: np.random.Generator) -> None:
         spec = workload.responses
         assert spec is not None
         lengths = spec.body.at(_correlated(workload.rho, shared.z, stream.standard_normal(BLOCK)))
@@ -311,14 +311,14 @@ class _Answers:
         self._rewards = _reward_seconds(workload.rewards, stream)
         self._observations = (workload.prompt,)
 
-    def episode(self, row: int) -> Episode:
-        return Episode((self._lengths[row],), self._observations, reward=self._rewards[row])
+    def episode(self, row: int) -> TraceEpisode:
+        return TraceEpisode((self._lengths[row],), self._observations, reward=self._rewards[row])
 
 
-class _Episodes:
+class _MultiTurnBlock:
     """Episodes of several turns."""
 
-    def __init__(self, workload: Workload, shared: _Shared, member: int, stream: np.random.Generator) -> None:
+    def __init__(self, workload: Workload, shared: _GroupDraws, member: int, stream: np.random.Generator) -> None:
         spec = workload.turns
         assert spec is not None
         shape = (BLOCK, spec.most)
@@ -346,10 +346,10 @@ class _Episodes:
         written = np.arange(spec.most) < self._turns[:, None]
         self.responses: NDArray[Any] = (self._actions * written).sum(axis=1)
 
-    def episode(self, row: int) -> Episode:
+    def episode(self, row: int) -> TraceEpisode:
         turns = int(self._turns[row])
         fails_at = self._fails_at[row]
-        return Episode(
+        return TraceEpisode(
             tuple(self._actions[row, :turns].tolist()),
             tuple(self._observations[row, :turns].tolist()),
             tuple(self._steps[row, :turns].tolist()),
@@ -372,7 +372,7 @@ class RecordedTrace:
         size = self.workload.group_size
         return [sum(group[m % len(group)].response for m in range(size)) / size for group in self.workload.recorded]
 
-    def episode(self, group: int, member: int) -> Episode:
+    def episode(self, group: int, member: int) -> TraceEpisode:
         recorded = self.workload.recorded[self._place(group)]
         return recorded[member % len(recorded)]
 
@@ -394,7 +394,7 @@ _W1 = Workload(
     gpus=32,
     groups=128,
     group_size=8,
-    responses=Responses(LogNormal(570, 0.73), longest=16_384, runaways=0.01),
+    responses=SingleTurnSpec(LogNormal(570, 0.73), longest=16_384, runaways=0.01),
 )
 _W4 = Workload(
     name="W4",
@@ -403,7 +403,7 @@ _W4 = Workload(
     gpus=32,
     groups=64,
     group_size=8,
-    turns=Turns(25, 30, step_mean=10.0, step_sigma=10.0),
+    turns=MultiTurnSpec(25, 30, step_mean=10.0, step_sigma=10.0),
 )
 WORKLOADS = {
     workload.name: workload
@@ -416,7 +416,7 @@ WORKLOADS = {
             gpus=32,
             groups=64,
             group_size=16,
-            responses=Responses(LogNormal(9000, 0.75), longest=32_768),
+            responses=SingleTurnSpec(LogNormal(9000, 0.75), longest=32_768),
         ),
         Workload(
             name="W3",
@@ -426,7 +426,7 @@ WORKLOADS = {
             groups=300,
             group_size=16,
             prompt=1024,
-            responses=Responses(LogNormal(5600, 0.9), longest=40_960, hard_groups=0.02),
+            responses=SingleTurnSpec(LogNormal(5600, 0.9), longest=40_960, hard_groups=0.02),
         ),
         _W4,
         Workload(
@@ -436,7 +436,7 @@ WORKLOADS = {
             gpus=32,
             groups=128,
             group_size=8,
-            turns=Turns(
+            turns=MultiTurnSpec(
                 1,
                 4,
                 long_share=0.5,
@@ -452,7 +452,10 @@ WORKLOADS = {
             ),
         ),
         replace(
-            _W1, name="W6", like="W1 with slow rewards (RollPacker)", rewards=Rewards(LogNormal(0.5, 0.8), 0.05, 30.0)
+            _W1,
+            name="W6",
+            like="W1 with slow rewards (RollPacker)",
+            rewards=RewardLatency(LogNormal(0.5, 0.8), 0.05, 30.0),
         ),
     )
 }

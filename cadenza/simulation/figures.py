@@ -14,21 +14,21 @@ from typing import Any, NamedTuple
 
 from cadenza.simulation import bounds
 from cadenza.simulation.bounds import Demand
-from cadenza.simulation.workloads import Episode, TraceLike, Workload
+from cadenza.simulation.workloads import TraceEpisode, TraceLike, Workload
 
 
-class Row(NamedTuple):
+class BatchRow(NamedTuple):
     """One trajectory of a train batch. The rows of a group stand together."""
 
     group: int
     """Its number in the trace."""
-    episode: Episode
+    episode: TraceEpisode
     oldest: int
     """The oldest version that wrote any token of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meters:
+class UsageTotals:
     """What a policy has used up, since the start."""
 
     generated: int
@@ -40,7 +40,7 @@ class Meters:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class StepRecord:
     """One step."""
 
     waited: float
@@ -51,12 +51,12 @@ class Line:
     rows: int
     ages: Counter[int]
     """Rows by staleness: the version that is trained minus the oldest that wrote any token."""
-    meters: Meters
+    meters: UsageTotals
     """At the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunFigures:
     """One run."""
 
     seed: int
@@ -86,7 +86,7 @@ class Figures:
         return asdict(self)
 
 
-class Account:
+class FiguresBuilder:
     """The steps of one run."""
 
     def __init__(self, workload: Workload, trace: TraceLike, alpha: float, train_gpus: int) -> None:
@@ -94,11 +94,11 @@ class Account:
         self.trace = trace
         self.alpha = alpha
         self.train_gpus = train_gpus
-        self.lines: list[Line] = []
+        self.lines: list[StepRecord] = []
         self._demand = Demand()
         self._ages: Counter[int] = Counter()
 
-    def train(self, rows: Sequence[Row], version: int) -> float:
+    def train(self, rows: Sequence[BatchRow], version: int) -> float:
         """A batch, or a part of it, is trained on this version; returns the seconds it takes."""
         size = self.workload.group_size
         groups = [[row.episode for row in rows[at : at + size]] for at in range(0, len(rows), size)]
@@ -107,15 +107,15 @@ class Account:
         self._ages.update(version - row.oldest for row in rows)
         return bounds.training_seconds(demand, self.workload.train_seconds) / self.train_gpus
 
-    def trained(self, now: float, waited: float, meters: Meters) -> None:
+    def trained(self, now: float, waited: float, meters: UsageTotals) -> None:
         """All of the batch is trained."""
         rows = self._ages.total()
         if rows != self.workload.batch:
             raise ValueError(f"a batch of {self.workload.name} has {self.workload.batch} rows, got {rows}")
-        self.lines.append(Line(waited, now, self._demand, rows, self._ages, meters))
+        self.lines.append(StepRecord(waited, now, self._demand, rows, self._ages, meters))
         self._demand, self._ages = Demand(), Counter()
 
-    def figures(self, seed: int, warm_up: int) -> Figures:
+    def figures(self, seed: int, warm_up: int) -> RunFigures:
         """What the steps after the warm-up say."""
         before, lines = self.lines[warm_up - 1], self.lines[warm_up:]
         last = lines[-1]
@@ -131,7 +131,7 @@ class Account:
         work = bounds.limit_seconds(demand, workload.cost, per_token, workload.gpus, 0.0, 0.0) / steps
         generated = max(last.meters.generated - before.meters.generated, 1)
         wasted = last.meters.wasted - before.meters.wasted
-        return Figures(
+        return RunFigures(
             seed=seed,
             efficiency=bounds.efficiency(demand, workload.cost, per_token, workload.gpus, seconds),
             step_seconds=seconds / steps,

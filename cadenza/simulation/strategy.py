@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cadenza.inference.replica import Tokens
-from cadenza.simulation.account import Account, Meters, Row
-from cadenza.simulation.film import Film
+from cadenza.simulation.figures import BatchRow, FiguresBuilder, UsageTotals
+from cadenza.simulation.recorder import RunRecorder
 from cadenza.simulation.replica import SimReplica
 from cadenza.simulation.workloads import TraceLike, Workload
 
@@ -41,7 +41,7 @@ OWNERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class StrategySettings:
     """What may be chosen for a policy; the best choice is searched."""
 
     train_gpus: int = 0
@@ -84,7 +84,7 @@ class Settings:
 
     def check_policy(self, policy: str) -> None:
         """Refuse what this policy does not have, where it differs from what nothing is."""
-        nothing = Settings()
+        nothing = StrategySettings()
         for name, owners in OWNERS.items():
             if policy not in owners and (value := getattr(self, name)) != getattr(nothing, name):
                 raise ValueError(f"{name} is a setting of {' and '.join(owners)}, got {value} for '{policy}'")
@@ -95,13 +95,13 @@ def shown(tokens: int) -> Tokens:
     return _SHOWN[:tokens] if tokens <= len(_SHOWN) else np.zeros(tokens, np.int32)
 
 
-class Policy(ABC):
+class ScheduleStrategy(ABC):
     """A schedule: who generates what, where and when."""
 
     asynchronous = True
     """Generation goes on while a batch is trained."""
 
-    def __init__(self, workload: Workload, trace: TraceLike, alpha: float, settings: Settings) -> None:
+    def __init__(self, workload: Workload, trace: TraceLike, alpha: float, settings: StrategySettings) -> None:
         settings.check(workload)
         self.workload = workload
         self.trace = trace
@@ -109,7 +109,7 @@ class Policy(ABC):
         self.settings = settings
         self.version = 0
         self.replicas: list[SimReplica] = []
-        self.film: Film | None = None
+        self.film: RunRecorder | None = None
         """Who watches the run, if anybody does."""
 
     @property
@@ -131,7 +131,7 @@ class Policy(ABC):
         return [self.workload.groups]
 
     @abstractmethod
-    async def batch(self, groups: int) -> list[Row]:
+    async def batch(self, groups: int) -> list[BatchRow]:
         """So many groups to train on the current version."""
 
     @abstractmethod
@@ -143,14 +143,14 @@ class Policy(ABC):
         """End everything."""
 
     @abstractmethod
-    def meters(self) -> Meters: ...
+    def meters(self) -> UsageTotals: ...
 
 
-async def drive(policy: Policy, steps: int) -> Account:
+async def drive(policy: ScheduleStrategy, steps: int) -> FiguresBuilder:
     """The controller's program."""
     if policy.asynchronous and policy.alpha and not policy.settings.train_gpus:
         raise ValueError("an asynchronous policy needs GPUs that train: train_gpus must be >= 1, got 0")
-    account = Account(policy.workload, policy.trace, policy.alpha, policy.trainers)
+    account = FiguresBuilder(policy.workload, policy.trace, policy.alpha, policy.trainers)
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         await policy.start(tasks)

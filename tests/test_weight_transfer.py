@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cadenza.cluster import shipping
-from cadenza.cluster.shipping import Layout, Lines, ShipmentLost
+from cadenza.cluster import weight_transfer
+from cadenza.cluster.weight_transfer import BroadcastGroups, WeightLayout, WeightTransferError
 
 
 def state() -> dict[str, Tensor]:
@@ -42,47 +42,47 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("size", [1, 3, 16, 100, 1 << 20])
 def test_tensors_arrive_as_they_were_in_buckets_of_any_size(size: int) -> None:
-    layout = Layout.of(state(), size)
-    buckets = list(layout.packed(state()))
+    layout = WeightLayout.of(state(), size)
+    buckets = list(layout.pack(state()))
     assert all(0 < sum(len(piece) for piece in bucket) <= size for bucket in buckets)
-    same(state(), layout.unpacked(buckets))
+    same(state(), layout.unpack(buckets))
 
 
 def test_what_shares_its_memory_travels_once_and_what_is_on_the_cpu_is_not_copied_to_be_packed() -> None:
     given = state()
-    layout = Layout.of(given)
+    layout = WeightLayout.of(given)
     assert layout.bytes == sum(t.numel() * t.element_size() for name, t in given.items() if name != "tied")
-    (bucket,) = layout.packed(given)
+    (bucket,) = layout.pack(given)
     addresses = {piece.__array_interface__["data"][0] for piece in bucket}
     assert given["wide"].data_ptr() in addresses
-    received = layout.unpacked([bucket])
+    received = layout.unpack([bucket])
     assert received["wide"].data_ptr() == received["tied"].data_ptr() == given["wide"].data_ptr()
 
 
 def test_a_bucket_that_is_missing_or_cut_off_is_named() -> None:
-    layout = Layout.of(state(), 100)
-    buckets = list(layout.packed(state()))
-    with pytest.raises(ShipmentLost, match=r"bucket 2 of the weights should have pieces of .* bytes, got None"):
-        layout.unpacked(buckets[:2])
-    with pytest.raises(ShipmentLost, match="bucket 1 of the weights"):
-        layout.unpacked([buckets[0], [np.zeros(3, np.uint8)], *buckets[2:]])
+    layout = WeightLayout.of(state(), 100)
+    buckets = list(layout.pack(state()))
+    with pytest.raises(WeightTransferError, match=r"bucket 2 of the weights should have pieces of .* bytes, got None"):
+        layout.unpack(buckets[:2])
+    with pytest.raises(WeightTransferError, match="bucket 1 of the weights"):
+        layout.unpack([buckets[0], [np.zeros(3, np.uint8)], *buckets[2:]])
 
 
 def test_buckets_hold_at_least_a_byte() -> None:
     with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
-        Layout.of(state(), 0)
+        WeightLayout.of(state(), 0)
 
 
 def test_a_broadcast_reaches_all_again_and_again() -> None:
-    given, sender = state(), Lines()
-    broadcast = sender.open(Layout.of(given, 100), 2, "127.0.0.1")
-    receivers = [Lines(), Lines()]
+    given, sender = state(), BroadcastGroups()
+    broadcast = sender.open(WeightLayout.of(given, 100), 2, "127.0.0.1")
+    receivers = [BroadcastGroups(), BroadcastGroups()]
     for factor in (1, 2):
         given["wide"] *= factor
-        broadcast, found = broadcast.next(), [{}, {}]
+        broadcast, found = broadcast.with_new_id(), [{}, {}]
 
         def receive(number: int) -> None:
-            found[number] = broadcast.to(number + 1).receive(receivers[number])  # noqa: B023 - joined below
+            found[number] = broadcast.for_rank(number + 1).receive(receivers[number])  # noqa: B023 - joined below
 
         threads = [threading.Thread(target=receive, args=(number,)) for number in range(2)]
         for thread in threads:
@@ -95,15 +95,15 @@ def test_a_broadcast_reaches_all_again_and_again() -> None:
 
 
 def test_a_receiver_that_stays_away_is_an_error_with_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shipping, "BROADCAST_SECONDS", 1.0)
-    sender = Lines()
-    broadcast = sender.open(Layout.of(state()), 1, "127.0.0.1")
-    with pytest.raises(ShipmentLost, match=r"2 processes did not meet at 127\.0\.0\.1:"):
+    monkeypatch.setattr(weight_transfer, "BROADCAST_SECONDS", 1.0)
+    sender = BroadcastGroups()
+    broadcast = sender.open(WeightLayout.of(state()), 1, "127.0.0.1")
+    with pytest.raises(WeightTransferError, match=r"2 processes did not meet at 127\.0\.0\.1:"):
         broadcast.send(state(), sender)
 
 
 def test_another_line_is_another_meeting() -> None:
-    lines = Lines()
-    one, other = (lines.open(Layout.of(state()), 1, "127.0.0.1") for _ in range(2))
-    assert one.line != other.line
-    assert replace(one, id="").line == one.next().line
+    groups = BroadcastGroups()
+    one, other = (groups.open(WeightLayout.of(state()), 1, "127.0.0.1") for _ in range(2))
+    assert one.rendezvous != other.rendezvous
+    assert replace(one, id="").rendezvous == one.with_new_id().rendezvous

@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.simulation import asked
-from cadenza.simulation.asked import BadRequest
+from cadenza.simulation import cli_args
+from cadenza.simulation.cli_args import InvalidArgument
 from cadenza.simulation.experiment import workers
 from cadenza.simulation.plan import Plan, make_plan
 from cadenza.simulation.simulate import wide_console
@@ -30,14 +30,14 @@ def plan(
     as_json: bool,
 ) -> int:
     """Make a plan and show it; returns the exit code."""
-    load = asked.workload(workload or WORKLOAD, needs_costs=model_cost is None)
-    alphas = asked.alphas(alpha or ALPHAS)
+    load = cli_args.workload(workload or WORKLOAD, needs_costs=model_cost is None)
+    alphas = cli_args.alphas(alpha or ALPHAS)
     if gpus is not None:
         load = replace(load, gpus=gpus)
     if model_cost is not None:
-        load = asked.with_cost(load, model_cost)
+        load = cli_args.with_cost(load, model_cost)
     if load.gpus == 1 and any(alphas):
-        raise BadRequest("with one GPU nothing can train while something generates: give --gpus 2, or --alpha 0")
+        raise InvalidArgument("with one GPU nothing can train while something generates: give --gpus 2, or --alpha 0")
     with workers() as crew:
         made = make_plan(crew, load, alphas, shared=shared)
     if as_json:

@@ -17,10 +17,10 @@ from statistics import median
 from typing import Any
 
 from cadenza.simulation import bounds, clock
-from cadenza.simulation.account import Row
-from cadenza.simulation.experiment import SEARCH_STEPS, SEARCH_WARM_UP, Trial, Workers
-from cadenza.simulation.policy import Policy, Settings, drive
-from cadenza.simulation.rivals import Barrier, Oracle, Queue, Sample
+from cadenza.simulation.baselines import BarrierStrategy, BaselineSample, OracleStrategy, QueueStrategy
+from cadenza.simulation.experiment import SEARCH_STEPS, SEARCH_WARM_UP, Trial, TrialPool
+from cadenza.simulation.figures import BatchRow
+from cadenza.simulation.strategy import ScheduleStrategy, StrategySettings, drive
 from cadenza.simulation.workloads import WORKLOADS, Workload, trace_of, w4
 
 TOLERANCE = 0.2
@@ -29,7 +29,7 @@ SIGMAS = (1.0, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class CalibrationCheck:
     """One gate."""
 
     name: str
@@ -55,7 +55,7 @@ class Gate:
         return {**asdict(self), "holds": self.holds}
 
 
-def check(crew: Workers, seeds: Sequence[int]) -> list[Gate]:
+def check(crew: TrialPool, seeds: Sequence[int]) -> list[CalibrationCheck]:
     """All gates, each figure the median over the seeds."""
     return [_admission(crew, seeds), _env_level(seeds), _kv_bound(seeds), _sync_bound(seeds)]
 
@@ -63,56 +63,56 @@ def check(crew: Workers, seeds: Sequence[int]) -> list[Gate]:
 _HOLDING: dict[str, bool] = {}
 
 
-def holding(crew: Workers) -> dict[str, bool]:
+def holding(crew: TrialPool) -> dict[str, bool]:
     """Which gates hold on the first seed: a function of the code alone, so that a process asks once."""
     if not _HOLDING:
         _HOLDING.update({gate.name: gate.holds for gate in check(crew, [0])})
     return dict(_HOLDING)
 
 
-def _admission(crew: Workers, seeds: Sequence[int]) -> Gate:
+def _admission(crew: TrialPool, seeds: Sequence[int]) -> CalibrationCheck:
     workload = WORKLOADS["W2"]
 
-    def speeds(policy: str, alpha: float, settings: Settings) -> list[float]:
+    def speeds(policy: str, alpha: float, settings: StrategySettings) -> list[float]:
         trials = (Trial(workload, policy, alpha, seed, settings, SEARCH_STEPS, SEARCH_WARM_UP) for seed in seeds)
         return [figures.tokens_per_second for figures in crew.run(trials)]
 
-    base = speeds("barrier", 0.0, Settings())
-    split = Settings(train_gpus=5, concurrency=40)
+    base = speeds("barrier", 0.0, StrategySettings())
+    split = StrategySettings(train_gpus=5, concurrency=40)
     value = tuple(_ratio(speeds("admission", eta, split), base) for eta in ETAS)
     rising = all(later >= 0.98 * earlier for earlier, later in pairwise(value))
     saturates = value[1] - value[0] > abs(value[3] - value[1])
     what = f"throughput of admission over barrier, eta {_listed(ETAS)} (AReaL; W2)"
-    return Gate("admission", what, (2.09, 2.77, 2.77, 2.89), value, rising and saturates)
+    return CalibrationCheck("admission", what, (2.09, 2.77, 2.77, 2.89), value, rising and saturates)
 
 
-def _env_level(seeds: Sequence[int]) -> Gate:
+def _env_level(seeds: Sequence[int]) -> CalibrationCheck:
     value = []
     for sigma in SIGMAS:
         workload = w4(sigma)
-        together = [_rollout_seconds(Lockstep, workload, seed) for seed in seeds]
-        value.append(_ratio(together, [_rollout_seconds(Queue, workload, seed) for seed in seeds]))
+        together = [_rollout_seconds(LockstepStrategy, workload, seed) for seed in seeds]
+        value.append(_ratio(together, [_rollout_seconds(QueueStrategy, workload, seed) for seed in seeds]))
     what = f"env-level over batch-level env interaction, sigma {_listed(SIGMAS)} (RollArt; W4)"
-    return Gate("env-level", what, (1.23, 2.27), tuple(value), value[0] > 1 and value[1] > 1.5 * value[0])
+    return CalibrationCheck("env-level", what, (1.23, 2.27), tuple(value), value[0] > 1 and value[1] > 1.5 * value[0])
 
 
-def _kv_bound(seeds: Sequence[int]) -> Gate:
+def _kv_bound(seeds: Sequence[int]) -> CalibrationCheck:
     workload = WORKLOADS["W3"]
-    pinned = [_rollout_seconds(Barrier, workload, seed) for seed in seeds]
+    pinned = [_rollout_seconds(BarrierStrategy, workload, seed) for seed in seeds]
     value = (
-        _ratio(pinned, [_rollout_seconds(Queue, workload, seed, concurrency=48) for seed in seeds]),
-        _ratio(pinned, [_rollout_seconds(Oracle, workload, seed, concurrency=80) for seed in seeds]),
+        _ratio(pinned, [_rollout_seconds(QueueStrategy, workload, seed, concurrency=48) for seed in seeds]),
+        _ratio(pinned, [_rollout_seconds(OracleStrategy, workload, seed, concurrency=80) for seed in seeds]),
     )
     what = "queue and oracle over group round-robin, bound by the KV cache (Seer; W3)"
-    return Gate("kv-bound", what, (1.42, 1.63), value, 1 < value[0] < value[1])
+    return CalibrationCheck("kv-bound", what, (1.42, 1.63), value, 1 < value[0] < value[1])
 
 
-def _sync_bound(seeds: Sequence[int]) -> Gate:
+def _sync_bound(seeds: Sequence[int]) -> CalibrationCheck:
     workload = WORKLOADS["W2"]
     shares = []
     for seed in seeds:
         trace = trace_of(workload, seed)
-        line = clock.run(lambda trace=trace: drive(Queue(workload, trace, 0.0, Settings()), 1)).lines[0]  # type: ignore[misc]
+        line = clock.run(lambda trace=trace: drive(QueueStrategy(workload, trace, 0.0, StrategySettings()), 1)).lines[0]  # type: ignore[misc]
         members = range(workload.group_size)
         longest = max(
             bounds.alone_seconds(trace.episode(group, member), workload.cost)
@@ -128,16 +128,16 @@ def _sync_bound(seeds: Sequence[int]) -> Gate:
         )
         shares.append(line.ended / bound)
     what = "a synchronous step (queue) over the bound of ROLL Flash Prop. 2 (W2); at most"
-    return Gate("sync-bound", what, (1.05,), (median(shares),), True, at_most=True)
+    return CalibrationCheck("sync-bound", what, (1.05,), (median(shares),), True, at_most=True)
 
 
 def _ratio(above: list[float], below: list[float]) -> float:
     return median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _rollout_seconds(policy: Callable[..., Policy], workload: Workload, seed: int, **settings: int) -> float:
+def _rollout_seconds(policy: Callable[..., ScheduleStrategy], workload: Workload, seed: int, **settings: int) -> float:
     """Of one batch that all GPUs generate."""
-    made = policy(workload, trace_of(workload, seed), 0.0, Settings(**settings))
+    made = policy(workload, trace_of(workload, seed), 0.0, StrategySettings(**settings))
     return clock.run(lambda: drive(made, 1)).lines[0].waited
 
 
@@ -145,10 +145,10 @@ def _listed(values: Sequence[float]) -> str:
     return " / ".join(f"{value:g}" for value in values)
 
 
-class Lockstep(Barrier):
+class LockstepStrategy(BarrierStrategy):
     """Batch-level interaction: all trajectories take a turn together, and wait for the slowest env each time."""
 
-    async def batch(self, groups: int) -> list[Row]:
+    async def batch(self, groups: int) -> list[BatchRow]:
         numbers = range(self.version * groups, (self.version + 1) * groups)
         samples = [sample for number in numbers for sample in self.members(number)]
         for place, sample in enumerate(samples):
@@ -160,7 +160,7 @@ class Lockstep(Barrier):
             await asyncio.sleep(max(sample.episode.steps[turn] for sample in going))
         return self.rows(samples)
 
-    async def _take(self, sample: Sample, number: int, turn: int) -> None:
+    async def _take(self, sample: BaselineSample, number: int, turn: int) -> None:
         episode = sample.episode
         context = sum(episode.observations[: turn + 1]) + sum(episode.lengths[:turn])
         session = sample.group * self.workload.group_size + sample.member

@@ -19,20 +19,20 @@ from collections import Counter, deque
 from heapq import heappop, heappush
 
 from cadenza.inference.replica import Finish, PauseMode, Request, Sampling
-from cadenza.simulation.account import Meters, Row
-from cadenza.simulation.policy import ENGINE_LIMIT, Policy, discarded, shown, written
+from cadenza.simulation.figures import BatchRow, UsageTotals
 from cadenza.simulation.replica import SimReplica
-from cadenza.simulation.workloads import NEVER, Episode
+from cadenza.simulation.strategy import ENGINE_LIMIT, ScheduleStrategy, discarded, shown, written
+from cadenza.simulation.workloads import NEVER, TraceEpisode
 
 SAMPLING = Sampling(max_tokens=1 << 20)
 
 
-class Sample:
+class BaselineSample:
     """A trajectory under way."""
 
     __slots__ = ("done", "episode", "group", "member", "oldest", "replica", "task", "tokens")
 
-    def __init__(self, group: int, member: int, episode: Episode) -> None:
+    def __init__(self, group: int, member: int, episode: TraceEpisode) -> None:
         self.group = group
         self.member = member
         self.episode = episode
@@ -44,7 +44,7 @@ class Sample:
         self.task: asyncio.Task[None] | None = None
 
 
-class Rival(Policy):
+class BaselineStrategy(ScheduleStrategy):
     """Plays samples on replicas, and counts."""
 
     keep_kv = True
@@ -66,7 +66,7 @@ class Rival(Policy):
         """Samples by replica."""
         self.trained = self.given_up = 0
         self._tasks = tasks
-        self._samples: set[Sample] = set()
+        self._samples: set[BaselineSample] = set()
         self._ids = 0
         self._waste: Counter[str] = Counter()
         self._finished: asyncio.Future[None] | None = None
@@ -80,24 +80,24 @@ class Rival(Policy):
         for sample in list(self._samples):
             self.stop(sample, "the end")
 
-    def meters(self) -> Meters:
+    def meters(self) -> UsageTotals:
         wasted = self._waste + discarded(self.replicas)
-        return Meters(written(self.replicas), wasted, self.trained + self.given_up)
+        return UsageTotals(written(self.replicas), wasted, self.trained + self.given_up)
 
     # -- for the policies ----------------------------------------------------------------------------------------------
 
-    def members(self, group: int) -> list[Sample]:
+    def members(self, group: int) -> list[BaselineSample]:
         count = self.workload.group_size + self.settings.extra_members
-        return [Sample(group, member, self.trace.episode(group, member)) for member in range(count)]
+        return [BaselineSample(group, member, self.trace.episode(group, member)) for member in range(count)]
 
-    def play(self, sample: Sample, replica: int) -> None:
+    def play(self, sample: BaselineSample, replica: int) -> None:
         """Start it there."""
         sample.replica = replica
         self.running[replica] += 1
         self._samples.add(sample)
         sample.task = self._tasks.create_task(self._play(sample))
 
-    def stop(self, sample: Sample, cause: str) -> None:
+    def stop(self, sample: BaselineSample, cause: str) -> None:
         """Nobody wants it any more. Its place is free at once."""
         self._vacate(sample)
         if sample.task is not None and not sample.task.done():
@@ -109,10 +109,10 @@ class Rival(Policy):
         replica = min(range(len(self.running)), key=self.running.__getitem__)
         return replica if self.running[replica] < (self.settings.concurrency or ENGINE_LIMIT) else None
 
-    def left(self, sample: Sample) -> None:
+    def left(self, sample: BaselineSample) -> None:
         """It needs its replica no more."""
 
-    def finished(self, sample: Sample) -> None:
+    def finished(self, sample: BaselineSample) -> None:
         """It has its reward."""
 
     def wake(self) -> None:
@@ -124,11 +124,11 @@ class Rival(Policy):
         self._finished = asyncio.get_running_loop().create_future()
         await self._finished
 
-    def rows(self, samples: list[Sample]) -> list[Row]:
+    def rows(self, samples: list[BaselineSample]) -> list[BatchRow]:
         self.trained += len(samples) // self.workload.group_size
-        return [Row(sample.group, sample.episode, sample.oldest) for sample in samples]
+        return [BatchRow(sample.group, sample.episode, sample.oldest) for sample in samples]
 
-    def _vacate(self, sample: Sample) -> None:
+    def _vacate(self, sample: BaselineSample) -> None:
         """Once, whoever comes first."""
         if sample in self._samples:
             self._samples.discard(sample)
@@ -136,7 +136,7 @@ class Rival(Policy):
 
     # -- an episode ----------------------------------------------------------------------------------------------------
 
-    async def _play(self, sample: Sample) -> None:
+    async def _play(self, sample: BaselineSample) -> None:
         try:
             failing = sample.episode.fails_at
             while not await self._attempt(sample, failing):
@@ -150,7 +150,7 @@ class Rival(Policy):
         sample.done = True
         self.finished(sample)
 
-    async def _attempt(self, sample: Sample, failing: int) -> bool:
+    async def _attempt(self, sample: BaselineSample, failing: int) -> bool:
         """Whether the env lasted to the end."""
         episode = sample.episode
         self._ids += 1
@@ -167,7 +167,7 @@ class Rival(Policy):
                 return False
         return True
 
-    async def _turn(self, sample: Sample, session: int, context: int, length: int) -> None:
+    async def _turn(self, sample: BaselineSample, session: int, context: int, length: int) -> None:
         replica, done = self.replicas[sample.replica], 0
         prompt = (shown(sample.episode.observations[0]),)
         while done < length:
@@ -195,11 +195,11 @@ def _length(request: Request) -> int:
     return request.offset + request.max_tokens
 
 
-class Barrier(Rival):
+class BarrierStrategy(BaselineStrategy):
     asynchronous = False
 
-    async def batch(self, groups: int) -> list[Row]:
-        samples: list[Sample] = []
+    async def batch(self, groups: int) -> list[BatchRow]:
+        samples: list[BaselineSample] = []
         for number in range(groups):
             members = self.members(self.version * groups + number)
             samples += members
@@ -209,15 +209,15 @@ class Barrier(Rival):
             await self.changed()
         return self.rows(samples)
 
-    def finished(self, sample: Sample) -> None:
+    def finished(self, sample: BaselineSample) -> None:
         if not self._samples:
             self.wake()
 
 
-class Queue(Rival):
+class QueueStrategy(BaselineStrategy):
     asynchronous = False
 
-    async def batch(self, groups: int) -> list[Row]:
+    async def batch(self, groups: int) -> list[BatchRow]:
         numbers = range(self.version * groups, (self.version + 1) * groups)
         samples = [sample for number in numbers for sample in self.members(number)]
         self._pending = deque(self.order(samples))
@@ -227,39 +227,39 @@ class Queue(Rival):
             await self.changed()
         return self.rows(samples)
 
-    def order(self, samples: list[Sample]) -> list[Sample]:
+    def order(self, samples: list[BaselineSample]) -> list[BaselineSample]:
         return samples
 
     def _fill(self) -> None:
         while self._pending and (replica := self.least()) is not None:
             self.play(self._pending.popleft(), replica)
 
-    def left(self, sample: Sample) -> None:
+    def left(self, sample: BaselineSample) -> None:
         self._fill()
 
-    def finished(self, sample: Sample) -> None:
+    def finished(self, sample: BaselineSample) -> None:
         self._missing -= 1
         if not self._missing:
             self.wake()
 
 
-class Oracle(Queue):
-    def order(self, samples: list[Sample]) -> list[Sample]:
+class OracleStrategy(QueueStrategy):
+    def order(self, samples: list[BaselineSample]) -> list[BaselineSample]:
         return sorted(samples, key=lambda sample: -sample.episode.response)
 
 
-class Admission(Rival):
+class AdmissionStrategy(BaselineStrategy):
     keep_kv = False
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         await super().start(tasks)
         self._submitted = 0
-        self._pending: deque[Sample] = deque()
-        self._groups: dict[int, list[Sample]] = {}
+        self._pending: deque[BaselineSample] = deque()
+        self._groups: dict[int, list[BaselineSample]] = {}
         self._ready: list[int] = []
         self._admit(0)
 
-    async def batch(self, groups: int) -> list[Row]:
+    async def batch(self, groups: int) -> list[BatchRow]:
         while len(self._ready) < groups:
             await self.changed()
         numbers = [heappop(self._ready) for _ in range(groups)]
@@ -280,33 +280,33 @@ class Admission(Rival):
         while self._pending and (replica := self.least()) is not None:
             self.play(self._pending.popleft(), replica)
 
-    def left(self, sample: Sample) -> None:
+    def left(self, sample: BaselineSample) -> None:
         self._fill()
 
-    def finished(self, sample: Sample) -> None:
+    def finished(self, sample: BaselineSample) -> None:
         if all(member.done for member in self._groups[sample.group]):
             heappush(self._ready, sample.group)
             self.wake()
 
 
-class _Queue:
+class _EnvGroupQueue:
     """The groups of one set of envs, in the order in which they were made."""
 
     __slots__ = ("groups", "made")
 
     def __init__(self) -> None:
-        self.groups: deque[list[Sample]] = deque()
+        self.groups: deque[list[BaselineSample]] = deque()
         self.made: deque[int] = deque()
         """The version at which each of them was made."""
 
 
-class GroupQueue(Rival):
+class GroupQueueStrategy(BaselineStrategy):
     pause = PauseMode.ABORT
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         await super().start(tasks)
         count = self.workload.groups + self.settings.extra_groups
-        self._queues = [_Queue() for _ in range(count)]
+        self._queues = [_EnvGroupQueue() for _ in range(count)]
         self._where: dict[int, int] = {}
         self._made = 0
         self._envs = self.workload.group_size + self.settings.extra_members
@@ -314,11 +314,11 @@ class GroupQueue(Rival):
         for _ in range(self._bound + 1):
             self._next_round(0)
 
-    async def batch(self, groups: int) -> list[Row]:
+    async def batch(self, groups: int) -> list[BatchRow]:
         while len(whole := [queue for queue in self._queues if self._whole(queue)]) < self.workload.groups:
             await self.changed()
         whole = sorted(whole, key=lambda queue: queue.made[0])[: self.workload.groups]
-        samples: list[Sample] = []
+        samples: list[BaselineSample] = []
         for queue in whole:
             queue.made.popleft()
             group = queue.groups.popleft()
@@ -335,13 +335,13 @@ class GroupQueue(Rival):
                     self.stop(sample, "stale")
         self._next_round(version)
 
-    def left(self, sample: Sample) -> None:
+    def left(self, sample: BaselineSample) -> None:
         self._go_on(self._where[sample.group], sample.member)
         if self.settings.concurrency:  # others of this replica may have waited for the place
             for number in range(sample.replica, len(self._queues) * self._envs, self.generators):
                 self._go_on(*divmod(number, self._envs))
 
-    def finished(self, sample: Sample) -> None:
+    def finished(self, sample: BaselineSample) -> None:
         queue = self._queues[self._where[sample.group]]
         group = next(group for group in queue.groups if group[0].group == sample.group)
         if sum(member.done for member in group) == self.workload.group_size:
@@ -351,7 +351,7 @@ class GroupQueue(Rival):
                     self._go_on(self._where[member.group], member.member)
             self.wake()
 
-    def _whole(self, queue: _Queue) -> bool:
+    def _whole(self, queue: _EnvGroupQueue) -> bool:
         """Only the first group of a queue can be taken."""
         return bool(queue.groups) and sum(s.done for s in queue.groups[0]) >= self.workload.group_size
 
@@ -379,5 +379,5 @@ class GroupQueue(Rival):
             if sample in self._samples:
                 return
 
-    def _decided(self, group: list[Sample]) -> bool:
+    def _decided(self, group: list[BaselineSample]) -> bool:
         return sum(sample.done for sample in group) >= self.workload.group_size

@@ -20,7 +20,7 @@ MOST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class TimelineWindow:
     """A part of a film, cut into columns of equal time."""
 
     start: float
@@ -41,7 +41,7 @@ class Strip:
 
 
 @dataclass(slots=True)
-class Film:
+class RunRecorder:
     """A run, watched."""
 
     spans: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Film:
     def version(self, time: float) -> None:
         self.versions.append(time)
 
-    def strip(self, first: int, seconds: float, columns: int) -> Strip:
+    def strip(self, first: int, seconds: float, columns: int) -> TimelineWindow:
         """So many seconds from a version on, or all that is left."""
         start = self.versions[first]
         end = min(start + seconds, self.versions[-1])
@@ -86,7 +86,7 @@ class Film:
         if len(rows) > MOST_ROWS:
             parts = np.array_split(np.arange(len(rows)), MOST_ROWS)
             rows = np.array([rows[part].mean(axis=0) for part in parts])
-        return Strip(
+        return TimelineWindow(
             start,
             end,
             rows,

@@ -21,10 +21,10 @@ from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.sharing import SharedDevices
-from cadenza.simulation.account import Meters, Row
-from cadenza.simulation.policy import Policy, discarded, shown, written
+from cadenza.simulation.figures import BatchRow, UsageTotals
 from cadenza.simulation.replica import SimReplica
-from cadenza.simulation.workloads import NEVER, Episode, TraceLike
+from cadenza.simulation.strategy import ScheduleStrategy, discarded, shown, written
+from cadenza.simulation.workloads import NEVER, TraceEpisode, TraceLike
 from cadenza.testing import LocalCluster
 
 MEMBER_BITS = 12
@@ -34,14 +34,14 @@ HEARTBEAT = 300.0
 """Seconds between two looks at quiet replicas, none of which is ever lost here."""
 
 
-class Cadenza(Policy):
+class CadenzaStrategy(ScheduleStrategy):
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         workload, settings = self.workload, self.settings
         self._lengths: dict[int, int] = {}
-        self._rows: list[Row] = []
+        self._rows: list[BatchRow] = []
         cluster = LocalCluster(
             await self._engines(),
-            _NoText(),
+            _TokensOnlyCodec(),
             SamplerConfig(
                 balance_seconds=settings.balance_seconds,
                 prefill_weight=workload.cost.p / workload.cost.c if workload.cost.c else 0.0,
@@ -94,7 +94,7 @@ class Cadenza(Policy):
         groups, parts = self.workload.groups, min(self.settings.parts, self.workload.groups)
         return [groups * (part + 1) // parts - groups * part // parts for part in range(parts)]
 
-    async def batch(self, groups: int) -> list[Row]:
+    async def batch(self, groups: int) -> list[BatchRow]:
         data = DataProto(meta_info={"global_step": self.version})
         batch = await self.scheduler.get_batch(data, groups * self.workload.group_size)
         assert batch is not None, "the tasks never run out"
@@ -113,11 +113,11 @@ class Cadenza(Policy):
         await self.scheduler.shutdown()
         await self.scheduler.sampler.close()
 
-    def meters(self) -> Meters:
+    def meters(self) -> UsageTotals:
         queue, ledger = self.scheduler.queue, self.scheduler.ledger
         wasted = Counter(ledger.lost_tokens) + discarded(self.replicas)
         given_up = sum(count for fate, count in ledger.groups_closed.items() if fate is not Fate.TRAINED)
-        return Meters(written(self.replicas), wasted, queue.consumed + given_up)
+        return UsageTotals(written(self.replicas), wasted, queue.consumed + given_up)
 
     async def _switch(self) -> None:
         await asyncio.sleep(self.workload.switch_seconds)
@@ -161,12 +161,12 @@ class Cadenza(Policy):
         return 0.0
 
     def _collate(self, trajectories: list[Trajectory]) -> DataProto:
-        rows: list[Row] = []
+        rows: list[BatchRow] = []
         for trajectory in trajectories:
             versions = trajectory.versions
             assert versions is not None
             group = trajectory.task.seed
-            rows.append(Row(group, self.trace.episode(group, trajectory.member), versions[0]))
+            rows.append(BatchRow(group, self.trace.episode(group, trajectory.member), versions[0]))
         self._rows = rows
         return DataProto()
 
@@ -182,7 +182,7 @@ class TraceEnv:
 
     def __init__(self, trace: TraceLike) -> None:
         self._trace = trace
-        self._episode = Episode((), ())
+        self._episode = TraceEpisode((), ())
         self._turn = 0
         self._fails_at = NEVER
 
@@ -205,7 +205,7 @@ class TraceEnv:
         return shown(0 if done else episode.observations[self._turn]), 0.0, done, False, {}
 
 
-class _NoText:
+class _TokensOnlyCodec:
     """A codec for observations that are tokens already."""
 
     def encode(self, observation: object, *, first: bool, last: int | None = None) -> Tokens:

@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cadenza.simulation.experiment import POLICIES
-from cadenza.simulation.policy import Settings
+from cadenza.simulation.experiment import STRATEGIES
+from cadenza.simulation.strategy import StrategySettings
 from cadenza.simulation.traces import COSTS, read_run, read_trace
 from cadenza.simulation.workloads import WORKLOADS, Workload, find
 
@@ -19,7 +19,7 @@ WHOLE = ("kv_capacity", "max_running")
 """Those that are counts."""
 
 
-class BadRequest(ValueError):
+class InvalidArgument(ValueError):
     """The command asks for something that there is not."""
 
 
@@ -44,7 +44,7 @@ def workload(name: str, *, needs_costs: bool = True) -> Workload:
         else:
             return find(name)
     except ValueError as error:
-        raise BadRequest(str(error)) from None
+        raise InvalidArgument(str(error)) from None
     return replace(found, name=name) if _ships(found.name) else found
 
 
@@ -57,9 +57,9 @@ def _ships(name: str) -> bool:
 
 
 def policies(names: str) -> list[str]:
-    chosen = list(POLICIES) if names == "all" else split(names, "policy")
-    if unknown := [name for name in chosen if name not in POLICIES]:
-        raise BadRequest(f"policy '{unknown[0]}' is not known; take some of {', '.join(POLICIES)}, or all")
+    chosen = list(STRATEGIES) if names == "all" else split(names, "policy")
+    if unknown := [name for name in chosen if name not in STRATEGIES]:
+        raise InvalidArgument(f"policy '{unknown[0]}' is not known; take some of {', '.join(STRATEGIES)}, or all")
     return chosen
 
 
@@ -69,25 +69,25 @@ def alphas(values: str) -> list[float]:
         try:
             found.append(float(value))
         except ValueError:
-            raise BadRequest(f"alpha must be numbers with commas between them, got '{value}'") from None
+            raise InvalidArgument(f"alpha must be numbers with commas between them, got '{value}'") from None
         if not 0 <= found[-1] <= 64:
-            raise BadRequest(f"alpha must be from 0 to 64, got {value}")
+            raise InvalidArgument(f"alpha must be from 0 to 64, got {value}")
     return found
 
 
 def settings(text: str) -> dict[str, Any]:
-    """Fields of `Settings` that are to be as given: 'parts=1,balance_seconds=0'."""
-    types = {name: type(value) for name, value in asdict(Settings()).items()}
+    """Fields of `StrategySettings` that are to be as given: 'parts=1,balance_seconds=0'."""
+    types = {name: type(value) for name, value in asdict(StrategySettings()).items()}
     found: dict[str, Any] = {}
     for part in split(text, "settings") if text else []:
         name, separator, value = part.partition("=")
         if not separator or name not in types:
-            raise BadRequest(f"settings '{part}' is not known; give key=value of {', '.join(types)}")
+            raise InvalidArgument(f"settings '{part}' is not known; give key=value of {', '.join(types)}")
         try:
             found[name] = types[name](value)
         except ValueError:
             kind = "a whole number" if types[name] is int else "a number"
-            raise BadRequest(f"settings: {name} must be {kind}, got '{value}'") from None
+            raise InvalidArgument(f"settings: {name} must be {kind}, got '{value}'") from None
     return found
 
 
@@ -106,10 +106,10 @@ def with_cost(workload: Workload, text: str) -> Workload:
             except ValueError:
                 values[key] = math.nan
             if not math.isfinite(values[key]):
-                raise BadRequest(f"model cost: {key} must be a number, got '{value}'")
+                raise InvalidArgument(f"model cost: {key} must be a number, got '{value}'")
         else:
             keys = ", ".join((*COST_KEYS, "train"))
-            raise BadRequest(
+            raise InvalidArgument(
                 f"model cost '{part}' is not known; begin with {', '.join(COSTS)}, or give key=value of {keys}"
             )
     train = values.pop("train", train)
@@ -119,12 +119,12 @@ def with_cost(workload: Workload, text: str) -> Workload:
             raise ValueError(f"train must be >= 0, got {train:g}")
         cost = replace(cost, **{name: int(value) if name in WHOLE else value for name, value in changed.items()})
     except ValueError as error:
-        raise BadRequest(f"model cost: {error}") from None
+        raise InvalidArgument(f"model cost: {error}") from None
     return replace(workload, cost=cost, train_seconds=train)
 
 
 def split(names: str, what: str) -> list[str]:
     parts = [part.strip() for part in names.split(",")]
     if not all(parts):
-        raise BadRequest(f"{what} must be names with commas between them, got '{names}'")
+        raise InvalidArgument(f"{what} must be names with commas between them, got '{names}'")
     return list(dict.fromkeys(parts))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cadenza.cluster.peer import Peer
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.inference.replica import Finish, Span
 from cadenza.rollout.records import Trajectory, Turn
 
@@ -73,7 +73,7 @@ class Parcel:
 
     __slots__ = ("_contents", "_starts", "handle", "later", "peer")
 
-    def __init__(self, peer: Peer, handle: Any, later: float) -> None:
+    def __init__(self, peer: WorkerHandle, handle: Any, later: float) -> None:
         self.peer = peer
         self.handle = handle
         self.later = later
@@ -150,7 +150,7 @@ def load_now(trajectories: Iterable[Trajectory]) -> None:
     """The same for whoever cannot wait."""
     stored = _closed(trajectories)
     for peer, parcels in _by_peer(stored):
-        for parcel, contents in zip(parcels, peer.fetch_now([p.handle for p in parcels]), strict=True):
+        for parcel, contents in zip(parcels, peer.fetch_blocking([p.handle for p in parcels]), strict=True):
             parcel.open(contents)
     _unpack(stored)
 
@@ -159,10 +159,10 @@ def _closed(trajectories: Iterable[Trajectory]) -> list[Stored]:
     return [t for t in trajectories if isinstance(t, Stored) and t.parcel is not None]
 
 
-def _by_peer(stored: Sequence[Stored]) -> list[tuple[Peer, list[Parcel]]]:
+def _by_peer(stored: Sequence[Stored]) -> list[tuple[WorkerHandle, list[Parcel]]]:
     """What has to be fetched. One peer fetches for all of its kind."""
     parcels = {id(t.parcel): t.parcel for t in stored if t.parcel is not None and not t.parcel.is_open}
-    kinds: dict[type[Peer], list[Parcel]] = {}
+    kinds: dict[type[WorkerHandle], list[Parcel]] = {}
     for parcel in parcels.values():
         kinds.setdefault(type(parcel.peer), []).append(parcel)
     return [(found[0].peer, found) for found in kinds.values()]

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from cadenza.cluster.wire import Box
+from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.grants import Address, Denied, Granted, Granter, seats_of
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
 from cadenza.rollout.model import Codec
-from cadenza.rollout.parcels import Contents, Record, pack
+from cadenza.rollout.token_bundles import Contents, Record, pack
 from cadenza.rollout.records import Fate, Task, Trajectory
 
 
@@ -192,8 +192,8 @@ class EnvHost(Worker):
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
-        self._box = Box(self._hear)
-        self._book = Copybook(self._box.say)
+        self._box = Mailbox(self._hear)
+        self._book = Copybook(self._box.send)
         self._granter: Granter | None = None
         self._envs: EnvWorker
         self._told = Counters(0, 0)
@@ -223,7 +223,7 @@ class EnvHost(Worker):
     def _begin(self) -> None:
         orders = self._orders
         seats = seats_of(orders.replicas, orders.name)
-        self._granter = Granter(seats, orders.namespace, self._box.say)
+        self._granter = Granter(seats, orders.namespace, self._box.send)
         self._envs = EnvWorker(
             orders.config,
             self._book,
@@ -251,7 +251,7 @@ class EnvHost(Worker):
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._box.say(Broken("".join(traceback.format_exception(error))))
+            self._box.send(Broken("".join(traceback.format_exception(error))))
 
 
 def _check_sendable(info: dict[str, object]) -> None:

@@ -16,10 +16,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cadenza.cluster.peer import Peer
+from cadenza.cluster.channel import POLL_SECONDS, Mailbox
 from cadenza.cluster.remote_replica import RemoteReplica
-from cadenza.cluster.wire import POLL_SECONDS, Box
 from cadenza.cluster.worker import Worker
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, Replica, ReplicaStats
 from cadenza.rollout.failures import logger
@@ -47,8 +47,8 @@ class _Client:
     """A scheduler that calls."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self.box = Box(self._hear)
-        self.clerk = Clerk(sampler, self.box.say)
+        self.box = Mailbox(self._hear)
+        self.clerk = Clerk(sampler, self.box.send)
         self.seen = 0.0
 
     def _hear(self, message: Any) -> None:
@@ -58,7 +58,7 @@ class _Client:
 class SamplerDesk(Worker):
     """Holds the sampler. Its replicas are peers, or replicas in the same process."""
 
-    def __init__(self, replicas: Sequence[Peer | Replica], config: SamplerConfig | None) -> None:
+    def __init__(self, replicas: Sequence[WorkerHandle | Replica], config: SamplerConfig | None) -> None:
         self._ways = tuple(replicas)
         self._config = config
         self._sampler: Sampler | None = None
@@ -124,7 +124,7 @@ class SamplerDesk(Worker):
             if self._sampler is None:
                 replicas = [
                     RemoteReplica(way, *await way.about(), client="sampler", is_shared=True)
-                    if isinstance(way, Peer)
+                    if isinstance(way, WorkerHandle)
                     else way
                     for way in self._ways
                 ]
@@ -155,7 +155,7 @@ class SamplerDesk(Worker):
         assert self._sampler is not None
         state = self._state(self._sampler)
         for client in self._clients.values():
-            client.box.say(state)
+            client.box.send(state)
         return state
 
     def _changed(self, *what: object) -> None:
