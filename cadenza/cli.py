@@ -125,7 +125,7 @@ def simulate(
             settings=settings, out=out, as_json=json,
         )  # fmt: skip
     except InvalidArgument as error:
-        return _complain(f"{error}\nTry: cadenza simulate --help", 2)
+        return _print_error(f"{error}\nTry: cadenza simulate --help", 2)
 
 
 @app.command
@@ -151,18 +151,18 @@ def plan(
     overrides
         key=value, as in devices=auto.
     gpus
-        All of them, those that train among them; those of the workload, or that the config names, unless given. The
+        All of them, those that train among them; those of the workload, or that the config names, unless args. The
         batch stays that of the workload or config: `--workload W2x64` has the batch of 64 GPUs.
     nodes
-        With a config: the nodes that have these GPUs, equally many each; one unless given.
+        With a config: the nodes that have these GPUs, equally many each; one unless args.
     workload
         W1 to W6, W4:3 (another sigma), W2x64 (on so many GPUs), a trace file (.json), or the directory of a run; W2
-        unless given, and with a config what its own run measured before.
+        unless args, and with a config what its own run measured before.
     alpha
-        Asynchronous ratios to choose from, with commas; 0, 0.5, 1, 2 and 4 unless given, and with a config its own.
+        Asynchronous ratios to choose from, with commas; 0, 0.5, 1, 2 and 4 unless args, and with a config its own.
     model_cost
         h100-qwen3-8b, h100-qwen2.5-7b, a100-qwen2.5-7b, or a=..,b=..,c=..,p=..,kv=..,running=..,train=.. in seconds and
-        tokens (docs/simulation.md), or a name and then what differs; that of the workload unless given.
+        tokens (docs/simulation.md), or a name and then what differs; that of the workload unless args.
     shared
         Try GPUs too that train and, between two train steps, generate.
     """
@@ -173,13 +173,13 @@ def plan(
         if config is not None:
             from cadenza.pipelines import plan as layout
 
-            given = layout.Asked(gpus, nodes or 1, workload, alpha, model_cost, shared)
-            return layout.plan(config, overrides, given, as_json=json)
+            args = layout.PlanArgs(gpus, nodes or 1, workload, alpha, model_cost, shared)
+            return layout.plan(config, overrides, args, as_json=json)
         if nodes is not None:
             raise InvalidArgument("--nodes is for the plan of a config: name its file")
         return plan_command.plan(gpus, workload, alpha, model_cost, shared=shared, as_json=json)
     except InvalidArgument as error:
-        return _complain(f"{error}\nTry: cadenza plan --help", 2)
+        return _print_error(f"{error}\nTry: cadenza plan --help", 2)
 
 
 @app.command
@@ -262,7 +262,7 @@ def play(run: Path, *, episodes: Count = 1, checkpoint: str = "best", greedy: Fl
     return commands.play(run, episodes=episodes, which=checkpoint, greedy=greedy)
 
 
-MEASURES = {
+BENCHMARKS = {
     "control-plane": "CPU time and memory of the scheduler per trajectory, route and batch.",
     "engine": "Tokens per CPU second of the embedded engine, against transformers.",
     "simulator": "The simulation against real runs of a tiny policy: what one run says of another; takes minutes.",
@@ -274,7 +274,7 @@ MEASURES = {
 """The module of the same name in `benchmarks` has a function of the same name."""
 
 
-def _measuring(name: str) -> Callable[..., int]:
+def _bench_command(name: str) -> Callable[..., int]:
     def command(*, json: Json = False) -> int:
         module = name.replace("-", "_")
         measured: int = getattr(import_module(f"cadenza.benchmarks.{module}"), module)(json)
@@ -283,8 +283,8 @@ def _measuring(name: str) -> Callable[..., int]:
     return command
 
 
-for _name, _help in MEASURES.items():
-    bench.command(_measuring(_name), name=_name, help=_help)
+for _name, _help in BENCHMARKS.items():
+    bench.command(_bench_command(_name), name=_name, help=_help)
 
 
 @bench.command
@@ -320,9 +320,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        return _complain(f"{error}\nTry: {_usage(error)} --help", 2)
+        return _print_error(f"{error}\nTry: {_usage(error)} --help", 2)
     except KeyboardInterrupt:
-        return _complain("interrupted", 130)
+        return _print_error("interrupted", 130)
     except BrokenPipeError:  # the reader of the output, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -332,7 +332,7 @@ def main(arguments: list[str] | None = None) -> int:
             [cause] = cause.exceptions
         if not isinstance(cause, Exception) or not _is_expected(cause):
             raise
-        return _complain(_told(cause), 1)
+        return _print_error(_error_text(cause), 1)
     return code if isinstance(code, int) else 0
 
 
@@ -346,7 +346,7 @@ def _is_expected(error: Exception) -> bool:
     return isinstance(error, (RolloutError, InfrastructureError, OSError, ImportError)) or type(error).__name__ in named
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Of something that broke, with the notes that say where it was."""
     from cadenza.errors import InfrastructureError
 
@@ -358,7 +358,7 @@ def _usage(error: CycloptsError) -> str:
     return " ".join(["cadenza", *(error.command_chain or ())])
 
 
-def _complain(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     sys.stdout.flush()
     print(f"cadenza: {message}", file=sys.stderr)
     return code

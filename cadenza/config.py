@@ -28,7 +28,7 @@ class Config(BaseModel):
         return values
 
 
-def load(path: str) -> Any:
+def load_object(path: str) -> Any:
     """The object that 'package.module:name' means."""
     module, separator, name = path.partition(":")
     if not separator or not module or not name:

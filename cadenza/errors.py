@@ -35,7 +35,7 @@ def stopped(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
 
 
-def raise_if_stopped(error: BaseException) -> None:
+def raise_if_cancelled(error: BaseException) -> None:
     """A cancellation from outside is not user code's: it goes on."""
     if stopped(error):
         raise error

@@ -15,7 +15,7 @@ from cadenza.errors import DeadlinePassed
 T = TypeVar("T")
 
 
-class Threads(Executor):
+class DaemonThreadPool(Executor):
     """Daemon threads, made when all others are busy.
 
     The standard pool joins its threads when the interpreter ends, and has a fixed number of them: one hung env
@@ -59,7 +59,7 @@ class Threads(Executor):
                 self._idle += 1
 
 
-THREADS = Threads()
+THREAD_POOL = DaemonThreadPool()
 _abandoned: set[asyncio.Future[Any]] = set()
 """Calls that nobody waits for any more; kept until they end, so that they are not collected half-way."""
 
@@ -111,6 +111,6 @@ def as_async(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
     call.__wrapped__ = function  # type: ignore[attr-defined]  # a virtual loop asks what it costs
 
     def off_loop(*args: Any) -> Awaitable[Any]:
-        return asyncio.get_running_loop().run_in_executor(THREADS, call, *args)
+        return asyncio.get_running_loop().run_in_executor(THREAD_POOL, call, *args)
 
     return off_loop

@@ -63,7 +63,7 @@ class FakeReplica:
         self.discarded: Counter[str] = Counter()
         self._answer = answer or (lambda request: "ok")
         self._seconds = seconds if callable(seconds) else lambda request: seconds
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningRequest] = {}
         self._waiting: list[tuple[Request, asyncio.Future[Generation]]] = []
         self._fence = 0
         self._paused = False
@@ -88,7 +88,7 @@ class FakeReplica:
         for request, future in self._waiting:
             if request.id == request_id:
                 self._waiting.remove((request, future))
-                self._deliver(_Running(request, future, np.empty(0, np.int32), 0.0), 0, Finish.ABORT, cause)
+                self._deliver(_RunningRequest(request, future, np.empty(0, np.int32), 0.0), 0, Finish.ABORT, cause)
                 return
         running = self._running.pop(request_id, None)
         if running is not None:
@@ -115,7 +115,7 @@ class FakeReplica:
                 running.freeze()
         if mode is PauseMode.ABORT:
             for request, future in self._waiting:
-                self._deliver(_Running(request, future, np.empty(0, np.int32), 0.0), 0, Finish.ABORT, "pause")
+                self._deliver(_RunningRequest(request, future, np.empty(0, np.int32), 0.0), 0, Finish.ABORT, "pause")
             self._waiting.clear()
 
     async def resume(self) -> None:
@@ -172,17 +172,17 @@ class FakeReplica:
         rest = np.array(tokens, np.int32)[request.offset :]
         whole = max(len(tokens), 1)
         seconds = self._seconds(request) * len(rest) / whole
-        running = _Running(request, future, rest, seconds)
+        running = _RunningRequest(request, future, rest, seconds)
         self._running[request.id] = running
         running.arm(self._finish)
 
-    def _finish(self, running: _Running) -> None:
+    def _finish(self, running: _RunningRequest) -> None:
         self._running.pop(running.request.id, None)
         limit = running.request.max_tokens
         length = min(len(running.tokens), limit)
         self._deliver(running, length, Finish.LENGTH if len(running.tokens) > limit else Finish.STOP, "unclaimed")
 
-    def _deliver(self, running: _Running, length: int, finish: Finish, cause: str) -> None:
+    def _deliver(self, running: _RunningRequest, length: int, finish: Finish, cause: str) -> None:
         running.freeze()
         running.mark(self.version, length)
         self.generated += length
@@ -196,7 +196,7 @@ class FakeReplica:
         running.future.set_result(Generation(tokens, logprobs, tuple(running.spans), finish))
 
 
-class _Running:
+class _RunningRequest:
     """A request under way: its tokens come at an even pace."""
 
     def __init__(self, request: Request, future: asyncio.Future[Generation], tokens: Tokens, seconds: float) -> None:
@@ -209,7 +209,7 @@ class _Running:
         self._since: float | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def arm(self, finish: Callable[[_Running], None]) -> None:
+    def arm(self, finish: Callable[[_RunningRequest], None]) -> None:
         loop = asyncio.get_running_loop()
         self._since = loop.time()
         self._timer = loop.call_later(self._seconds - self._done_seconds, finish, self)

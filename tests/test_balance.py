@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cadenza.inference.replica import Flight, Generation, PauseMode, Request, Sampling
 from cadenza.rollout import balance
 from cadenza.rollout.balance import MAX_LOOKS, MIN_GAIN, ROOM, SHARE, Balancer, plan
-from cadenza.rollout.router import SEQUENCE_WEIGHT, Router, Seat
+from cadenza.rollout.router import SEQUENCE_WEIGHT, Router, ReplicaEntry
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.cost import CostModel
@@ -25,10 +25,10 @@ from cadenza.testing import FakeReplica
 CAPACITY = 100_000
 
 
-def seat(index: int, *contexts: int, written: int = 10_000, waiting: bool = False) -> tuple[Seat, list[Flight]]:
+def seat(index: int, *contexts: int, written: int = 10_000, waiting: bool = False) -> tuple[ReplicaEntry, list[Flight]]:
     """A seat with requests of so many tokens, and what its replica tells of them."""
     replica = fake(name=f"r{index}", devices=(index,), kv_capacity=CAPACITY)
-    found = Seat(index, replica, asyncio.get_running_loop().create_future())
+    found = ReplicaEntry(index, replica, asyncio.get_running_loop().create_future())
     router = Router()
     for context in contexts:
         router.add(found, context)
@@ -37,7 +37,7 @@ def seat(index: int, *contexts: int, written: int = 10_000, waiting: bool = Fals
     return found, flights
 
 
-def planned(make: Callable[[], list[tuple[Seat, list[Flight]]]], prefill_weight: float = 400.0) -> list[Any]:
+def planned(make: Callable[[], list[tuple[ReplicaEntry, list[Flight]]]], prefill_weight: float = 400.0) -> list[Any]:
     async def main() -> list[Any]:
         moves = plan(make(), prefill_weight)
         return [(move.request, move.source.index, move.target.index) for move in moves]
@@ -83,7 +83,7 @@ def test_replicas_that_do_not_tell_are_left_alone() -> None:
 
 
 def test_a_replica_with_half_the_cache_gets_half_the_load() -> None:
-    def make() -> list[tuple[Seat, list[Flight]]]:
+    def make() -> list[tuple[ReplicaEntry, list[Flight]]]:
         small = seat(1)
         small[0].capacity //= 2
         return [seat(0, 12_000, 12_000, 12_000), small]
@@ -124,7 +124,7 @@ def test_a_tick_looks_at_a_bounded_number_of_replicas_and_at_all_of_them_in_turn
     async def main() -> None:
         loop = asyncio.get_running_loop()
         count = 3 * MAX_LOOKS - 20
-        found = [Seat(i, Watched(devices=(i,)), loop.create_future()) for i in range(count)]
+        found = [ReplicaEntry(i, Watched(devices=(i,)), loop.create_future()) for i in range(count)]
         balancer = Balancer(400.0)
         for tick in range(1, 5):
             balancer.tick(found)
@@ -452,7 +452,7 @@ def test_the_constants_fit_the_cost_models() -> None:
 # -- replicas that come ------------------------------------------------------------------------------------------------
 
 
-def spread_out(make: Callable[[], list[tuple[Seat, list[Flight]]]], prefill_weight: float = 400.0) -> list[Any]:
+def spread_out(make: Callable[[], list[tuple[ReplicaEntry, list[Flight]]]], prefill_weight: float = 400.0) -> list[Any]:
     async def main() -> list[Any]:
         moves = balance.spread(make(), prefill_weight)
         return [(move.request, move.source.index, move.target.index) for move in moves]
@@ -466,7 +466,7 @@ def test_replicas_that_come_get_their_share_at_once() -> None:
 
 
 def test_those_that_wait_go_first_and_those_whose_prefill_is_lost_stay() -> None:
-    def made() -> list[tuple[Seat, list[Flight]]]:
+    def made() -> list[tuple[ReplicaEntry, list[Flight]]]:
         busy, flights = seat(0, *[5_000] * 6)
         flights[4] = flights[4]._replace(computed=0)
         for young in (0, 1):

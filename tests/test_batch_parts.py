@@ -12,7 +12,7 @@ from pipeline_cases import cadenza, column, config_file, distance, lines, rollou
 
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
-from cadenza.pipelines.config import dump, read
+from cadenza.pipelines.config import dump_config, read_config
 from cadenza.rollout.failures import Stalled
 from cadenza.rollout.scheduler import RolloutScheduler
 
@@ -58,7 +58,7 @@ def in_parts(
     directory: Path, monkeypatch: pytest.MonkeyPatch, between: Callable[[AgenticPipeline], None]
 ) -> AgenticPipeline:
     """A run of two parts a step in which something happens before the second part of the second step is asked for."""
-    config = read(config_file(directory), ["steps=4", "batch_parts=2"])
+    config = read_config(config_file(directory), ["steps=4", "batch_parts=2"])
     inner, asked = RolloutScheduler.get_batch, 0
 
     async def get_batch(self: RolloutScheduler, *arguments: Any) -> Any:
@@ -75,7 +75,7 @@ def in_parts(
         pipelines.append(AgenticPipeline(config, run))
         await pipelines[0].train()
 
-    with RunDirectory(directory / "run", config=dump(config), trackers=()) as run:
+    with RunDirectory(directory / "run", config=dump_config(config), trackers=()) as run:
         try:
             asyncio.run(main())
         except Stalled:

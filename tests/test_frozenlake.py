@@ -16,8 +16,8 @@ from cadenza.envs.frozenlake import FrozenLake
 from cadenza.inference.replica import Request
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
-from cadenza.rollout.rollout_functions import trajectory as play
 from cadenza.rollout.records import Task
+from cadenza.rollout.rollout_functions import trajectory as play
 from cadenza.testing import FakeReplica
 
 CLASSIC = "P...\n.O.O\n...O\nO..G\n"

@@ -13,11 +13,11 @@ import pytest
 from cadenza.inference.replica import Finish, Generation, PauseMode
 from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.group_queue import GroupQueueManager
-from cadenza.rollout.leases import Leases
+from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, Ledger
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate
-from cadenza.rollout.router import Seat
+from cadenza.rollout.router import ReplicaEntry
 from cadenza.rollout.sampler import Sampler
 from cadenza.simulation.fuzz import examine
 from cadenza.simulation.scenario import Scenario
@@ -145,7 +145,7 @@ def test_the_youngest_first_is_found(monkeypatch: Patch) -> None:
 
 
 def test_leases_that_never_expire_are_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Leases, "_look", lambda self: None)
+    monkeypatch.setattr(LeaseDeadlines, "_look", lambda self: None)
     hunt(5)
 
 
@@ -209,7 +209,7 @@ def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> No
 def test_a_shrink_that_touches_other_replicas_is_found(monkeypatch: Patch) -> None:
     put_to_sleep = Sampler._put_to_sleep
 
-    async def clumsy(self: Sampler, seat: Seat, epoch: int) -> None:
+    async def clumsy(self: Sampler, seat: ReplicaEntry, epoch: int) -> None:
         for other in self._active():
             await other.replica.pause(epoch, PauseMode.ABORT)
             if not self._suspended:

@@ -37,7 +37,7 @@ from builders import (
 from cadenza import DataProto, RolloutScheduler
 from cadenza.inference.replica import Request
 from cadenza.rollout.failures import SchedulerClosed
-from cadenza.rollout.snapshot import JournalError
+from cadenza.rollout.snapshot import SnapshotError
 from cadenza.rollout.ledger import GroupState
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.testing import FakeReplica
@@ -644,7 +644,7 @@ def _saved(tmp_path: Path) -> Path:
 
 def refused(saved: Path, message: str, **options: Any) -> None:
     async def second() -> None:
-        with pytest.raises(JournalError, match=message):
+        with pytest.raises(SnapshotError, match=message):
             restart(saved, **{"group_size": 2, "tasks": 10} | options)
 
     simulate(second)

@@ -22,14 +22,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cadenza.observe.display import SHARE, Display, Series, curve, duration, short
+from cadenza.observe.display import SHARE, Display, DownsampledCurve, curve, duration, short
 from cadenza.observe.report import EPISODES, choose, find_episodes, render, smooth, write_report
-from cadenza.observe.run import RunDirectory, Sample, TensorBoard, fresh, read_lines
+from cadenza.observe.run import RunDirectory, SampleRecord, TensorBoard, make_fresh_directory, read_lines
 
 NASTY = "</pre></script><img src=x onerror=alert(1)> & \u2028 'quoted\" \ud800"
 
 
-def sample(step: int, *, score: float = 1.0, prompt: str = "P.\n.G", mode: str = "train", **more: Any) -> Sample:
+def sample(step: int, *, score: float = 1.0, prompt: str = "P.\n.G", mode: str = "train", **more: Any) -> SampleRecord:
     turns = [{"prompt": prompt, "response": "R", "reward": 0.0}, {"prompt": ".P\n.G", "response": "D", "reward": score}]
     record = {"step": step, "mode": mode, "task": f"lake/{step}", "domain": "lake", "score": score}
     return record | {"success": score > 0, "versions": [step - 1, step], "turns": turns} | more  # type: ignore[return-value]
@@ -179,9 +179,9 @@ def test_a_new_run_never_writes_into_a_directory_that_holds_something(tmp_path: 
     paths = [a_run(tmp_path / "run", 1).path for _ in range(3)]
     assert [path.name for path in paths] == ["run", "run-2", "run-3"]
     (tmp_path / "empty").mkdir()
-    assert fresh(tmp_path / "empty") == tmp_path / "empty"
+    assert make_fresh_directory(tmp_path / "empty") == tmp_path / "empty"
     (tmp_path / "file").touch()
-    assert fresh(tmp_path / "file") == tmp_path / "file-2"
+    assert make_fresh_directory(tmp_path / "file") == tmp_path / "file-2"
 
 
 def test_there_is_nothing_to_resume_where_there_is_no_run(tmp_path: Path) -> None:
@@ -526,7 +526,7 @@ def test_every_curve_can_be_drawn(values: list[float], width: int) -> None:
 
 
 def test_a_series_is_thinned_without_losing_its_mean_or_its_extremes() -> None:
-    series = Series(limit=100)
+    series = DownsampledCurve(limit=100)
     values = [math.sin(number / 50) for number in range(10_000)]
     values[777] = 50.0
     for number, value in enumerate(values):

@@ -10,7 +10,7 @@ from weakref import ref
 
 import pytest
 
-from cadenza.off_loop import Threads
+from cadenza.off_loop import DaemonThreadPool
 
 
 class Model:
@@ -40,7 +40,7 @@ def test_a_thread_lets_go_of_what_it_called_before_it_tells_the_result(method: C
         begin.wait(10)
         return method(model)
 
-    future = Threads().submit(work, model)
+    future = DaemonThreadPool().submit(work, model)
     future.add_done_callback(told)
     del model
     begin.set()

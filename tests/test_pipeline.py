@@ -47,7 +47,7 @@ from cadenza.inference.replica import Generation, Request
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
-from cadenza.pipelines.config import PRESETS, build, dump, read
+from cadenza.pipelines.config import PRESETS, build_config, dump_config, read_config
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.traces import read_run
 from cadenza.training import Actor
@@ -110,8 +110,8 @@ def test_train_prints_one_json_object_and_nothing_else(first: Done) -> None:
 
 def test_the_config_of_a_run_reads_back(first: Done) -> None:
     stored = yaml.safe_load((first.run / "config.yaml").read_text(encoding="utf-8"))
-    config = build(stored)
-    assert dump(config) == stored
+    config = build_config(stored)
+    assert dump_config(config) == stored
     assert (config.steps, config.estimator.name, config.rollout.group_size) == (3, "grpo", 4)
 
 
@@ -475,7 +475,7 @@ def test_a_second_sigterm_is_the_same_wish(commands: Commands, tmp_path: Path) -
 
 
 def test_a_batch_that_comes_with_the_stop_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read(config_file(tmp_path), ["steps=4"])
+    config = read_config(config_file(tmp_path), ["steps=4"])
     inner = RolloutScheduler.get_batch
 
     async def get_batch(self: RolloutScheduler, *arguments: Any) -> Any:
@@ -485,7 +485,7 @@ def test_a_batch_that_comes_with_the_stop_is_trained(tmp_path: Path, monkeypatch
         return batch
 
     monkeypatch.setattr(RolloutScheduler, "get_batch", get_batch)
-    with RunDirectory(tmp_path / "run", config=dump(config), trackers=()) as run:
+    with RunDirectory(tmp_path / "run", config=dump_config(config), trackers=()) as run:
 
         async def main() -> Any:
             nonlocal pipeline

@@ -25,7 +25,7 @@ from cadenza.cluster.remote_replica import RemoteReplica  # noqa: E402
 from cadenza.cluster.weight_transfer import StoredWeights, WeightBroadcast, WeightLayout, WeightTransferError  # noqa: E402
 from cadenza.inference.replica import Generation, Request, Sampling, Tokens  # noqa: E402
 from cadenza.pipelines.engines import EngineConfig  # noqa: E402
-from cadenza.pipelines.replicas import ByBroadcast, Inference, Plan, ThroughStore, inference  # noqa: E402
+from cadenza.pipelines.replicas import BroadcastDelivery, Inference, InferenceSpec, ObjectStoreDelivery, open_inference  # noqa: E402
 from cadenza.pipelines.workers import ActorWorker, ModelSpec  # noqa: E402
 from cadenza.rollout.sampler import SamplerConfig  # noqa: E402
 from cadenza.training import ActorConfig, ModelConfig, ReferenceConfig  # noqa: E402
@@ -97,8 +97,8 @@ def run(devices: str, work: Work, *, trainers: str = "0", strategy: StrategyName
                 where = await actor.meet() if actor.world_size > 1 else None
                 await actor.build(where, [str(place) for place in actor.places])
                 await actor.nudge(0)
-                plan = Plan(actor, places, codec, model_spec, EngineConfig(), SamplerConfig(balance_seconds=0))
-                async with inference(plan) as running:
+                spec = InferenceSpec(actor, places, codec, model_spec, EngineConfig(), SamplerConfig(balance_seconds=0))
+                async with open_inference(spec) as running:
                     await work(actor, running, list(running.sampler.replicas))  # type: ignore[arg-type]
         finally:
             await resources.shutdown()
@@ -123,7 +123,7 @@ async def all_say(replicas: list[RemoteReplica], expected: list[int], version: i
 def test_after_an_update_every_replica_writes_what_the_trainer_would(
     nodes: None, devices: str, trainers: str, strategy: StrategyName
 ) -> None:
-    way = ThroughStore if devices == "1-2" else ByBroadcast
+    way = ObjectStoreDelivery if devices == "1-2" else BroadcastDelivery
 
     async def work(actor: Any, running: Inference, replicas: list[RemoteReplica]) -> None:
         assert type(running.delivery) is way
@@ -131,8 +131,8 @@ def test_after_an_update_every_replica_writes_what_the_trainer_would(
         await all_say(replicas, before, 0, 100)
         for version in (1, 2):
             await actor.nudge(version)
-            weights = await running.weights()
-            assert isinstance(weights, StoredWeights) == (way is ThroughStore)
+            weights = await running.deliver_weights()
+            assert isinstance(weights, StoredWeights) == (way is ObjectStoreDelivery)
             await all_say(replicas, before, version - 1, 1000 * version)  # they have it, and do not use it yet
             await running.sampler.load_weights(version, weights)
             after = await actor.greedy(PROMPT, 12)
@@ -149,7 +149,7 @@ def test_a_turn_that_runs_through_an_update_has_each_token_of_one_version(nodes:
         old = await actor.greedy(PROMPT, 400)
         turn = replica.generate(ask(1, 400))
         await actor.nudge(1)
-        weights = await running.weights()
+        weights = await running.deliver_weights()
         while not (await replica.stats()).generated:  # noqa: ASYNC110 - it begins within some calls
             await asyncio.sleep(0)
         await running.sampler.load_weights(1, weights)
@@ -189,7 +189,7 @@ def test_a_broadcast_that_a_replica_misses_goes_through_the_object_store_and_the
         await actor.nudge(1)
         dead, *living = replicas
         way = running.delivery
-        assert isinstance(way, ByBroadcast)
+        assert isinstance(way, BroadcastDelivery)
         missed = way._last
         assert missed is not None
         entries = [
@@ -198,10 +198,10 @@ def test_a_broadcast_that_a_replica_misses_goes_through_the_object_store_and_the
         ]
         other = WeightLayout(tuple(entries), BUCKET)
         way._last = missed[0], replace(missed[1], layout=other)  # the engines will not have it
-        assert isinstance(await running.weights(), StoredWeights)
+        assert isinstance(await running.deliver_weights(), StoredWeights)
         assert "the broadcast of weights failed" in caplog.text
         dead.kill("for the test")
-        weights = await running.weights()
+        weights = await running.deliver_weights()
         assert isinstance(weights, WeightBroadcast)
         assert weights.size == 1 + len(living)
         await running.sampler.load_weights(1, weights)

@@ -30,7 +30,7 @@ from cadenza.rollout import (  # noqa: E402
     EnvManagerConfig,
     InferenceService,
     RolloutConfig,
-    env_host,
+    env_worker_process,
 )
 from cadenza.testing import ByteCodec, FakeReplica, LocalCluster  # noqa: E402
 
@@ -289,6 +289,6 @@ def test_info_may_hold_what_only_ray_can_send() -> None:
         pass
 
     assert "ray" in sys.modules
-    env_host._check_sendable({"note": Local()})
+    env_worker_process._check_sendable({"note": Local()})
     with pytest.raises(TypeError, match="lock"):
-        env_host._check_sendable({"lock": threading.Lock()})
+        env_worker_process._check_sendable({"lock": threading.Lock()})

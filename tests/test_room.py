@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request
-from cadenza.rollout.wait_queue import RETRY_SECONDS, Line
-from cadenza.rollout.router import FULL, HOLD_SECONDS, Need, Router, Seat
+from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
+from cadenza.rollout.router import FULL, HOLD_SECONDS, RouteRequest, Router, ReplicaEntry
 from cadenza.rollout.sampler import Sampler
 from cadenza.simulation.cost import CostModel
 
@@ -21,9 +21,9 @@ ROOM = int(FULL * CAPACITY)
 """Tokens that are given out."""
 
 
-def seats(count: int = 1) -> tuple[Router, list[Seat]]:
+def seats(count: int = 1) -> tuple[Router, list[ReplicaEntry]]:
     loop = asyncio.get_running_loop()
-    found = [Seat(n, fake(name=f"r{n}", kv_capacity=CAPACITY), loop.create_future()) for n in range(count)]
+    found = [ReplicaEntry(n, fake(name=f"r{n}", kv_capacity=CAPACITY), loop.create_future()) for n in range(count)]
     router = Router()
     router.answer = 100.0
     router.rebuild(found)
@@ -34,11 +34,11 @@ def test_a_session_that_is_away_keeps_its_room() -> None:
     async def main() -> None:
         router, [seat] = seats()
         router.keep(seat, session=1, context=ROOM // 2, age=1, now=0.0)
-        assert router.admit(Need(2, 2, ROOM // 2, age=2), None, 0, 1.0) is seat
-        assert router.admit(Need(2, 2, ROOM // 2 + 10, age=2), None, 0, 1.0) is None
-        assert router.admit(Need(1, 1, ROOM, age=1), seat, ROOM // 2, 1.0) is seat  # it grew
+        assert router.admit(RouteRequest(2, 2, ROOM // 2, age=2), None, 0, 1.0) is seat
+        assert router.admit(RouteRequest(2, 2, ROOM // 2 + 10, age=2), None, 0, 1.0) is None
+        assert router.admit(RouteRequest(1, 1, ROOM, age=1), seat, ROOM // 2, 1.0) is seat  # it grew
         assert router.forget(seat, 1)
-        assert router.admit(Need(2, 2, ROOM, age=2), None, 0, 1.0) is seat
+        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, 1.0) is seat
 
     simulate(main)
 
@@ -48,9 +48,9 @@ def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_f
         router, [seat] = seats()
         for age in (5, 7, 6):
             router.keep(seat, session=age, context=ROOM // 3, age=age, now=0.0)
-        assert router.admit(Need(9, 9, 1_000, age=9), None, 0, 1.0) is None
+        assert router.admit(RouteRequest(9, 9, 1_000, age=9), None, 0, 1.0) is None
         assert set(seat.held) == {5, 6, 7}
-        assert router.admit(Need(1, 1, 1_000, age=1), None, 0, 1.0) is seat
+        assert router.admit(RouteRequest(1, 1, 1_000, age=1), None, 0, 1.0) is seat
         assert set(seat.held) == {5, 6}
         assert not router.forget(seat, 7)
 
@@ -61,8 +61,8 @@ def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
     async def main() -> None:
         router, [seat] = seats()
         router.keep(seat, session=1, context=ROOM, age=1, now=0.0)
-        assert router.admit(Need(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS) is None
-        assert router.admit(Need(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS + 1) is seat
+        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS) is None
+        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS + 1) is seat
 
     simulate(main)
 
@@ -70,9 +70,9 @@ def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
 def test_a_replica_without_work_takes_a_context_of_any_size() -> None:
     async def main() -> None:
         router, [seat] = seats()
-        assert router.admit(Need(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is seat
+        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is seat
         router.add(seat, 10)
-        assert router.admit(Need(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is None
+        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is None
 
     simulate(main)
 
@@ -82,7 +82,7 @@ def test_another_replica_with_room_is_better_than_waiting() -> None:
         router, [full, other] = seats(2)
         router.add(full, ROOM)
         router.keep(full, session=1, context=10, age=1, now=0.0)
-        assert router.admit(Need(1, 1, ROOM, age=1), full, 10, 0.0) is other
+        assert router.admit(RouteRequest(1, 1, ROOM, age=1), full, 10, 0.0) is other
 
     simulate(main)
 
@@ -91,10 +91,10 @@ def test_another_replica_with_room_is_better_than_waiting() -> None:
 def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[int, int, int]]) -> None:
     async def main() -> None:
         router, found = seats(2)
-        where: dict[int, Seat] = {}
+        where: dict[int, ReplicaEntry] = {}
         for now, (kind, session, context) in enumerate(story):
             if kind == 0 and session not in where:
-                seat = router.admit(Need(session, session, context, session), None, 0, float(now))
+                seat = router.admit(RouteRequest(session, session, context, session), None, 0, float(now))
                 if seat is not None:
                     assert seat.load + seat.kept + context <= ROOM
                     router.add(seat, context)
@@ -115,16 +115,16 @@ def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[i
 
 def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
     async def main() -> None:
-        line, order = Line(), []
+        line, order = WaitQueue(), []
 
         async def wait(age: int) -> None:
-            await line.wait(Need(0, 0, 1, age))
+            await line.wait(RouteRequest(0, 0, 1, age))
             order.append(age)
             line.move()
 
         waits = [asyncio.ensure_future(wait(age)) for age in (3, 1, 2)]
         await asyncio.sleep(0)
-        assert (len(line), line.is_behind(Need(0, 0, 1, 1)), line.is_behind(Need(0, 0, 1, 2))) == (3, False, True)
+        assert (len(line), line.is_behind(RouteRequest(0, 0, 1, 1)), line.is_behind(RouteRequest(0, 0, 1, 2))) == (3, False, True)
         waits[1].cancel()
         line.move()
         await asyncio.gather(*waits, return_exceptions=True)
@@ -135,10 +135,10 @@ def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
 
 def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_along() -> None:
     async def main() -> None:
-        line = Line()
+        line = WaitQueue()
         first, second = (
-            asyncio.ensure_future(line.wait(Need(0, 0, 1, 1))),
-            asyncio.ensure_future(line.wait(Need(0, 0, 1, 2))),
+            asyncio.ensure_future(line.wait(RouteRequest(0, 0, 1, 1))),
+            asyncio.ensure_future(line.wait(RouteRequest(0, 0, 1, 2))),
         )
         await asyncio.sleep(0)
         line.move()
@@ -152,8 +152,8 @@ def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_alo
 
 def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
     async def main() -> None:
-        line = Line()
-        waits = [asyncio.ensure_future(line.wait(Need(0, 0, 1, age))) for age in (1, 2, 3, 4)]
+        line = WaitQueue()
+        waits = [asyncio.ensure_future(line.wait(RouteRequest(0, 0, 1, age))) for age in (1, 2, 3, 4)]
         await asyncio.sleep(0)
         waits[2].cancel()
         await asyncio.sleep(0.1)
@@ -162,7 +162,7 @@ def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
         waits[1].cancel()
         await asyncio.sleep(0.1)
         assert waits[3].done()
-        assert not line.is_behind(Need(0, 0, 1, 5))
+        assert not line.is_behind(RouteRequest(0, 0, 1, 5))
 
     simulate(main)
 
@@ -171,15 +171,15 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        seat = await sampler.grant(Need(1, 1, 5_000, age=1))
-        oldest = asyncio.ensure_future(sampler.grant(Need(0, 0, ROOM, age=0)))
+        seat = await sampler.grant(RouteRequest(1, 1, 5_000, age=1))
+        oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, ROOM, age=0)))
         await asyncio.sleep(0.1)
-        behind = asyncio.ensure_future(sampler.grant(Need(2, 2, 10, age=2)))
+        behind = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 10, age=2)))
         await asyncio.sleep(0.1)
         oldest.cancel()
         await asyncio.sleep(0.1)
         assert behind.result() is seat
-        assert await sampler.grant(Need(3, 3, 10, age=3)) is seat
+        assert await sampler.grant(RouteRequest(3, 3, 10, age=3)) is seat
         assert asyncio.get_running_loop().time() < 1.0
         await sampler.close()
 
@@ -188,8 +188,8 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
 
 def test_the_first_in_line_looks_again_after_a_while() -> None:
     async def main() -> None:
-        line = Line()
-        _, when = await timed(line.wait(Need(0, 0, 1, 1)))
+        line = WaitQueue()
+        _, when = await timed(line.wait(RouteRequest(0, 0, 1, 1)))
         assert when == RETRY_SECONDS
 
     simulate(main)
@@ -199,13 +199,13 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        seat = await sampler.grant(Need(1, 1, ROOM, age=1))
-        waiting = asyncio.ensure_future(sampler.grant(Need(2, 2, 1_000, age=2)))
-        behind = asyncio.ensure_future(sampler.grant(Need(3, 3, 10, age=3)))
+        seat = await sampler.grant(RouteRequest(1, 1, ROOM, age=1))
+        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, age=2)))
+        behind = asyncio.ensure_future(sampler.grant(RouteRequest(3, 3, 10, age=3)))
         await asyncio.sleep(2 * RETRY_SECONDS)
         assert not waiting.done()
         assert not behind.done()  # small as it is, it does not overtake
-        sampler.release(seat, Need(1, 1, ROOM, age=1), 0)
+        sampler.release(seat, RouteRequest(1, 1, ROOM, age=1), 0)
         await asyncio.wait([waiting, behind], timeout=1.0)
         assert waiting.result() is behind.result() is seat
         await sampler.close()
@@ -218,8 +218,8 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
         sampler = Sampler([fake(name=f"r{number}", devices=(number,), kv_capacity=CAPACITY) for number in range(2)])
         await sampler.resume()
         await sampler.shrink([1])
-        await sampler.grant(Need(1, 1, ROOM, age=1))
-        waiting = asyncio.ensure_future(sampler.grant(Need(2, 2, 1_000, age=2)))
+        await sampler.grant(RouteRequest(1, 1, ROOM, age=1))
+        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, age=2)))
         await asyncio.sleep(0.1)
         await sampler.expand([1], skip_load=True)
         await asyncio.wait([waiting], timeout=0.1)
@@ -233,8 +233,8 @@ def test_closing_the_sampler_ends_the_line() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        await sampler.grant(Need(1, 1, ROOM, age=1))
-        waiting = asyncio.ensure_future(sampler.grant(Need(2, 2, 1_000, age=2)))
+        await sampler.grant(RouteRequest(1, 1, ROOM, age=1))
+        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, age=2)))
         await asyncio.sleep(0)
         await sampler.close()
         await asyncio.wait([waiting], timeout=1.0)

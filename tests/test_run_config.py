@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pipeline_cases import TINY, cadenza, config_file, steps, trained
 
-from cadenza.pipelines.config import PRESETS, ConfigError, build, dump, read
+from cadenza.pipelines.config import PRESETS, ConfigError, build_config, dump_config, read_config
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").rglob("*.yaml"))
 
@@ -19,14 +19,14 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").rglob("*.yaml"))
 def refusal(overrides: list[str], **changes: Any) -> str:
     """What is said of a config."""
     with pytest.raises(ConfigError) as caught:
-        build({**copy.deepcopy(TINY), **changes}, overrides, source="run.yaml")
+        build_config({**copy.deepcopy(TINY), **changes}, overrides, source="run.yaml")
     return str(caught.value)
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_is_a_config_and_short(path: Path) -> None:
-    config = read(path)
-    assert build(dump(config)) == config.model_copy(update={"preset": None})
+    config = read_config(path)
+    assert build_config(dump_config(config)) == config.model_copy(update={"preset": None})
     assert len(path.read_text(encoding="utf-8").splitlines()) < 40
 
 
@@ -35,17 +35,17 @@ def test_every_example_is_a_config_and_short(path: Path) -> None:
 
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_preset() -> None:
     values = {**TINY, "preset": "dapo", "actor": {"lr": 0.5, "clip_high": 0.4}}
-    config = build(values)
+    config = build_config(values)
     assert (config.actor.clip_high, config.actor.lr) == (0.4, 0.5)
     assert config.rollout.group_filter == "cadenza.pipelines.filters:has_variance"
-    config = build(values, ["actor.clip_high=0.3", "rollout.group_filter=null"])
+    config = build_config(values, ["actor.clip_high=0.3", "rollout.group_filter=null"])
     assert (config.actor.clip_high, config.actor.lr) == (0.3, 0.5)
     assert config.rollout.group_filter is None
 
 
 def test_a_later_override_wins_and_the_values_given_stay_as_they_were() -> None:
     values = copy.deepcopy(TINY)
-    assert build(values, ["actor.lr=1", "actor.lr=2", "actor={lr: 3}"]).actor.lr == 3
+    assert build_config(values, ["actor.lr=1", "actor.lr=2", "actor={lr: 3}"]).actor.lr == 3
     assert values == TINY
 
 
@@ -91,16 +91,16 @@ CHECKPOINT = {**TINY, "model": {"path": "some/model"}, "warm_start": None}
 )
 def test_an_engine_gets_a_model_and_devices_that_it_can_use(overrides: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(CHECKPOINT, overrides)
+        build_config(CHECKPOINT, overrides)
     assert said in str(caught.value)
 
 
 def test_an_engine_is_chosen_by_its_kind() -> None:
-    vllm = build(CHECKPOINT, ["engine.kind=vllm", "backend=ray", "engine.python=/x/python", "engine.options={seed: 3}"])
+    vllm = build_config(CHECKPOINT, ["engine.kind=vllm", "backend=ray", "engine.python=/x/python", "engine.options={seed: 3}"])
     assert (vllm.engine.python, vllm.engine.options) == ("/x/python", {"seed": 3})
-    build(dump(vllm), ["devices.inference={devices: 0-3, devices_per_worker: 2}"])
-    assert build(dump(vllm)).engine == vllm.engine
-    served = build(CHECKPOINT, ["engine.kind=http", "engine.servers=[{url: 'http://x:1'}, {url: 'http://x:2'}]"])
+    build_config(dump_config(vllm), ["devices.inference={devices: 0-3, devices_per_worker: 2}"])
+    assert build_config(dump_config(vllm)).engine == vllm.engine
+    served = build_config(CHECKPOINT, ["engine.kind=http", "engine.servers=[{url: 'http://x:1'}, {url: 'http://x:2'}]"])
     assert [server.url for server in served.engine.servers] == ["http://x:1", "http://x:2"]
 
 
@@ -119,7 +119,7 @@ def test_an_engine_is_chosen_by_its_kind() -> None:
     ],
 )
 def test_an_override_is_yaml_at_its_place(override: str, place: str, value: object) -> None:
-    found: Any = build(TINY, [override])
+    found: Any = build_config(TINY, [override])
     for part in place.split("."):
         found = found[part] if isinstance(found, dict) else getattr(found, part)
     assert found == value
@@ -138,22 +138,22 @@ def test_an_override_whose_value_is_no_yaml() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_resolved_in_what_is_written(preset: str) -> None:
-    config = build({**TINY, "preset": preset})
-    written = dump(config)
+    config = build_config({**TINY, "preset": preset})
+    written = dump_config(config)
     assert "preset" not in written
-    assert build(written) == config.model_copy(update={"preset": None})
-    assert build(yaml.safe_load(yaml.safe_dump(written))) == build(written)
+    assert build_config(written) == config.model_copy(update={"preset": None})
+    assert build_config(yaml.safe_load(yaml.safe_dump(written))) == build_config(written)
 
 
 def test_grpo_averages_sequences_and_dr_grpo_divides_by_the_longest_there_may_be() -> None:
-    assert build(TINY, ["preset=grpo"]).actor.aggregation == "sequence_mean"
-    actor = build(TINY, ["preset=dr-grpo", "envs.sampling.max_tokens=5"]).actor
+    assert build_config(TINY, ["preset=grpo"]).actor.aggregation == "sequence_mean"
+    actor = build_config(TINY, ["preset=dr-grpo", "envs.sampling.max_tokens=5"]).actor
     assert (actor.aggregation, actor.constant_length) == ("sequence_sum", 5), "a row is one turn"
     whole = ["preset=dr-grpo", "envs.rollout=trajectory", "envs.sampling.max_tokens=5"]
-    assert build(TINY, [*whole, "envs.max_turns=4"]).actor.constant_length == 20
-    assert build(TINY, [*whole, "actor.constant_length=7"]).actor.constant_length == 7
+    assert build_config(TINY, [*whole, "envs.max_turns=4"]).actor.constant_length == 20
+    assert build_config(TINY, [*whole, "actor.constant_length=7"]).actor.constant_length == 7
     joined = ["preset=dr-grpo", "actor.sequence=trajectory", "envs.max_turns=4"]
-    assert build(TINY, joined).actor.constant_length == 4, "a sequence is all rows of a trajectory"
+    assert build_config(TINY, joined).actor.constant_length == 4, "a sequence is all rows of a trajectory"
 
 
 @pytest.mark.parametrize("override", ["envs.rollout=trajectory", "actor.sequence=trajectory"])
@@ -176,8 +176,8 @@ def test_dr_grpo_asks_for_the_length_that_it_cannot_know(override: str) -> None:
     ],
 )
 def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
-    config = build(TINY, overrides)
-    assert build(dump(config)) == config.model_copy(update={"preset": None})
+    config = build_config(TINY, overrides)
+    assert build_config(dump_config(config)) == config.model_copy(update={"preset": None})
     assert (config.critic is not None) is (config.estimator.name == "gae")
 
 
@@ -244,7 +244,7 @@ def test_all_wrong_values_are_told_at_once() -> None:
 
 def test_what_must_be_there() -> None:
     with pytest.raises(ConfigError, match=r"steps: Field required"):
-        build({"envs": TINY["envs"], "rollout": TINY["rollout"]})
+        build_config({"envs": TINY["envs"], "rollout": TINY["rollout"]})
 
 
 @pytest.mark.parametrize(
@@ -302,13 +302,13 @@ def test_settings_that_contradict_each_other(overrides: list[str], said: str) ->
 
 @pytest.mark.parametrize(("parts", "sizes"), [(1, [28]), (2, [12, 16]), (3, [8, 8, 12]), (7, [4] * 7)])
 def test_parts_of_a_batch_are_whole_groups_and_as_even_as_these_allow(parts: int, sizes: list[int]) -> None:
-    config = build(TINY, ["rollout.batch_size=28", f"batch_parts={parts}"])
-    assert config.part_sizes == sizes
+    config = build_config(TINY, ["rollout.batch_size=28", f"batch_parts={parts}"])
+    assert config.chunk_sizes == sizes
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "gigpo", "step"])
 def test_estimators_that_compare_within_groups_go_with_parts(name: str) -> None:
-    assert build(TINY, [f"estimator.name={name}", "batch_parts=2"]).part_sizes == [4, 4]
+    assert build_config(TINY, [f"estimator.name={name}", "batch_parts=2"]).chunk_sizes == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_estimators_that_compare_within_groups_go_with_parts(name: str) -> None:
 )
 def test_devices_that_cannot_be(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(TINY, [override])
+        build_config(TINY, [override])
     assert said in str(caught.value)
 
 
@@ -342,29 +342,29 @@ def test_devices_that_cannot_be(override: str, said: str) -> None:
 )
 def test_devices_of_ranks_that_cannot_be(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(TINY, ["backend=ray", override])
+        build_config(TINY, ["backend=ray", override])
     assert said in str(caught.value)
 
 
 def test_devices_by_number_list_or_in_full_are_the_same_and_read_back() -> None:
     ways = ("devices.actor=1", "devices.actor=[1]", "devices.actor='1'", "devices.actor={devices: [1]}")
-    configs = [build(TINY, [way]) for way in ways]
+    configs = [build_config(TINY, [way]) for way in ways]
     assert all(config == configs[0] for config in configs)
     assert configs[0].device_count == 2
-    assert build(dump(configs[0])).devices == configs[0].devices
+    assert build_config(dump_config(configs[0])).devices == configs[0].devices
 
 
 def test_a_group_of_one_is_fine_where_nothing_is_compared() -> None:
-    assert build(TINY, ["preset=reinforce++", "rollout.group_size=1"]).rollout.group_size == 1
+    assert build_config(TINY, ["preset=reinforce++", "rollout.group_size=1"]).rollout.group_size == 1
 
 
 def test_the_temperature_of_the_actor_may_be_that_of_the_sampler() -> None:
-    assert build(TINY, ["actor.temperature=0.5", "envs.sampling.temperature=0.5"]).actor.temperature == 0.5
+    assert build_config(TINY, ["actor.temperature=0.5", "envs.sampling.temperature=0.5"]).actor.temperature == 0.5
 
 
 def test_the_temperature_of_the_reference_may_be_that_of_the_sampler() -> None:
     overrides = ["actor.kl_coef=0.1", "reference.temperature=0.5", "envs.sampling.temperature=0.5"]
-    assert build(TINY, overrides).reference is not None
+    assert build_config(TINY, overrides).reference is not None
 
 
 @pytest.mark.parametrize("kl", ["actor.kl_coef=0.1", "estimator.kl_coef=0.1"])
@@ -374,12 +374,12 @@ def test_an_adapter_with_a_warm_start_has_no_reference(kl: str) -> None:
     assert "the reference is the model under the adapter, without what warm_start taught" in text
     assert len(text.splitlines()) == 1
     for changes in ({"warm_start": None, "model": model}, {"model": {"path": "x"}}):
-        assert build({**TINY, **changes}, [kl]).needs_reference
+        assert build_config({**TINY, **changes}, [kl]).needs_reference
 
 
 def test_an_adapter_drops_in_a_warm_start_alone() -> None:
     model = {"path": "x", "lora": {"dropout": 0.1}}
-    assert build({**TINY, "model": model}).model.lora is not None
+    assert build_config({**TINY, "model": model}).model.lora is not None
     text = refusal([], model=model, warm_start=None)
     assert "model.lora.dropout 0.1 does nothing without warm_start: remove it" in text
 
@@ -397,8 +397,8 @@ RECIPES = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_the_documentation_turns_on_can_be_run(tmp_path: Path, name: str) -> None:
-    plain, config = build(TINY), build(TINY, RECIPES[name])
-    assert dump(config) != dump(plain)
+    plain, config = build_config(TINY), build_config(TINY, RECIPES[name])
+    assert dump_config(config) != dump_config(plain)
     line = steps(trained(tmp_path, "steps=1", *RECIPES[name]).run)[1]
     assert line["train/grad_norm"] > 0
     if "kl_coef" in str(RECIPES[name]):
@@ -431,7 +431,7 @@ def test_options_of_a_chat_template_reach_the_tokenizer(tmp_path: Path) -> None:
 def test_words_that_yaml_takes_for_booleans_are_words(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({**TINY, "actor": {}}).replace("actor: {}", "actor: {correction: off}"))
-    assert read(path).actor.correction == "off"
+    assert read_config(path).actor.correction == "off"
 
 
 @pytest.mark.parametrize(
@@ -473,8 +473,8 @@ def test_a_dry_run_prints_the_config_and_creates_nothing(tmp_path: Path, monkeyp
     assert (done.code, done.err) == (0, "")
     again = tmp_path / "again.yaml"
     again.write_text(done.out, encoding="utf-8")
-    config = read(path, ["preset=ppo", "seed=7", "envs.rollout=trajectory"])
-    assert read(again) == config.model_copy(update={"preset": None})
+    config = read_config(path, ["preset=ppo", "seed=7", "envs.rollout=trajectory"])
+    assert read_config(again) == config.model_copy(update={"preset": None})
     assert (config.critic is not None, config.seed) == (True, 7)
     assert {entry.name for entry in tmp_path.iterdir()} == {"config.yaml", "again.yaml"}
 

@@ -31,7 +31,7 @@ from builders import (
 
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Finish, Generation, PauseMode, ReplicaLost, Request, RequestRefused, Sampling
-from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, Need, Router, Seat
+from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, RouteRequest, Router, ReplicaEntry
 from cadenza.rollout.sampler import NoReplicas, Sampler, SamplerConfig
 from cadenza.simulation.cost import CostModel
 from cadenza.testing import FakeReplica
@@ -41,7 +41,7 @@ SAMPLING = Sampling()
 
 async def ask(sampler: Sampler, *, group: int = 0, context: int = 10, limit: int = 10_000) -> Generation:
     """A client: one request, whatever comes back."""
-    need = Need(group, group, context)
+    need = RouteRequest(group, group, context)
     seat = await sampler.grant(need)
     id = sampler.next_id()
     request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, sampler.epoch)
@@ -431,10 +431,10 @@ def test_a_group_with_a_short_prompt_spreads_when_its_home_is_loaded() -> None:
     simulate(main)
 
 
-def seats(*loads: int, capacity: int = 100_000, answer: float = 50.0) -> tuple[Router, list[Seat]]:
+def seats(*loads: int, capacity: int = 100_000, answer: float = 50.0) -> tuple[Router, list[ReplicaEntry]]:
     """A router over seats that carry so many tokens, when answers have so many."""
     loop = asyncio.get_running_loop()
-    found = [Seat(i, fake(name=f"r{i}", kv_capacity=capacity), loop.create_future()) for i in range(len(loads))]
+    found = [ReplicaEntry(i, fake(name=f"r{i}", kv_capacity=capacity), loop.create_future()) for i in range(len(loads))]
     router = Router()
     router.answer = answer
     router.rebuild(found)

@@ -12,7 +12,7 @@ from builders import FOREVER, client, column, fake, get, got, publish, simulate,
 from cadenza.cluster.worker_handle import LocalWorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.rollout.failures import SchedulerClosed
-from cadenza.rollout.router import Need
+from cadenza.rollout.router import RouteRequest
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.sampler_client import InferenceService
 from cadenza.rollout.sampler_process import FORGET_SECONDS
@@ -154,7 +154,7 @@ def test_who_asks_after_the_end_is_not_left_waiting() -> None:
             here.desk.kill()
             await asyncio.sleep(1.0)
             with pytest.raises(InfrastructureError, match="the sampler is gone"):
-                await sampler.grant(Need(0, 0, 10))
+                await sampler.grant(RouteRequest(0, 0, 10))
 
     simulate(main)
 

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 from builders import got, now, playing, publish, responses, sims, simulate
 
-from cadenza.rollout.sharing import MEMORY, TRY_EVERY, Gate, Rate, SharedDevices
+from cadenza.rollout.sharing import DECAY, TRY_EVERY, LendingRule, DecayingRate, SharedDevices
 
 
-def gate(*, lend: float, take: float, alone: float, together: float, tokens: float = 100.0) -> Gate:
+def gate(*, lend: float, take: float, alone: float, together: float, tokens: float = 100.0) -> LendingRule:
     """What was measured: seconds, tokens per second, tokens per missing group."""
-    found = Gate()
+    found = LendingRule()
     found.lend_seconds.add(lend)
     found.take_seconds.add(take)
     found.rates[False].add(alone * 10, 10.0)
@@ -25,7 +25,7 @@ def gate(*, lend: float, take: float, alone: float, together: float, tokens: flo
 
 
 def test_a_rate_follows_the_last_measurements() -> None:
-    rate = Rate()
+    rate = DecayingRate()
     assert rate.value is None
     for _ in range(50):
         rate.add(100.0, 10.0)
@@ -36,10 +36,10 @@ def test_a_rate_follows_the_last_measurements() -> None:
 
 
 def test_a_measurement_counts_by_its_weight() -> None:
-    rate = Rate()
+    rate = DecayingRate()
     rate.add(100.0, 10.0)
     rate.add(1000.0, 10.0, 0.1)
-    assert rate.value == pytest.approx((100 * MEMORY**0.1 + 100) / (10 * MEMORY**0.1 + 1))
+    assert rate.value == pytest.approx((100 * DECAY**0.1 + 100) / (10 * DECAY**0.1 + 1))
 
 
 def test_lending_pays_when_the_faster_wait_and_both_changes_take_less_than_the_slow_wait() -> None:
@@ -76,7 +76,7 @@ def test_a_batch_that_is_ready_needs_no_devices() -> None:
 
 
 def test_both_ways_are_tried_before_they_are_compared() -> None:
-    found = Gate()
+    found = LendingRule()
     assert found.pays(8)
     found.rates[True].add(100.0, 10.0)
     assert not found.pays(8)

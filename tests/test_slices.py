@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.inference.replica import Flight, Request
-from cadenza.pipelines.agentic import _validation
+from cadenza.pipelines.agentic import _validation_configs
 from cadenza.pipelines.config import RunConfig
 from cadenza.rollout.balance import Balancer, give_way
 from cadenza.rollout.config import SLICE_TOKENS, RolloutConfig
-from cadenza.rollout.wait_queue import Line
-from cadenza.rollout.router import FULL, Need, Router, Seat
+from cadenza.rollout.wait_queue import WaitQueue
+from cadenza.rollout.router import FULL, RouteRequest, Router, ReplicaEntry
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.experiment import Trial
@@ -78,7 +78,7 @@ async def played(
             await disturb(scheduler)
         batch, when = await getting
         assert fates(scheduler) == {"trained": size}
-        assert not scheduler.sampler._line
+        assert not scheduler.sampler._wait_queue
         for seat in scheduler.sampler._seats:
             assert (seat.load, seat.inflight, seat.held, seat.kept) == (0, 0, {}, 0)
     for replica in pool:
@@ -111,7 +111,7 @@ def test_validation_takes_turns_where_training_does(alpha: float, expected: int)
             "validation": {"episodes": 4, "every": 1},
         }
     )
-    assert _validation(config)[0].tokens_per_slice == expected
+    assert _validation_configs(config)[0].tokens_per_slice == expected
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(SLICE, 0), (SLICE + 1, SLICE)])
@@ -231,7 +231,7 @@ def test_one_who_is_stopped_between_two_slices_leaves_nothing_behind() -> None:
         ) as scheduler:
             getting = asyncio.ensure_future(got(scheduler, 2))
             await asyncio.sleep(SLICE * 0.01 + 0.1)
-            assert (scheduler.metrics()["sampler/gave_way"], len(scheduler.sampler._line)) == (1, 1)
+            assert (scheduler.metrics()["sampler/gave_way"], len(scheduler.sampler._wait_queue)) == (1, 1)
             getting.cancel()
         [seat] = scheduler.sampler._seats
         assert (seat.load, seat.held, seat.kept) == (0, {}, 0)
@@ -244,8 +244,8 @@ def test_one_who_is_stopped_between_two_slices_leaves_nothing_behind() -> None:
 
 def test_the_line_counts_slices_before_age() -> None:
     async def main() -> None:
-        line = Line()
-        needs = [Need(0, 0, 1, age=1, slices=1), Need(1, 1, 1, age=3), Need(2, 2, 1, age=2)]
+        line = WaitQueue()
+        needs = [RouteRequest(0, 0, 1, age=1, slices=1), RouteRequest(1, 1, 1, age=3), RouteRequest(2, 2, 1, age=2)]
         waits = [asyncio.ensure_future(line.wait(need)) for need in needs]
         await asyncio.sleep(0)
         assert line.first is needs[2]
@@ -259,21 +259,21 @@ def test_the_line_counts_slices_before_age() -> None:
 
 def test_one_who_is_called_and_has_not_looked_yet_is_still_before_the_others() -> None:
     async def main() -> None:
-        line = Line()
-        wait = asyncio.ensure_future(line.wait(Need(0, 0, 1, age=1)))
+        line = WaitQueue()
+        wait = asyncio.ensure_future(line.wait(RouteRequest(0, 0, 1, age=1)))
         await asyncio.sleep(0)
         line.move()
-        assert line.is_behind(Need(1, 1, 1, age=2))
+        assert line.is_behind(RouteRequest(1, 1, 1, age=2))
         await wait
-        assert not line.is_behind(Need(1, 1, 1, age=2))
+        assert not line.is_behind(RouteRequest(1, 1, 1, age=2))
 
     simulate(main)
 
 
 def test_who_gives_way() -> None:
     async def main() -> None:
-        seat = Seat(0, fake(), asyncio.get_running_loop().create_future())
-        first = Need(0, 0, 10, slices=1, slice_tokens=100)
+        seat = ReplicaEntry(0, fake(), asyncio.get_running_loop().create_future())
+        first = RouteRequest(0, 0, 10, slices=1, slice_tokens=100)
         flights = [
             Flight(1, 500, 99, 500, 99),  # has not had its slice
             Flight(2, 500, 250, 500, 100),
@@ -289,10 +289,10 @@ def test_who_gives_way() -> None:
 
 
 @pytest.mark.parametrize(("first", "waiting", "expected"), [
-    (None, 0, []), (Need(0, 0, 10, slice_tokens=100), 1, [4]), (Need(0, 0, 10, slice_tokens=100), 9, [4, 2]),
-    (Need(0, 0, 10), 9, []),
+    (None, 0, []), (RouteRequest(0, 0, 10, slice_tokens=100), 1, [4]), (RouteRequest(0, 0, 10, slice_tokens=100), 9, [4, 2]),
+    (RouteRequest(0, 0, 10), 9, []),
 ])  # fmt: skip
-def test_no_more_give_way_than_wait(first: Need | None, waiting: int, expected: list[int]) -> None:
+def test_no_more_give_way_than_wait(first: RouteRequest | None, waiting: int, expected: list[int]) -> None:
     aborted: list[int] = []
 
     class Telling(FakeReplica):
@@ -303,7 +303,7 @@ def test_no_more_give_way_than_wait(first: Need | None, waiting: int, expected: 
             aborted.append(request_id)
 
     async def main() -> None:
-        seat = Seat(0, Telling(lambda request: [65]), asyncio.get_running_loop().create_future())
+        seat = ReplicaEntry(0, Telling(lambda request: [65]), asyncio.get_running_loop().create_future())
         balancer = Balancer(1.0)
         balancer.tick([seat], first, waiting)
         assert (aborted, balancer.gave_way) == (expected, len(expected))
@@ -315,12 +315,12 @@ def test_room_is_kept_for_what_slices_are_going_to_write() -> None:
     async def main() -> None:
         capacity = 10_000
         router = Router()
-        seat = Seat(0, fake(kv_capacity=capacity), asyncio.get_running_loop().create_future())
+        seat = ReplicaEntry(0, fake(kv_capacity=capacity), asyncio.get_running_loop().create_future())
         router.rebuild([seat])
         router.answer = 2_000.0
         counts = {}
         for slice_tokens in (0, 1_000, 50_000):
-            while router.admit(need := Need(0, 0, 500, slice_tokens=slice_tokens), None, 0, 0.0) is seat:
+            while router.admit(need := RouteRequest(0, 0, 500, slice_tokens=slice_tokens), None, 0, 0.0) is seat:
                 router.add(seat, need.context)
             counts[slice_tokens] = seat.inflight
             while seat.inflight:
@@ -333,11 +333,11 @@ def test_room_is_kept_for_what_slices_are_going_to_write() -> None:
 def test_an_answer_goes_on_where_its_context_is_and_else_where_there_is_least_to_do() -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        home, idle = (Seat(n, fake(name=f"r{n}", kv_capacity=10_000), loop.create_future()) for n in range(2))
+        home, idle = (ReplicaEntry(n, fake(name=f"r{n}", kv_capacity=10_000), loop.create_future()) for n in range(2))
         router = Router(prefill_weight=0.0)
         router.rebuild([home, idle])
-        need = Need(1, 1, 1_000, slices=1, slice_tokens=100)
-        assert router.admit(Need(0, 1, 10), None, 0, 0.0) is home  # the group's prompt is there
+        need = RouteRequest(1, 1, 1_000, slices=1, slice_tokens=100)
+        assert router.admit(RouteRequest(0, 1, 10), None, 0, 0.0) is home  # the group's prompt is there
         router.add(home, 4_000)
         assert router.admit(need, home, 1_000, 0.0) is idle
         router.keep(home, session=1, context=1_000, age=0, now=0.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cadenza import DataProto, RolloutScheduler
 from cadenza.observe.events import Event
-from cadenza.observe.timeline import Call, Life, Timeline, intervals
+from cadenza.observe.timeline import AttemptSpan, RequestSpan, Timeline, build_timeline
 from cadenza.observe.timeline_html import render, write_html
 from cadenza.observe.timeline_png import concurrency, write_png
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
@@ -24,9 +24,9 @@ NASTY = "</script><img src=x onerror=alert(1)> & \u2028 'quoted\""
 BEGIN = [Event(1.0, "open", "g0", "math/7 at version 3"), Event(1.0, "issue", "g0.0#0", "slot 2")]
 
 
-def only(timeline: Timeline) -> Life:
-    (life,) = timeline.lives
-    return life
+def only(timeline: Timeline) -> AttemptSpan:
+    (attempt,) = timeline.attempts
+    return attempt
 
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
@@ -34,10 +34,10 @@ def only(timeline: Timeline) -> Life:
 
 def test_an_attempt_holds_its_slot_from_issue_to_finish_and_closes_with_its_fate() -> None:
     events = [*BEGIN, Event(4.0, "finish", "g0.0#0", "reward 0.5"), Event(9.0, "trained", "g0.0#0", "")]
-    life = only(intervals(events))
-    assert (life.task, life.version, life.slot) == ("math/7", 3, 2)
-    assert (life.start, life.end, life.closed) == (1.0, 4.0, 9.0)
-    assert (life.fate, life.reward) == ("trained", 0.5)
+    attempt = only(build_timeline(events))
+    assert (attempt.task, attempt.version, attempt.slot) == ("math/7", 3, 2)
+    assert (attempt.start, attempt.end, attempt.closed) == (1.0, 4.0, 9.0)
+    assert (attempt.fate, attempt.reward) == ("trained", 0.5)
 
 
 def test_a_turn_that_moves_is_one_call_per_replica() -> None:
@@ -50,25 +50,25 @@ def test_a_turn_that_moves_is_one_call_per_replica() -> None:
         Event(6.0, "ask", "g0.0#0", "r0"),
         Event(8.0, "answer", "g0.0#0", "stop 60"),
     ]
-    life = only(intervals(events))
-    assert life.calls == [
-        Call("r0", 2.0, 3.0, "abort", 40),
-        Call("r1", 5.0, 6.0, "error", 0),
-        Call("r0", 6.0, 8.0, "stop", 60),
+    attempt = only(build_timeline(events))
+    assert attempt.calls == [
+        RequestSpan("r0", 2.0, 3.0, "abort", 40),
+        RequestSpan("r1", 5.0, 6.0, "error", 0),
+        RequestSpan("r0", 6.0, 8.0, "stop", 60),
     ]
-    assert life.tokens == 100
+    assert attempt.tokens == 100
 
 
 def test_a_request_without_an_answer_ends_with_its_attempt() -> None:
     events = [*BEGIN, Event(2.0, "ask", "g0.0#0", "r0"), Event(5.0, "surplus", "g0.0#0", "too late")]
-    life = only(intervals(events))
-    assert life.calls == [Call("r0", 2.0, 5.0, "cut off", 0)]
-    assert (life.end, life.cause, life.reward) == (5.0, "too late", None)
+    attempt = only(build_timeline(events))
+    assert attempt.calls == [RequestSpan("r0", 2.0, 5.0, "cut off", 0)]
+    assert (attempt.end, attempt.cause, attempt.reward) == (5.0, "too late", None)
 
 
 def test_what_is_open_when_the_events_stop_ends_there() -> None:
     events = [*BEGIN, Event(2.0, "ask", "g0.0#0", "r0"), Event(3.0, "suspend", "sampler", "keep")]
-    timeline = intervals([*events, Event(7.0, "suspended", "sampler", "")])
+    timeline = build_timeline([*events, Event(7.0, "suspended", "sampler", "")])
     assert (only(timeline).fate, only(timeline).end, only(timeline).calls[0].end) == ("running", 7.0, 7.0)
     assert timeline.suspensions == [(3.0, 7.0)]
     assert (timeline.start, timeline.end) == (1.0, 7.0)
@@ -78,7 +78,7 @@ def test_members_trained_together_are_one_batch() -> None:
     events = [Event(0.0, "open", "g0", "t at version 0")]
     events += [Event(0.0, "issue", f"g0.{member}#0", f"slot {member}") for member in range(3)]
     events += [Event(time, "trained", f"g0.{member}#0", "") for member, time in enumerate((4.0, 4.0, 6.0))]
-    assert intervals(events).cuts == [(4.0, 2), (6.0, 1)]
+    assert build_timeline(events).cuts == [(4.0, 2), (6.0, 1)]
 
 
 def test_a_slot_is_free_when_the_next_attempt_takes_it_although_a_reward_is_late() -> None:
@@ -88,7 +88,7 @@ def test_a_slot_is_free_when_the_next_attempt_takes_it_although_a_reward_is_late
         Event(8.0, "finish", "g0.0#0", "reward 1"),
         Event(9.0, "finish", "g0.1#0", "reward 1"),
     ]
-    assert [(life.start, life.end) for life in intervals(events).lives] == [(1.0, 5.0), (5.0, 9.0)]
+    assert [(attempt.start, attempt.end) for attempt in build_timeline(events).attempts] == [(1.0, 5.0), (5.0, 9.0)]
 
 
 def test_versions_and_losses_are_marks_in_time_and_replicas_are_in_their_natural_order() -> None:
@@ -98,14 +98,14 @@ def test_versions_and_losses_are_marks_in_time_and_replicas_are_in_their_natural
         Event(3.0, "publish", "sampler", "4"),
         Event(4.0, "lost", "r2", "crashed"),
     ]
-    timeline = intervals(events)
+    timeline = build_timeline(events)
     assert timeline.published == [(3.0, 4)]
     assert timeline.lost == [(4.0, "r2", "crashed")]
     assert timeline.replicas == ["r2", "r10"]
 
 
 def test_no_events_are_an_empty_timeline() -> None:
-    assert intervals([]) == Timeline()
+    assert build_timeline([]) == Timeline()
 
 
 class TwoTurns:
@@ -142,10 +142,10 @@ def test_the_events_of_a_scheduler_hold_what_its_ledger_holds() -> None:
         return scheduler
 
     ledger = run(main).ledger
-    timeline = intervals(events)
-    assert len(timeline.lives) == ledger.issued
-    assert {fate: sum(life.fate == fate for life in timeline.lives) for fate in ledger.fates} == ledger.fates
-    assert sum(life.tokens for life in timeline.lives) == ledger.tokens.total()
+    timeline = build_timeline(events)
+    assert len(timeline.attempts) == ledger.issued
+    assert {fate: sum(attempt.fate == fate for attempt in timeline.attempts) for fate in ledger.fates} == ledger.fates
+    assert sum(attempt.tokens for attempt in timeline.attempts) == ledger.tokens.total()
     assert [version for _, version in timeline.published] == [1, 2]
     assert [count for _, count in timeline.cuts] == [4, 4]
     assert timeline.replicas == ["r0", "r1"]
@@ -163,7 +163,7 @@ def nasty_timeline() -> Timeline:
         Event(2.0, "failed", "g0.0#0", NASTY),
         Event(2.0, "lost", NASTY, NASTY),
     ]
-    return intervals(events)
+    return build_timeline(events)
 
 
 def test_the_page_holds_the_data_and_no_text_of_it_becomes_markup() -> None:
@@ -180,7 +180,7 @@ def test_the_page_holds_the_data_and_no_text_of_it_becomes_markup() -> None:
 
 def test_a_title_or_a_cause_that_looks_like_a_placeholder_stays_what_it_is() -> None:
     events = [*BEGIN, Event(2.0, "failed", "g0.0#0", "__TITLE__ __DATA__")]
-    page = render(intervals(events), "of __DATA__")
+    page = render(build_timeline(events), "of __DATA__")
     assert '"__TITLE__ __DATA__"' in page
     assert "<h1>of __DATA__</h1>" in page
 

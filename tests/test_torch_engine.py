@@ -578,7 +578,7 @@ def test_an_idle_context_gives_way_the_oldest_first() -> None:
 
 
 def cells(engine: Engine) -> int:
-    """Tokens for which memory is allocated, in rows or on the prefix cache."""
+    """Tokens for which memory is allocated, in rows or in the prefix cache."""
     return engine._cache.cells + engine._prefix_cache.tokens
 
 
@@ -620,7 +620,7 @@ def test_a_context_as_long_as_kv_tokens_is_served_alone(kind: str) -> None:
     assert [len(done[i].tokens) for i in range(3)] == [11, 1, 5]
 
 
-def test_rows_that_stand_empty_make_room_for_idle_contexts() -> None:
+def test_rows_that_stand_empty_give_way_to_idle_contexts() -> None:
     engine = Engine(decoder_for(tiny()), max_running=8, kv_tokens=1024, prefill_tokens=9999, keep_kv=False, version=0)
     _, most = run(engine, [(60, 10 + 2 * i) for i in range(8)])
     assert most == 8

@@ -156,7 +156,7 @@ def greedy(model: Any, tokens: list[int], count: int = 24) -> list[int]:
 
 
 def logprobs(model: Any, tokens: list[int], answer: Generation, sampling: Sampling = GREEDY) -> Any:
-    """What a full forward says of the tokens, under the law that they were drawn from."""
+    """What a full forward says of the tokens, under the distribution that they were drawn from."""
     with torch.inference_mode():
         ids = torch.tensor([[*tokens, *answer.tokens.tolist()]])
         logits = model(ids).logits[0, len(tokens) - 1 : -1].float()

@@ -22,7 +22,7 @@ from cadenza.envs.frozenlake import FrozenLake
 from cadenza.envs.protocol import Outcome
 from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.pipelines.agentic import AgenticPipeline
-from cadenza.pipelines.config import build
+from cadenza.pipelines.config import build_config
 
 TARGET = 0.9
 LATENCY = 0.03
@@ -59,7 +59,7 @@ class SlowLake(FrozenLake):
         return await super().step(action)
 
 
-class Result(NamedTuple):
+class AsynchronyResult(NamedTuple):
     """One run."""
 
     samples: int
@@ -68,17 +68,17 @@ class Result(NamedTuple):
     success: float
 
 
-def run(seed: int, alpha: float, slow: bool) -> Result:
+def run(seed: int, alpha: float, slow: bool) -> AsynchronyResult:
     """Train until the target; validation is always on the fast env, so that it takes the same time on both sides."""
     overrides = [f"seed={seed}", f"rollout.alpha={alpha}"]
     if slow:
         overrides.append(f"envs.domains.lake.env={__name__}:SlowLake")
     with tempfile.TemporaryDirectory() as directory:
-        config = build(CONFIG, overrides)
+        config = build_config(CONFIG, overrides)
         with RunDirectory(Path(directory) / "run", trackers=()) as files:
             progress = asyncio.run(AgenticPipeline(config, files).train())
             seconds = [line["time"] for line in read_lines(files.path / "metrics.jsonl") if "val/success" in line]
-            return Result(progress.samples, seconds[-1] - seconds[0], progress.success_last or 0.0)
+            return AsynchronyResult(progress.samples, seconds[-1] - seconds[0], progress.success_last or 0.0)
 
 
 def asynchrony(json: bool, seeds: int = 5) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 from cadenza.data import DataProto
 from cadenza.inference.replica import Finish, Flight, Generation, PauseMode, ReplicaStats, Request, Span, Tokens
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
-from cadenza.rollout.router import Router, Seat
+from cadenza.rollout.router import ReplicaEntry, Router
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.testing import LocalCluster
 
@@ -111,7 +111,7 @@ class BenchReplica:
         return
 
 
-class OneTurn:
+class OneTurnEnv:
     """An env of one turn with a prompt of its own."""
 
     __slots__ = ("_prompt",)
@@ -126,7 +126,7 @@ class OneTurn:
         return None, 1.0, True, False, {}
 
 
-class TwoTurns(OneTurn):
+class TwoTurnEnv(OneTurnEnv):
     """Its second turn is where a trajectory is held, with the tokens of the first."""
 
     __slots__ = ("_turns",)
@@ -136,7 +136,7 @@ class TwoTurns(OneTurn):
         return np.zeros(1, np.int32), 1.0, self._turns == 2, False, {}
 
 
-class Bench:
+class SchedulerBench:
     """A scheduler over replicas that answer at once or never."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Bench:
         hold: int,
         prompt: int = 64,
         tokens: int = 64,
-        env: type = OneTurn,
+        env: type = OneTurnEnv,
     ) -> None:
         self.replicas = [BenchReplica(device, tokens, hold) for device in range(REPLICAS)]
         self.cluster = LocalCluster(self.replicas)
@@ -177,7 +177,7 @@ def us_per_trajectory(in_flight: int, batches: int, batch: int = 1024) -> float:
     """CPU per one-turn trajectory of 64 + 64 tokens, from admission to the batch."""
 
     async def main() -> float:
-        bench = Bench(in_flight, batch, alpha=in_flight // batch + 1, hold=in_flight // REPLICAS * 3 // 4)
+        bench = SchedulerBench(in_flight, batch, alpha=in_flight // batch + 1, hold=in_flight // REPLICAS * 3 // 4)
         for _ in range(2 + in_flight // batch):  # until every trajectory that counts started in a full pipe
             await bench.step()
         start = time.process_time()
@@ -195,12 +195,12 @@ def us_per_route(sessions: int, calls: int = 100_000) -> float:
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
-        seats = [Seat(i, BenchReplica(i, 1, 0), loop.create_future()) for i in range(64)]
+        seats = [ReplicaEntry(i, BenchReplica(i, 1, 0), loop.create_future()) for i in range(64)]
         router = Router()
         router.rebuild(seats)
-        held: deque[Seat] = deque()
+        held: deque[ReplicaEntry] = deque()
 
-        def route(number: int, sticky: Seat | None) -> Seat:
+        def route(number: int, sticky: ReplicaEntry | None) -> ReplicaEntry:
             seat = router.pick(sticky, number // GROUP, 512, 512)
             assert seat is not None
             router.add(seat, 512)
@@ -222,7 +222,7 @@ def get_batch_ms(rows: int = 512, tokens: int = 4096) -> tuple[float, float]:
     """CPU until every named column of a ready batch is a tensor; and to allocate and fill the same bytes."""
 
     async def main() -> tuple[float, float]:
-        bench = Bench(rows, rows, alpha=1.0, hold=0, prompt=tokens // 2, tokens=tokens // 2)
+        bench = SchedulerBench(rows, rows, alpha=1.0, hold=0, prompt=tokens // 2, tokens=tokens // 2)
         best = copied = float("inf")
         for _ in range(20):  # of both the least: what is more is the machine's
             await bench.step()
@@ -252,12 +252,14 @@ def get_batch_ms(rows: int = 512, tokens: int = 4096) -> tuple[float, float]:
 
 
 def resident_bytes(tokens: int, env: type, in_flight: int) -> float:
-    """Resident memory per trajectory that waits for an answer: to its first prompt, of one token, or, with `TwoTurns`,
-    to its second prompt after a response of `tokens` tokens."""
+    """Resident memory per trajectory that waits for an answer: to its first prompt, of one token, or, with
+    `TwoTurnEnv`, to its second prompt after a response of `tokens` tokens."""
 
     async def main() -> float:
-        first = env is OneTurn
-        bench = Bench(in_flight, in_flight, alpha=0.0, hold=-1 if first else 0, prompt=1, tokens=tokens, env=env)
+        first = env is OneTurnEnv
+        bench = SchedulerBench(
+            in_flight, in_flight, alpha=0.0, hold=-1 if first else 0, prompt=1, tokens=tokens, env=env
+        )
         gc.collect()
         before = _resident()
         await bench.scheduler.resume()
@@ -290,7 +292,7 @@ def _alone(function: Callable[..., Any], *args: Any) -> Any:
 
 def measure() -> dict[str, float]:
     """All figures."""
-    large, small = (_alone(resident_bytes, tokens, TwoTurns, 20_000) for tokens in (4160, 64))
+    large, small = (_alone(resident_bytes, tokens, TwoTurnEnv, 20_000) for tokens in (4160, 64))
     get_batch, copy = _alone(get_batch_ms)
     return {
         "us_per_trajectory_1k": min(_alone(us_per_trajectory, 1024, 20) for _ in range(3)),
@@ -298,7 +300,7 @@ def measure() -> dict[str, float]:
         "us_per_route": _alone(us_per_route, 100_000),
         "get_batch_512x4096_ms": get_batch,
         "copy_512x4096_ms": copy,
-        "bytes_per_trajectory": _alone(resident_bytes, 1, OneTurn, 100_000),
+        "bytes_per_trajectory": _alone(resident_bytes, 1, OneTurnEnv, 100_000),
         "bytes_per_token": (large - small) / 4096,
     }
 

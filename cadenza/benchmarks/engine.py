@@ -35,7 +35,7 @@ PAGES = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 512}
 TARGETS = {"sequential_ratio": 3.0, "padded_ratio": 1.3}
 
 
-def policy() -> Any:
+def make_model() -> Any:
     """A Llama of 1.05M parameters, random."""
     transformers: Any = import_module("transformers")
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def policy() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-class Workload:
+class EngineWorkload:
     """The same requests for everybody."""
 
     def __init__(self, model: Any, seed: int = 0) -> None:
@@ -118,7 +118,7 @@ def measure() -> dict[str, float]:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    workload = Workload(policy())
+    workload = EngineWorkload(make_model())
     ways: dict[str, tuple[Callable[[], None], int]] = {
         "generate, one by one": (workload.sequential, SLOW_ROUNDS),
         "generate, padded batch": (workload.padded, ROUNDS),

@@ -52,9 +52,9 @@ async def paced_replicas(
 ) -> AsyncIterator[list[RemoteReplica]]:
     """So many, each in a process of its own. `length` is that of `SimReplica`, and must pickle."""
     resources = ResourceManager.on_ray()
-    parts = resources.place({"inference": f"0-{count - 1}"})["inference"].replicas()
+    placements = resources.place({"inference": f"0-{count - 1}"})["inference"].replicas()
     init: dict[str, Any] = {"cost": cost, "length": length, "load_seconds": load_seconds}
-    clusters = [Cluster("inference", PacedWorker, part, **init) for part in parts]
+    clusters = [Cluster("inference", PacedWorker, placement, **init) for placement in placements]
     try:
         await asyncio.gather(*(cluster.start() for cluster in clusters))
         yield [await RemoteReplica.of(cluster) for cluster in clusters]

@@ -42,7 +42,7 @@ TURNS_TARGET = 400.0
 """What `turns_per_cpu_second` must reach."""
 
 
-class Instant(BenchReplica):
+class InstantReplica(BenchReplica):
     """A replica that has the answer at once."""
 
     def __init__(self, number: int, devices: tuple[int, ...], tokens: int) -> None:
@@ -62,10 +62,10 @@ class InstantWorker(ReplicaWorker):
     """The same as a worker."""
 
     def __init__(self, tokens: int) -> None:
-        super().__init__(Instant(self.place.rank, self.place.devices, tokens))
+        super().__init__(InstantReplica(self.place.rank, self.place.devices, tokens))
 
 
-class Turns:
+class FixedTurnsEnv:
     """An env of so many turns, with a prompt of its own for each."""
 
     def __init__(self, turns: int) -> None:
@@ -79,7 +79,7 @@ class Turns:
         return np.arange(PROMPT, dtype=np.int32), 1.0, self._left == 0, False, {}
 
 
-class Bench:
+class RaySchedulerBench:
     """A controller with its scheduler on Ray."""
 
     def __init__(self, ray: Any, tokens: int, turns: int) -> None:
@@ -91,7 +91,7 @@ class Bench:
         asyncio.run(self._replicas.start())
         self._service = asyncio.run(InferenceService.start(self._replicas.worker_handles, ByteCodec()))
         config = RolloutConfig(batch_size=BATCH, group_size=GROUP, alpha=1.0, history=0)
-        domain = DomainConfig(env=Turns, env_args={"turns": turns})
+        domain = DomainConfig(env=FixedTurnsEnv, env_args={"turns": turns})
         envs = EnvManagerConfig(domains={"bench": domain}, slots=ENVS, workers=WORKERS)
         actor = ray.remote(RolloutScheduler)
         self.scheduler = actor.remote(config, envs, self._resources, self._service, "train")
@@ -152,7 +152,7 @@ def tree_cpu_seconds() -> float:
     return sum(ticks[pid] for pid in tree) / os.sysconf("SC_CLK_TCK")
 
 
-def get_batch_ms(bench: Bench, repeats: int = 5) -> float:
+def get_batch_ms(bench: RaySchedulerBench, repeats: int = 5) -> float:
     """Wall time from the call until every named column of a ready batch is a tensor in the controller; the median."""
     times = []
     for _ in range(repeats):
@@ -168,14 +168,14 @@ def get_batch_ms(bench: Bench, repeats: int = 5) -> float:
 
 
 @contextmanager
-def benches(ray: Any) -> Iterator[Callable[[int, int], Bench]]:
+def benches(ray: Any) -> Iterator[Callable[[int, int], RaySchedulerBench]]:
     """Makes benches, one after the other."""
-    made: list[Bench] = []
+    made: list[RaySchedulerBench] = []
 
-    def make(tokens: int, turns: int) -> Bench:
+    def make(tokens: int, turns: int) -> RaySchedulerBench:
         while made:
             made.pop().close()
-        made.append(Bench(ray, tokens, turns))
+        made.append(RaySchedulerBench(ray, tokens, turns))
         return made[-1]
 
     try:

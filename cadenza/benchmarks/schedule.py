@@ -38,7 +38,7 @@ WHOLE = StrategySettings(train_gpus=1, balance_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ScheduleCase:
     """A workload on GPUS GPUs, and what is tried on it."""
 
     workload: Workload
@@ -49,7 +49,7 @@ class Case:
 
 
 CASES = (
-    Case(
+    ScheduleCase(
         # One trainer is faster than the others' by as much as makes it the share that 5 of 32 are.
         replace(find(f"W2x{GPUS}"), train_seconds=TRAIN_SECONDS_PER_TOKEN * (1 / GPUS) / (5 / 32)),
         alpha=1.0,
@@ -62,7 +62,7 @@ CASES = (
             "in 8 parts, moves": replace(WHOLE, parts=8, balance_seconds=5.0),
         },
     ),
-    Case(
+    ScheduleCase(
         find(f"W3x{GPUS}"),
         alpha=0.0,
         steps=2,
@@ -72,7 +72,7 @@ CASES = (
 )
 
 
-def hurried(workload: Workload, speed: float) -> Workload:
+def sped_up(workload: Workload, speed: float) -> Workload:
     """The same in less time."""
     cost = workload.cost
     faster = replace(cost, a=cost.a / speed, b=cost.b / speed, c=cost.c / speed, p=cost.p / speed)
@@ -84,7 +84,7 @@ def hurried(workload: Workload, speed: float) -> Workload:
     )
 
 
-class OnRay(CadenzaStrategy):
+class RayCadenzaStrategy(CadenzaStrategy):
     """The policy, with its replicas in processes of their own. An episode is one answer, whose length stands at the
     beginning of its prompt."""
 
@@ -112,16 +112,16 @@ def _length(request: Request) -> int:
     return int(request.chunks[0][0])
 
 
-def measured(case: Case, idea: str, seed: int) -> RunFigures:
+def measured(case: ScheduleCase, idea: str, seed: int) -> RunFigures:
     """A real run, in the seconds of the cost model."""
-    hurry, settings = hurried(case.workload, SPEED), case.ideas[idea]
+    fast, settings = sped_up(case.workload, SPEED), case.ideas[idea]
     settings = replace(settings, balance_seconds=settings.balance_seconds / SPEED)
-    policy = OnRay(hurry, trace_of(hurry, seed), case.alpha, settings)
+    policy = RayCadenzaStrategy(fast, trace_of(fast, seed), case.alpha, settings)
     figures = asyncio.run(drive(policy, case.steps)).figures(seed, case.warm_up)
     return replace(figures, step_seconds=figures.step_seconds * SPEED, wait_seconds=figures.wait_seconds * SPEED)
 
 
-def simulated(case: Case, idea: str, seed: int) -> RunFigures:
+def simulated(case: ScheduleCase, idea: str, seed: int) -> RunFigures:
     """The same under the virtual clock."""
     return Trial(case.workload, "cadenza", case.alpha, seed, case.ideas[idea], case.steps, case.warm_up).run()
 
@@ -152,7 +152,7 @@ def _compared(real: Sequence[RunFigures], virtual: Sequence[RunFigures]) -> dict
     } | {"staleness_max": max(figures.staleness_max for figures in real)}
 
 
-def _show(case: Case, found: dict[str, dict[str, Any]]) -> None:
+def _show(case: ScheduleCase, found: dict[str, dict[str, Any]]) -> None:
     runs = f"{len(SEEDS)} runs of {case.steps} steps, {case.warm_up} not counted"
     title = f"{case.workload.name}, alpha {case.alpha:g}: {runs}, on Ray, {SPEED:g} times as fast"
     table = Table("", "efficiency", "simulated", "step s", "simulated", "trainer waits s", "simulated", title=title)

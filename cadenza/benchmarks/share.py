@@ -38,7 +38,7 @@ COST = CostModel(a=0.01, b=0.0, c=0.0, p=5e-6, kv_capacity=1 << 20)
 """A turn alone takes 3 s; moving one costs 5 to 6.5 ms of prefill."""
 
 
-class Question:
+class QuestionEnv:
     """An env with one turn."""
 
     async def reset(self, seed: int) -> Tokens:
@@ -48,7 +48,7 @@ class Question:
         return "", 1.0, True, False, {}
 
 
-class Change(NamedTuple):
+class ReplicaChange(NamedTuple):
     """A replica left or came."""
 
     kind: str
@@ -57,7 +57,7 @@ class Change(NamedTuple):
     moved: int
 
 
-class Seen(NamedTuple):
+class ObservedTurn(NamedTuple):
     """A turn, as its client saw it."""
 
     asked: float
@@ -89,7 +89,7 @@ async def _measured(turns: int, in_flight: int, period: float) -> dict[str, Any]
         scheduler = RolloutScheduler(
             RolloutConfig(batch_size=turns),
             EnvManagerConfig(
-                domains={"questions": DomainConfig(env=Question, tasks=turns)},
+                domains={"questions": DomainConfig(env=QuestionEnv, tasks=turns)},
                 slots=in_flight,
                 sampling=Sampling(max_tokens=ANSWER),
             ),
@@ -107,9 +107,9 @@ async def _measured(turns: int, in_flight: int, period: float) -> dict[str, Any]
     return _figures(_seen(found, events), changes, events, written, metrics, turns)
 
 
-async def _under_load(scheduler: RolloutScheduler, turns: int, period: float) -> list[Change]:
+async def _under_load(scheduler: RolloutScheduler, turns: int, period: float) -> list[ReplicaChange]:
     """Let the last replica leave and come back until all turns are answered."""
-    loop, changes = asyncio.get_running_loop(), list[Change]()
+    loop, changes = asyncio.get_running_loop(), list[ReplicaChange]()
     batch = asyncio.ensure_future(scheduler.get_batch(DataProto(meta_info={"global_step": 0}), turns))
     device, kind = [REPLICAS - 1], "shrink"
     while not batch.done():
@@ -119,13 +119,13 @@ async def _under_load(scheduler: RolloutScheduler, turns: int, period: float) ->
         began = loop.time()
         change = scheduler.shrink_sampler if kind == "shrink" else scheduler.expand_sampler
         report = await change(device)
-        changes.append(Change(kind, began, loop.time(), report.get("moved", 0)))
+        changes.append(ReplicaChange(kind, began, loop.time(), report.get("moved", 0)))
         kind = "expand" if kind == "shrink" else "shrink"
     await batch
     return changes
 
 
-def _seen(trajectories: list[Trajectory], events: list[Event]) -> list[Seen]:
+def _seen(trajectories: list[Trajectory], events: list[Event]) -> list[ObservedTurn]:
     asked: dict[str, list[str]] = {}
     for event in events:
         if event.kind == "ask":
@@ -137,12 +137,17 @@ def _seen(trajectories: list[Trajectory], events: list[Event]) -> list[Seen]:
         seed = (trajectory.seed + GOLDEN) & MASK64
         tokens, logprobs = drawn(seed, 0, ANSWER, VOCAB)
         is_exact = np.array_equal(turn.response, tokens) and np.array_equal(turn.logprobs, logprobs)
-        seen.append(Seen(turn.asked, turn.answered, where[0], len(where) - 1, is_exact))
+        seen.append(ObservedTurn(turn.asked, turn.answered, where[0], len(where) - 1, is_exact))
     return seen
 
 
 def _figures(
-    seen: list[Seen], changes: list[Change], events: list[Event], written: int, metrics: dict[str, float], turns: int
+    seen: list[ObservedTurn],
+    changes: list[ReplicaChange],
+    events: list[Event],
+    written: int,
+    metrics: dict[str, float],
+    turns: int,
 ) -> dict[str, Any]:
     leaving = f"paced-{REPLICAS - 1}"
     warm = min(turn.answered for turn in seen)  # before it the first calls of everything
@@ -172,7 +177,7 @@ def _figures(
     }
 
 
-def _settled(change: Change, events: list[Event]) -> float:
+def _settled(change: ReplicaChange, events: list[Event]) -> float:
     """Seconds from the beginning of a shrink until the last request that it interrupted was sent elsewhere."""
     waiting, last = set[str](), change.began
     for event in events:

@@ -31,7 +31,7 @@ from rich.console import Console
 from cadenza.envs.protocol import Outcome
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
-from cadenza.pipelines.config import build
+from cadenza.pipelines.config import build_config
 from cadenza.simulation.experiment import Trial
 from cadenza.simulation.strategy import StrategySettings
 from cadenza.simulation.traces import RunStep, read_run
@@ -46,7 +46,7 @@ SEEDS = 3
 """Of the simulation: orders in which the recorded groups come."""
 
 
-class Talk:
+class ConversationEnv:
     """A conversation of some turns whose every step takes time, as a game server or a tool would."""
 
     def __init__(self, turns: int, latency: float) -> None:
@@ -65,7 +65,7 @@ class Talk:
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
+class RunSetup:
     """What two runs of a case may differ in."""
 
     batch: int
@@ -75,21 +75,21 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PredictionCase:
     """A kind of run."""
 
     name: str
     alpha: float
     turns: int
     max_tokens: int
-    calibration: Setup
-    predicted: Setup
+    calibration: RunSetup
+    predicted: RunSetup
 
 
 CASES = (
-    Case("sync, one long answer", 0.0, 1, 192, Setup(32, 32), Setup(96, 64)),
-    Case("sync, slow envs", 0.0, 3, 48, Setup(32, 32, 0.05), Setup(64, 48, 0.1)),
-    Case("alpha 1, slow envs", 1.0, 3, 48, Setup(32, 32, 0.05), Setup(64, 48, 0.1)),
+    PredictionCase("sync, one long answer", 0.0, 1, 192, RunSetup(32, 32), RunSetup(96, 64)),
+    PredictionCase("sync, slow envs", 0.0, 3, 48, RunSetup(32, 32, 0.05), RunSetup(64, 48, 0.1)),
+    PredictionCase("alpha 1, slow envs", 1.0, 3, 48, RunSetup(32, 32, 0.05), RunSetup(64, 48, 0.1)),
 )
 
 
@@ -110,9 +110,9 @@ class Comparison:
         return {**asdict(self), "error": self.error}
 
 
-def run(case: Case, setup: Setup, seed: int, out: Path) -> float:
+def run(case: PredictionCase, setup: RunSetup, seed: int, out: Path) -> float:
     """Make a real run in this directory; its mean step in seconds, without the first ones."""
-    config = build(
+    config = build_config(
         {
             "name": "run",
             "seed": seed,
@@ -123,7 +123,7 @@ def run(case: Case, setup: Setup, seed: int, out: Path) -> float:
                 "slots": setup.slots,
                 "sampling": {"max_tokens": case.max_tokens},
                 "domains": {
-                    "talk": {"env": Talk, "env_args": {"turns": case.turns, "latency": setup.latency}}
+                    "talk": {"env": ConversationEnv, "env_args": {"turns": case.turns, "latency": setup.latency}}
                 },
             },
             "rollout": {
@@ -143,7 +143,7 @@ def run(case: Case, setup: Setup, seed: int, out: Path) -> float:
     return fmean(msgspec.json.decode(line, type=RunStep).seconds for line in lines[WARM_UP:])
 
 
-def predict(calibrated: Workload, case: Case, setup: Setup) -> float:
+def predict(calibrated: Workload, case: PredictionCase, setup: RunSetup) -> float:
     """The step in seconds of a run with another setup."""
     ratio = setup.latency / case.calibration.latency if case.calibration.latency else 1.0
     workload = replace(
@@ -161,7 +161,7 @@ def _slower(episode: TraceEpisode, ratio: float) -> TraceEpisode:
     return replace(episode, steps=tuple(seconds * ratio for seconds in episode.steps))
 
 
-def compare(case: Case, out: Path) -> list[Comparison]:
+def compare(case: PredictionCase, out: Path) -> list[Comparison]:
     """Every measured run, and what the calibrations before and after it predict, ordered by error."""
     runs: list[tuple[float, float]] = []
     predictions: list[float] = []
@@ -216,6 +216,6 @@ def simulator(json: bool) -> int:
     return 0 if abs(worst.error) <= TOLERANCE else 1
 
 
-def _told(setup: Setup) -> str:
+def _told(setup: RunSetup) -> str:
     envs = f", envs {1000 * setup.latency:.0f} ms" if setup.latency else ""
     return f"batch {setup.batch}, {setup.slots} slots{envs}"

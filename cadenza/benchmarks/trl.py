@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from cadenza.benchmarks.trl_side import TASKS, Plan, Result, Task
+from cadenza.benchmarks.trl_side import TASKS, BenchRun, BenchRunResult, BenchTask
 from cadenza.envs.protocol import Outcome
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ NOISE = 0.05
 # -- Cadenza's side ----------------------------------------------------------------------------------------------------
 
 
-class Writing:
+class WritingEnv:
     """The task as an env: a prompt, an answer, a reward."""
 
     def __init__(self, task: str) -> None:
@@ -55,71 +55,71 @@ class Writing:
         return "", self._task.reward(self._prompt, action), True, False, {}
 
 
-def settings(plan: Plan) -> dict[str, Any]:
+def settings(bench_run: BenchRun) -> dict[str, Any]:
     """The config of the run."""
-    task, size = TASKS[plan.task], plan.batch_size
+    task, size = TASKS[bench_run.task], bench_run.batch_size
     return {
         "preset": "grpo",
         "name": "cadenza",
-        "out": plan.out,
-        "seed": plan.seed,
-        "steps": plan.steps,
+        "out": bench_run.out,
+        "seed": bench_run.seed,
+        "steps": bench_run.steps,
         "threads": 1,
-        "model": {"path": plan.model},
+        "model": {"path": bench_run.model},
         "envs": {
             "slots": size,
-            "first_seed": plan.first_seed,
+            "first_seed": bench_run.first_seed,
             "sampling": {"max_tokens": task.max_tokens},
-            "domains": {"writing": {"env": "cadenza.benchmarks.trl:Writing", "env_args": {"task": task.name}}},
+            "domains": {"writing": {"env": "cadenza.benchmarks.trl:WritingEnv", "env_args": {"task": task.name}}},
         },
-        "rollout": {"batch_size": size, "group_size": plan.group_size},
+        "rollout": {"batch_size": size, "group_size": bench_run.group_size},
         "actor": {
             "aggregation": "token_mean",  # TRL's loss_type dapo
-            "lr": plan.lr,
-            "optimizer_args": {"betas": list(plan.betas)},
-            "max_grad_norm": plan.max_grad_norm,
+            "lr": bench_run.lr,
+            "optimizer_args": {"betas": list(bench_run.betas)},
+            "max_grad_norm": bench_run.max_grad_norm,
             "token_budget": 1 << 16,
         },
         "engine": {"max_running": size},
         "validation": None,
-        "checkpoint": {"every": plan.steps + 1},
+        "checkpoint": {"every": bench_run.steps + 1},
         "samples": 0,
         "trackers": [],
     }
 
 
-def train(plan: Plan) -> Result:
+def train(bench_run: BenchRun) -> BenchRunResult:
     """Run the pipeline."""
     from cadenza import __version__
     from cadenza.observe.run import RunDirectory
     from cadenza.pipelines.agentic import AgenticPipeline
-    from cadenza.pipelines.config import build
+    from cadenza.pipelines.config import build_config
 
-    result = Result(versions={"cadenza": __version__})
+    result = BenchRunResult(versions={"cadenza": __version__})
     skipped: list[float] = []
 
     def on_step(step: int, metrics: Mapping[str, float]) -> None:
         result.rewards.append(metrics["train/score"])
         result.tokens.append(metrics["train/response_tokens"])
-        skipped.append(metrics["train/skipped_rows"] / plan.batch_size)
+        skipped.append(metrics["train/skipped_rows"] / bench_run.batch_size)
         result.mark()
 
-    config = build(settings(plan), [f"{key}={value}" for key, value in plan.options.items()])
+    config = build_config(settings(bench_run), [f"{key}={value}" for key, value in bench_run.options.items()])
     with RunDirectory(config.out / config.name, trackers=()) as run:
         asyncio.run(AgenticPipeline(config, run, on_step=on_step).train())
-    result.notes["skipped"] = fmean(skipped[plan.warm_up :])
+    result.notes["skipped"] = fmean(skipped[bench_run.warm_up :])
     return result
 
 
 def run_here() -> None:
     """What the child process of Cadenza's side does."""
-    train(Plan(**jsonlib.load(sys.stdin))).print()
+    train(BenchRun(**jsonlib.load(sys.stdin))).print()
 
 
 # -- where both begin --------------------------------------------------------------------------------------------------
 
 
-def warm_start(task: Task, directory: Path, *, updates: int = 150) -> None:
+def warm_start(task: BenchTask, directory: Path, *, updates: int = 150) -> None:
     """A model that knows the form of an answer and a little of the task."""
     import torch
 
@@ -163,18 +163,18 @@ def trl_python(venv: Path = TRL_VENV) -> Path:
     return python
 
 
-def ran(command: list[str], plan: Plan) -> Result:
+def ran(command: list[str], bench_run: BenchRun) -> BenchRunResult:
     """What a side says of its run, in a process of its own."""
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, input=jsonlib.dumps(asdict(plan)), env=os.environ | quiet, capture_output=True, text=True
+        command, input=jsonlib.dumps(asdict(bench_run)), env=os.environ | quiet, capture_output=True, text=True
     )
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{done.stderr[-4000:]}")
-    return Result(**jsonlib.loads(done.stdout.splitlines()[-1]))
+    return BenchRunResult(**jsonlib.loads(done.stdout.splitlines()[-1]))
 
 
-def compare(task: Task, rounds: int, directory: Path) -> dict[str, Any]:
+def compare(task: BenchTask, rounds: int, directory: Path) -> dict[str, Any]:
     """All sides in turn; the figures of the task."""
     ours = [sys.executable, "-c", "from cadenza.benchmarks.trl import run_here; run_here()"]
     theirs = [str(trl_python()), "-P", str(HERE / "trl_side.py")]
@@ -185,12 +185,12 @@ def compare(task: Task, rounds: int, directory: Path) -> dict[str, Any]:
     }
     model = directory / task.name
     warm_start(task, model)
-    runs: dict[str, list[Result]] = {side: [] for side in sides}
+    runs: dict[str, list[BenchRunResult]] = {side: [] for side in sides}
     for seed in range(rounds):
         for side, (command, options) in sides.items():
             out = directory / f"{task.name}-{side}-{seed}"
-            plan = Plan(task.name, str(model), str(out), seed, task.steps, options=options)
-            runs[side].append(ran(command, plan))
+            bench_run = BenchRun(task.name, str(model), str(out), seed, task.steps, options=options)
+            runs[side].append(ran(command, bench_run))
             told = figures(runs[side][-1:])
             text = "{cpu_ms_per_sample:.2f} CPU ms per sample, reward {reward_last:.3f}".format_map(told)
             print(f"{task.name}, {side}, round {seed + 1} of {rounds}: {text}", file=sys.stderr, flush=True)
@@ -203,9 +203,9 @@ def compare(task: Task, rounds: int, directory: Path) -> dict[str, Any]:
     }
 
 
-def figures(runs: list[Result]) -> dict[str, Any]:
+def figures(runs: list[BenchRunResult]) -> dict[str, Any]:
     """Of one side. The time is the least of all rounds, for what is more is the machine's; the rest is their mean."""
-    first, batch_size = Plan.warm_up - 1, Plan.groups * Plan.group_size
+    first, batch_size = BenchRun.warm_up - 1, BenchRun.groups * BenchRun.group_size
 
     def per_sample(marks: list[float]) -> float:
         return 1000 * (marks[-1] - marks[first]) / ((len(marks) - 1 - first) * batch_size)

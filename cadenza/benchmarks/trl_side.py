@@ -34,7 +34,7 @@ def drawn(seed: int) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchTask:
     """A single-turn task with a verifiable reward: to write a letter as often as the prompt says."""
 
     name: str
@@ -63,12 +63,12 @@ class Task:
         return "".join(expected[0] if rng.random() < KNOWN else rng.choice(LETTERS) for _ in range(length))
 
 
-TASKS = {task.name: task for task in (Task("short", 10, 100), Task("long", LONG, 50))}
+TASKS = {task.name: task for task in (BenchTask("short", 10, 100), BenchTask("long", LONG, 50))}
 """Short answers end with the end token (6 tokens on average), long ones at 64 tokens."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchRun:
     """One run, for either side."""
 
     task: str
@@ -99,7 +99,7 @@ class Plan:
 
 
 @dataclass
-class Result:
+class BenchRunResult:
     """What a run says of itself: a value for every step."""
 
     rewards: list[float] = field(default_factory=list)
@@ -127,27 +127,27 @@ def cpu_seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def settings(plan: Plan, task: Task) -> dict[str, Any]:
+def settings(bench_run: BenchRun, task: BenchTask) -> dict[str, Any]:
     """The arguments of GRPOConfig: the same algorithm, and what is fastest on a CPU."""
     the_same = {
-        "num_generations": plan.group_size,
-        "per_device_train_batch_size": plan.batch_size,
+        "num_generations": bench_run.group_size,
+        "per_device_train_batch_size": bench_run.batch_size,
         "gradient_accumulation_steps": 1,
         "num_iterations": 1,
-        "max_steps": plan.steps,
+        "max_steps": bench_run.steps,
         "max_completion_length": task.max_tokens,
         "temperature": 1.0,
-        "learning_rate": plan.lr,
+        "learning_rate": bench_run.lr,
         "lr_scheduler_type": "constant",
-        "adam_beta1": plan.betas[0],
-        "adam_beta2": plan.betas[1],
+        "adam_beta1": bench_run.betas[0],
+        "adam_beta2": bench_run.betas[1],
         "weight_decay": 0.0,
-        "max_grad_norm": plan.max_grad_norm,
+        "max_grad_norm": bench_run.max_grad_norm,
         "beta": 0.0,
         "loss_type": "dapo",  # the mean over all tokens of the batch, TRL's default
         "scale_rewards": "group",
         "shuffle_dataset": False,
-        "seed": plan.seed,
+        "seed": bench_run.seed,
     }
     fast = {
         "use_cpu": True,
@@ -162,15 +162,15 @@ def settings(plan: Plan, task: Task) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    return the_same | fast | plan.options
+    return the_same | fast | bench_run.options
 
 
-def train(plan: Plan) -> Result:
+def train(bench_run: BenchRun) -> BenchRunResult:
     """Run GRPOTrainer."""
     torch, transformers, datasets, trl = map(import_module, ("torch", "transformers", "datasets", "trl"))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    task, result = TASKS[plan.task], Result(versions={"trl": version("trl")})
+    task, result = TASKS[bench_run.task], BenchRunResult(versions={"trl": version("trl")})
 
     def reward(prompts: Sequence[str], completions: Sequence[str], completion_ids: Any, **_: Any) -> list[float]:
         rewards = [task.reward(p, c) for p, c in zip(prompts, completions, strict=True)]
@@ -182,12 +182,12 @@ def train(plan: Plan) -> Result:
         result.mark()
 
     clock = type("Clock", (transformers.TrainerCallback,), {"on_step_end": on_step_end})()
-    prompts = [task.prompt(plan.first_seed + i) for i in range(plan.steps * plan.groups)]
+    prompts = [task.prompt(bench_run.first_seed + i) for i in range(bench_run.steps * bench_run.groups)]
     trl.GRPOTrainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(plan.model, dtype=torch.float32),
-        processing_class=transformers.AutoTokenizer.from_pretrained(plan.model, padding_side="left"),
+        model=transformers.AutoModelForCausalLM.from_pretrained(bench_run.model, dtype=torch.float32),
+        processing_class=transformers.AutoTokenizer.from_pretrained(bench_run.model, padding_side="left"),
         reward_funcs=reward,
-        args=trl.GRPOConfig(output_dir=plan.out, **settings(plan, task)),
+        args=trl.GRPOConfig(output_dir=bench_run.out, **settings(bench_run, task)),
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         callbacks=[clock],
     ).train()
@@ -195,4 +195,4 @@ def train(plan: Plan) -> Result:
 
 
 if __name__ == "__main__":
-    train(Plan(**json.load(sys.stdin))).print()
+    train(BenchRun(**json.load(sys.stdin))).print()

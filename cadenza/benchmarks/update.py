@@ -29,7 +29,7 @@ HIDDEN, INNER, LAYERS, VOCAB, KV = 576, 1536, 30, 49152, 192
 """Those of SmolLM2-135M."""
 
 
-class End:
+class WeightEndpoint:
     """A process with weights, or without."""
 
     def __init__(self, has_weights: bool) -> None:
@@ -85,8 +85,8 @@ def update(as_json: bool) -> int:
 
 def _measured(ray: Any) -> dict[str, Any]:
     ray_tensors.register()
-    end = ray.remote(num_cpus=0)(End)
-    sender, receivers = end.remote(True), [end.remote(False) for _ in range(RECEIVERS)]
+    endpoint = ray.remote(num_cpus=0)(WeightEndpoint)
+    sender, receivers = endpoint.remote(True), [endpoint.remote(False) for _ in range(RECEIVERS)]
     broadcast = ray.get(sender.open.remote(RECEIVERS))
     sent: list[Any] = []
 

@@ -61,7 +61,7 @@ class RoleConfig(Config):
         raise ValueError(f"devices are a list, a range such as '0-7', or 'auto', got {devices!r}")
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def device_numbers(self) -> tuple[int, ...]:
         if isinstance(self.devices, str):
             raise PlacementError("devices 'auto' have no numbers before something chooses them")
         return self.devices
@@ -172,11 +172,11 @@ class DeviceMap:
 
     def roles_on(self, device: int) -> list[str]:
         """The roles that share a device."""
-        return [role for role, config in self.roles.items() if device in config.numbers]
+        return [role for role, config in self.roles.items() if device in config.device_numbers]
 
     def sharing(self, one: str, other: str) -> DeviceSharing:
         """What two roles have to do with each other."""
-        mine, theirs = set(self.roles[one].numbers), set(self.roles[other].numbers)
+        mine, theirs = set(self.roles[one].device_numbers), set(self.roles[other].device_numbers)
         if mine == theirs:
             return DeviceSharing.COLOCATED
         return DeviceSharing.PARTIAL if mine & theirs else DeviceSharing.DISAGGREGATED
@@ -186,16 +186,16 @@ class DeviceMap:
         lines = [self._table()]
         for one, other in combinations(self.roles, 2):
             sharing = self.sharing(one, other)
-            shared = sorted(set(self.roles[one].numbers) & set(self.roles[other].numbers))
+            shared = sorted(set(self.roles[one].device_numbers) & set(self.roles[other].device_numbers))
             both = f", both on {format_devices(shared)}" if sharing is DeviceSharing.PARTIAL else ""
             lines.append(f"{one} and {other}: {sharing}{both}")
         return "\n".join(lines)
 
     def _places(self, role: str) -> Iterator[Place]:
         config = self.roles[role]
-        size, ranks = config.devices_per_worker, len(config.numbers) // config.devices_per_worker
+        size, ranks = config.devices_per_worker, len(config.device_numbers) // config.devices_per_worker
         for rank in range(ranks):
-            devices = config.numbers[rank * size : (rank + 1) * size]
+            devices = config.device_numbers[rank * size : (rank + 1) * size]
             data_rank, tensor_rank = divmod(rank, config.tensor_parallel)
             yield Place(
                 role=role,
@@ -210,7 +210,7 @@ class DeviceMap:
             )
 
     def _problems(self, config: RoleConfig) -> Iterator[str]:
-        numbers, size = config.numbers, config.devices_per_replica
+        numbers, size = config.device_numbers, config.devices_per_replica
         if unknown := sorted({device for device in numbers if device not in self._node_of}):
             count = len(self._node_of)
             yield f"devices {format_devices(unknown)} do not exist: there are {count}, numbered 0-{count - 1}"
@@ -235,7 +235,7 @@ class DeviceMap:
 
     def _table(self) -> str:
         ranks = {
-            role: {device: str(i // config.devices_per_worker) for i, device in enumerate(config.numbers)}
+            role: {device: str(i // config.devices_per_worker) for i, device in enumerate(config.device_numbers)}
             for role, config in self.roles.items()
         }
         blocks = [(node.name, list(node.devices)) for node in self.nodes]

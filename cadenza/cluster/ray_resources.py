@@ -139,7 +139,7 @@ class RayResources(ResourceManager):
             await within(SHUTDOWN_SECONDS, as_async(_remove_all)(groups), "shutdown seconds")
 
     def _create_placement_groups(self, map: DeviceMap, seconds: float) -> dict[int, ReservedDevice]:
-        used = sorted({device for config in map.roles.values() for device in config.numbers})
+        used = sorted({device for config in map.roles.values() for device in config.device_numbers})
         several = self.kind == "GPU" and any(config.devices_per_worker > 1 for config in map.roles.values())
         by_node = {node: [device for device in used if device in node.devices] for node in map.nodes}
         groups = {

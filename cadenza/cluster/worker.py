@@ -13,7 +13,7 @@ from typing import Any
 
 from cadenza.cluster.placement import Place
 from cadenza.cpu import limit_onednn
-from cadenza.errors import USER_CODE, InfrastructureError, raise_if_stopped
+from cadenza.errors import USER_CODE, InfrastructureError, raise_if_cancelled
 from cadenza.off_loop import as_async, is_async
 
 
@@ -77,7 +77,7 @@ class WorkerHost:
             async with self._call_lock:
                 return await as_async(function)()
         except USER_CODE as error:
-            raise_if_stopped(error)
+            raise_if_cancelled(error)
             if isinstance(error, Exception):
                 raise
             raise WorkerError(f"{type(error).__name__}({error}) was raised") from error

@@ -30,7 +30,7 @@ MAX_DRAWS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Lake:
+class LakeBoard:
     """A board."""
 
     text: str
@@ -119,7 +119,7 @@ class FrozenLake:
         self._slippery = slippery
         self._penalty = invalid_penalty
         self._repeat = repeat_rules
-        self._lake: Lake | None = None
+        self._lake: LakeBoard | None = None
         self._seeded: tuple[int, float, int] | None = None
         if map is None:
             _check_random(size, holes, max_steps)
@@ -196,7 +196,7 @@ class FrozenLake:
             board = self._chat(board, letter is not None, self._player != here)
         return board, reward, terminated, truncated, info
 
-    def _board(self, started: bool = True) -> Lake:
+    def _board(self, started: bool = True) -> LakeBoard:
         if self._lake is None or (started and self._player < 0):
             raise RuntimeError("there is no board yet; call reset")
         return self._lake
@@ -234,7 +234,7 @@ def _check_random(size: int, holes: float, max_steps: int | None) -> None:
 
 
 @lru_cache(maxsize=64)
-def _fixed(map: str | tuple[str, ...]) -> tuple[Lake, int]:
+def _fixed(map: str | tuple[str, ...]) -> tuple[LakeBoard, int]:
     """A given map, and its fewest steps."""
     if isinstance(map, str):
         if map not in MAPS:
@@ -251,7 +251,7 @@ def _fixed(map: str | tuple[str, ...]) -> tuple[Lake, int]:
     text = "".join("".join(SYMBOLS[symbol] for symbol in row) + "\n" for row in map)
     if text.count("P") != 1 or "G" not in text:
         raise ValueError(f"map must have one start S and a goal G, got {list(map)}")
-    lake = Lake(text.replace("P", "."), text.index("P"), len(map[0]))
+    lake = LakeBoard(text.replace("P", "."), text.index("P"), len(map[0]))
     distance = lake.distance(lake.start)
     if distance is None:
         raise ValueError(f"map has no way from the start to the goal: {list(map)}")
@@ -259,7 +259,7 @@ def _fixed(map: str | tuple[str, ...]) -> tuple[Lake, int]:
 
 
 @lru_cache(maxsize=4096)
-def _drawn(seed: int, size: int, holes: float, max_steps: int) -> Lake:
+def _drawn(seed: int, size: int, holes: float, max_steps: int) -> LakeBoard:
     """The board of a seed; the members of a group ask for the same one."""
     draw = random.Random(seed)
     for _ in range(MAX_DRAWS):
@@ -276,6 +276,6 @@ def _drawn(seed: int, size: int, holes: float, max_steps: int) -> Lake:
     return _lake(cells, size)
 
 
-def _lake(cells: list[str], size: int) -> Lake:
+def _lake(cells: list[str], size: int) -> LakeBoard:
     cells[0], cells[-1] = ".", "G"
-    return Lake("".join("".join(cells[i : i + size]) + "\n" for i in range(0, size * size, size)), 0, size)
+    return LakeBoard("".join("".join(cells[i : i + size]) + "\n" for i in range(0, size * size, size)), 0, size)

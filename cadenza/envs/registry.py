@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from cadenza.config import load
+from cadenza.config import load_object
 
 Factory = Callable[..., Any]
 F = TypeVar("F", bound=Factory)
@@ -48,7 +48,7 @@ def make(spec: str | Factory) -> Factory:
     if spec in _factories:
         return _factories[spec]
     if spec in BUILT_IN or ":" in spec:
-        factory = load(BUILT_IN.get(spec, spec))
+        factory = load_object(BUILT_IN.get(spec, spec))
         if not callable(factory):
             raise ValueError(f"env '{spec}' is a {type(factory).__name__}, not a class or function")
         return factory  # type: ignore[no-any-return]

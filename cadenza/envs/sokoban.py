@@ -34,7 +34,7 @@ Boxes = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Warehouse:
+class SokobanBoard:
     """A board and its first position."""
 
     text: str
@@ -145,11 +145,11 @@ class Sokoban:
         self._box_reward = box_reward
         self._solved_reward = solved_reward
         self._penalty = invalid_penalty
-        self._drawn: _Draw | None = None
-        self._warehouse: Warehouse | None = None
+        self._drawn: _BoardSpec | None = None
+        self._warehouse: SokobanBoard | None = None
         if map is None:
             rows, columns = (size, size) if isinstance(size, int) else size
-            self._drawn = _Draw(rows, columns, boxes, walls, min_moves, max_moves)
+            self._drawn = _BoardSpec(rows, columns, boxes, walls, min_moves, max_moves)
             self._drawn.check(max_steps)
             width = columns
         else:
@@ -217,7 +217,7 @@ class Sokoban:
             board = self._chat(board, letter is not None, self._player != player)
         return board, reward, solved, truncated, info
 
-    def _board(self, started: bool = True) -> Warehouse:
+    def _board(self, started: bool = True) -> SokobanBoard:
         if self._warehouse is None or (started and self._player < 0):
             raise RuntimeError("there is no board yet; call reset")
         return self._warehouse
@@ -241,7 +241,7 @@ class Sokoban:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draw:
+class _BoardSpec:
     """What boards are drawn."""
 
     rows: int
@@ -265,7 +265,7 @@ class _Draw:
 
 
 @lru_cache(maxsize=4096)
-def _draw(seed: int, wanted: _Draw) -> Warehouse:
+def _draw(seed: int, wanted: _BoardSpec) -> SokobanBoard:
     """The board of a seed; the members of a group ask for the same one."""
     draw = random.Random(seed)
     for _ in range(MAX_LAYOUTS):
@@ -277,14 +277,14 @@ def _draw(seed: int, wanted: _Draw) -> Warehouse:
         if positions:
             player, boxes = draw.choice(draw.choice(positions))
             marked = "".join("O" if cell in targets else symbol for cell, symbol in enumerate(text))
-            return Warehouse(marked, wanted.columns, player, boxes, targets)
+            return SokobanBoard(marked, wanted.columns, player, boxes, targets)
     raise ValueError(
         f"no board of {wanted.rows} x {wanted.columns} with {wanted.boxes} boxes and walls {wanted.walls} was found "
         f"that takes {wanted.min_moves} to {wanted.max_moves} moves; lower min_moves, boxes or walls, or raise size"
     )
 
 
-def _layout(draw: random.Random, wanted: _Draw) -> tuple[str, list[int]]:
+def _layout(draw: random.Random, wanted: _BoardSpec) -> tuple[str, list[int]]:
     """Walls and floor, and the cells of the floor: its largest connected part, the rest is wall."""
     inner = [
         "".join("#" if draw.random() < wanted.walls else "_" for _ in range(wanted.columns - 2))
@@ -309,7 +309,7 @@ def _layout(draw: random.Random, wanted: _Draw) -> tuple[str, list[int]]:
 
 
 def _pulled(
-    draw: random.Random, text: str, floor: list[int], targets: Boxes, wanted: _Draw
+    draw: random.Random, text: str, floor: list[int], targets: Boxes, wanted: _BoardSpec
 ) -> list[list[tuple[int, Boxes]]]:
     """Positions from which the boxes get to the targets in the wanted number of moves, by that number. They are found
     backwards from all that are solved: a move backwards is a step back, with or without the box ahead."""
@@ -350,7 +350,7 @@ def _trace(came: dict[tuple[int, Boxes], tuple[tuple[int, Boxes], str]], positio
 
 
 @lru_cache(maxsize=64)
-def _fixed(rows: tuple[str, ...]) -> tuple[Warehouse, int]:
+def _fixed(rows: tuple[str, ...]) -> tuple[SokobanBoard, int]:
     """A given board, and its fewest moves."""
     if not rows or any(len(row) != len(rows[0]) or not row for row in rows):
         raise ValueError(f"map must have rows of one length, got {list(rows)}")
@@ -374,7 +374,7 @@ def _fixed(rows: tuple[str, ...]) -> tuple[Warehouse, int]:
             f"got {len(players)} players, {len(boxes)} boxes, {len(targets)} targets"
         )
     floor = text.translate(str.maketrans("XP*S", "__OO"))
-    warehouse = Warehouse(floor, len(rows[0]), players[0], boxes, targets)
+    warehouse = SokobanBoard(floor, len(rows[0]), players[0], boxes, targets)
     letters = warehouse.solve(players[0], boxes)
     if letters is None:
         raise ValueError(f"map has no solution among {SEARCH_LIMIT:,} positions: {list(rows)}")

@@ -4,8 +4,8 @@ Invariant: the weights of a decoder are its own. What a trainer does to the modu
 and not before: training and generation may overlap, and no token is written by half of an update. Weights that were
 packed are never written to again, so decoders of one process may share them.
 
-    prefill(segments)  prompt tokens -> keys and values into the rows; no logits, and of the last layer nothing else
-    decode(ids)       one token per row -> its keys and values into the row -> logits of the next token
+    prefill(segments)   prompt tokens -> keys and values into the rows; no logits, and of the last layer nothing else
+    decode(ids)         one token per row -> its keys and values into the row -> logits of the next token
 
 Two decoders. `PackedDecoder` reads the weights of a Llama-like module (Llama, Qwen2, Qwen3, Mistral, SmolLM, ...) into
 a form with few and large operations, because at the size of a small model an operation costs more than its arithmetic:
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from cadenza.inference.kv_cache import Index, KVCache, KVShape, RowBlock
 from cadenza.inference.replica import Tokens
 
-_FLOAT32_TOLERANCE, _SHORT_FLOAT_TOLERANCE = 1e-3, 0.1
+_FP32_TOLERANCE, _BF16_TOLERANCE = 1e-3, 0.1
 """How far packed logits may be from those of the module, relative to the largest: in float32, where both agree to 1e-6,
 and in shorter formats, where either is some percent from the truth. A multiplier that is forgotten is far above."""
 
@@ -71,12 +71,12 @@ class Decoder(Protocol):
     def decode(
         self, ids: Tensor, positions: Tensor, cache_indices: Tensor, row_blocks: Sequence[RowBlock], cache: KVCache
     ) -> Tensor:
-        """Logits [n, V], float32, after token `ids[r]` at `positions[r]` of row r, which `rows` calls `cache_indices`."""
+        """Logits [n, V], float32, after token `ids[r]` at `positions[r]` of row r, at `cache_indices` of the cache."""
         ...
 
 
 class UnsupportedModel(Exception):
-    """The module is not of the kind that this decoder knows."""
+    """The architecture of the module is none that `PackedDecoder` knows."""
 
 
 def decoder_for(module: nn.Module) -> Decoder:
@@ -88,7 +88,7 @@ def decoder_for(module: nn.Module) -> Decoder:
 
 
 def copy_weights_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy a state dict, or the part of it that changed, into a module: all of it or, on an error, nothing."""
+    """Copy a state dict, or the tensors of it that changed, into a module: all of it or, on an error, nothing."""
     if hasattr(module, "peft_config") and not any(name in weights for name, _ in module.named_parameters()):
         peft: Any = import_module("peft")
         _check_names(peft.get_peft_model_state_dict(module, save_embedding_layers=False), weights)
@@ -215,12 +215,12 @@ class PackedDecoder:
         for index, layer in enumerate(weights.layers):
             packed = self._project(x, layer, factors, cache.flat[index], cache_indices)
             queries = packed.narrow(1, 0, self._queries_per_kv_head)
-            parts = []
+            results = []
             for first, last, view in views:
-                part = queries if len(views) == 1 else queries[first:last]
-                scores = torch.baddbmm(view.mask, part, view.keys[index])
-                parts.append(torch.bmm(torch.softmax(scores, -1), view.values[index]))
-            attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+                of_block = queries if len(views) == 1 else queries[first:last]
+                scores = torch.baddbmm(view.mask, of_block, view.keys[index])
+                results.append(torch.bmm(torch.softmax(scores, -1), view.values[index]))
+            attended = results[0] if len(results) == 1 else torch.cat(results)
             x = self._output_and_mlp(x, attended.view(count, -1), layer)
         return F.linear(self._normalised(x), weights.head, weights.head_bias).float()
 
@@ -397,11 +397,11 @@ class PackedDecoder:
         biases: list[Tensor] = []
         for name, count in (("q_proj", group), ("k_proj", 1), ("v_proj", 1)):
             weight, bias = _matrix(attention, name, (heads * count * dim, self._hidden))
-            parts = weight.view(heads, count, dim, -1), None if bias is None else bias.view(heads, count, dim, 1)
-            for part, packed in zip(parts, (weights, biases), strict=True):
-                if part is not None:
-                    part = part if name == "v_proj" else part[:, :, interleaved]
-                    packed.append(part * scale if name == "q_proj" else part)
+            both = weight.view(heads, count, dim, -1), None if bias is None else bias.view(heads, count, dim, 1)
+            for tensor, packed in zip(both, (weights, biases), strict=True):
+                if tensor is not None:
+                    tensor = tensor if name == "v_proj" else tensor[:, :, interleaved]
+                    packed.append(tensor * scale if name == "q_proj" else tensor)
         bias = torch.cat(biases, 1).reshape(-1) if biases else None
         return torch.cat(weights, 1).reshape(-1, self._hidden), bias, qk_norm
 
@@ -428,27 +428,24 @@ class PackedDecoder:
 
     def _check_logits(self, module: nn.Module) -> None:
         """Both must give the same logits for a few tokens; a multiplier that the packing does not know shows here."""
-        modes = {part: part.training for part in module.modules()}
+        modes = {submodule: submodule.training for submodule in module.modules()}
         try:
             module.eval()
             ids = torch.arange(6, device=self.shape.device) * 7 % self.vocab
             want = module(input_ids=ids[None], use_cache=False).logits[0, -1].float()
         finally:
-            for part, training in modes.items():
-                part.training = training
+            for submodule, training in modes.items():
+                submodule.training = training
         cache = KVCache(self.shape)
         cache.reserve(1, len(ids), len(ids))
         self.prefill([PrefillSegment(0, 0, ids[:-1].cpu().numpy().astype(np.int32))], cache)
-        place: Index = np.array([len(ids) - 1])
-        cache.set_visible_lengths(place)
-        where = torch.from_numpy(place).to(ids.device)
+        position: Index = np.array([len(ids) - 1])
+        cache.set_visible_lengths(position)
+        positions = torch.from_numpy(position).to(ids.device)
         row_blocks = [RowBlock(0, 1, len(ids))]
-        got = self.decode(ids[-1:], where, cache.indices(np.array([0]), place), row_blocks, cache)[0]
+        got = self.decode(ids[-1:], positions, cache.indices(np.array([0]), position), row_blocks, cache)[0]
         worst = float((got - want).abs().max())
-        if (
-            not worst
-            <= (_FLOAT32_TOLERANCE if self._is_float32 else _SHORT_FLOAT_TOLERANCE) * float(want.abs().max()) + 1e-6
-        ):
+        if not worst <= (_FP32_TOLERANCE if self._is_float32 else _BF16_TOLERANCE) * float(want.abs().max()) + 1e-6:
             raise UnsupportedModel(f"logits that differ by {worst:.2g}")
 
 
@@ -540,7 +537,7 @@ class ModuleDecoder:
 
 
 class _TransformersCache:
-    """What transformers takes for a cache: it writes to `cache_indices` of our rows and reads the rows `which`."""
+    """What transformers takes for a cache: it writes to `cache_indices` of our cache and reads its `rows`."""
 
     is_compileable = False
 

@@ -2,25 +2,25 @@
 
 Invariant: a sequence is waiting, running or gone, and everything changes between two steps. The rows 0..n-1 hold the
 running sequences that are ready (keys and values of all their tokens but the last are computed), the rows behind them
-those that are still being filled; the last token of a ready sequence is the input of the next step.
+those that are still being prefilled; the last token of a ready sequence is the input of the next step.
 
-    add -> waiting --admit--> running: filling --> ready --advance--> gone (stop | length | abort)
+    add -> waiting --admit--> running: prefill --> ready --advance--> gone (stop | length | abort)
               ^                  ^                  |
               +---- preempted ---+-- new weights ---+       (recompute; the tokens are kept)
 
-    prepare   admit, copy what is known of a context, fill the rest up to a budget, arrange the rows
+    prepare   admit, copy the cached prefix of a context, prefill the rest up to a budget, assign the rows
     compute   one forward pass of the ready rows, one token sampled for each
-    advance   note the tokens; whoever is done leaves, and its context goes to the shelf
+    advance   note the tokens; a sequence that is done leaves, and its context goes to the prefix cache
 
 A prompt is computed without its last token, for that one is the input of a step like any other. So members of a group
 need nothing but a copy of what the first of them computed.
 
-While nobody comes or goes, a step costs nothing per row but arithmetic: what it needs is in a batch that moves on by
-itself, and the tokens are noted there by step. They are booked to their sequences when the batch ends.
+While no sequence starts or ends, a step costs nothing per row but arithmetic: what it needs is in a `_DecodeBatch` that
+moves on by itself, and the tokens are noted there by step. `flush` gives them to their sequences when the batch ends.
 
 The cache is bounded by what is allocated: rows are dense, so a long sequence makes those of all others as wide. Rows
-and shelf together have at most `kv_tokens` cells. Sequences sit down while that leaves room for them, and when somebody
-grows out of it, the last to sit down stand up again; one alone always fits, for none is longer than `kv_tokens`.
+and prefix cache together have at most `kv_tokens` cells. Sequences are admitted while that leaves enough cells for them,
+and when they grow beyond it, the last to start is preempted; one alone always fits, for none is longer than `kv_tokens`.
 
 Not thread-safe: whoever drives it, `TorchReplica` for one, does so from one thread.
 """
@@ -62,9 +62,9 @@ from cadenza.inference.sampling import (
 ROWS_PER_BLOCK = 8
 """Rows whose lengths are kept close together, when that is worth it."""
 WIDTH_MULTIPLE = 32
-"""Panels are a multiple of it wide, so that the shapes of a step stay the same for a while."""
+"""Row blocks are a multiple of it wide, so that the shapes of a step stay the same for a while."""
 MIN_SPLIT_SAVING = 1 << 15
-"""Cached numbers that a block of its own must spare per layer to be worth its three operations."""
+"""Cached numbers that a row block of its own must spare per layer to be worth its three operations."""
 RANDOM_STEPS_AHEAD = 8
 """Steps whose random numbers are made at once."""
 MIN_SHARED_TOKENS = 4
@@ -72,7 +72,7 @@ MIN_SHARED_TOKENS = 4
 
 
 class EngineSequence:
-    """A request in the engine."""
+    """A request in the engine, waiting or running, with the tokens it has so far."""
 
     __slots__ = (
         "arrival", "computed", "context", "rng_counter", "finish", "last_token", "length", "logprobs", "spanned_tokens", "request", "row",
@@ -90,7 +90,7 @@ class EngineSequence:
         """Tokens to write, at most."""
         self.arrival = arrival
         self.tokens: list[int] = []
-        """Written and booked so far."""
+        """Written so far; those of the current batch are added when it is flushed."""
         self.logprobs: list[float] = []
         self.length = len(self.context)
         """Tokens that are known, those of the context included."""
@@ -133,7 +133,7 @@ class NonFiniteLogits(Exception):
 
 
 class SampledTokens(NamedTuple):
-    """What a step computed; it counts when the engine advances by it."""
+    """One token per ready row, as `compute` sampled them; they count when they are given to `advance`."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -157,11 +157,11 @@ class Engine:
         """Tokens of the running sequences."""
         self.waiting: OrderedDict[int, EngineSequence] = OrderedDict()
         self.running: dict[int, EngineSequence] = {}
-        """In the order in which they sat down."""
+        """In the order in which they started."""
         self._prefilling: dict[int, EngineSequence] = {}
-        """Of the running, those that are not ready."""
+        """Of the running sequences, those that are not ready."""
         self._groups: dict[int, dict[int, EngineSequence]] = {}
-        """The running by group."""
+        """The running sequences by group."""
         self._cache = KVCache(decoder.shape)
         self._prefix_cache = KVPrefixCache()
         self._batch_samplings: dict[Sampling, BatchSampling] = {}
@@ -211,7 +211,8 @@ class Engine:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def prepare(self, last_arrival: int) -> bool:
-        """Seat who waits, if it arrived no later than `last_arrival`, and fill; False when there is nothing to compute."""
+        """Admit waiting sequences that arrived no later than `last_arrival`, and prefill; False when there is nothing to
+        decode."""
         self._preempt()
         budget = self.prefill_tokens
         while (self.waiting or self._prefilling) and budget > 0:
@@ -290,10 +291,11 @@ class Engine:
         assert {id for group in self._groups.values() for id in group} == self.running.keys()
         self._prefix_cache.check()
 
-    # -- who sits --------------------------------------------------------------------------------------------------
+    # -- who runs --------------------------------------------------------------------------------------------------
 
     def _preempt(self) -> None:
-        """Who sat down last stands up while the rows of all are too many cells. A batch has what its steps need."""
+        """Preempt the sequence that started last while the rows of all are too many cells. A batch has what its steps
+        need."""
         if self._batch is not None:
             if self._batch.block_steps > 0:
                 return
@@ -306,7 +308,7 @@ class Engine:
             self.waiting.move_to_end(sequence.request.id, last=False)
 
     def _longest_running(self) -> int:
-        """Tokens of the longest running sequence. What a batch has not booked is left out: it is within the width that
+        """Tokens of the longest running sequence. What a batch has not flushed is left out: it is within the width that
         the batch was made with, and its end is no wider."""
         return max((sequence.length for sequence in self.running.values()), default=0)
 
@@ -348,7 +350,7 @@ class Engine:
         return admission
 
     def _find_prefix(self, sequence: EngineSequence) -> tuple[PrefixSource | None, int]:
-        """Where most of a context is known from: the session or the group on the shelf, or a member that is running.
+        """Where most of a context is known from: the prefix cache, by session or group, or a member that is running.
         No source but a length: a member is about to compute so much of it."""
         request = sequence.request
         known = sequence.all_tokens()
@@ -387,7 +389,7 @@ class Engine:
         sequence.computed = 0
 
     def _finish(self, sequence: EngineSequence, finish: Finish) -> None:
-        """The end of a sequence; what was computed for it stays on the shelf while there is room."""
+        """The end of a sequence; what was computed for it goes to the prefix cache while there are free cells."""
         self._end_batch()
         request = sequence.request
         sequence.finish = finish
@@ -414,8 +416,8 @@ class Engine:
     # -- rows ------------------------------------------------------------------------------------------------------
 
     def _reserve_rows(self) -> bool:
-        """Have rows for all, and width for their next steps; True when the rows are new ones. The shelf gives way.
-        Who sits sits in the first rows, unless there are too few of them."""
+        """Have rows for all, and width for their next steps; True when the rows are new ones. The prefix cache gives
+        way. Running sequences are in the first rows, unless there are too few of them."""
         new = self._cache.reserve(len(self.running), self._rounded_width(self._longest_running()), self.kv_tokens)
         if new:
             self._prefix_cache.evict_to(self.kv_tokens - self._cache.cells)
@@ -423,7 +425,7 @@ class Engine:
 
     def _assign_rows(self) -> None:
         """Give every running sequence its row: the ready ones first, and as few moves as that allows. When much shorter
-        row_blocks reward it, the long ones come first, each in the right unit of rows."""
+        row blocks reward it, the long ones come first, each in the right block of rows."""
         if too_few := rows_needed(len(self.running)) > self._cache.rows:
             self._reserve_rows()
         ready = [sequence for id, sequence in self.running.items() if id not in self._prefilling]
@@ -441,7 +443,7 @@ class Engine:
             self._reserve_rows()
 
     def _move_rows(self, moves: list[tuple[EngineSequence, int]]) -> None:
-        """Bring sequences to their rows. Who goes to a row that is not vacated yet goes later; a circle is broken by
+        """Bring sequences to their rows. One whose row is not vacated yet is moved later; a circle is broken by
         way of the spare row."""
         taken = {sequence.row for sequence, _ in moves if sequence.row >= 0}
         while moves:
@@ -478,7 +480,7 @@ class Engine:
             self.decoder.prefill(segments, self._cache)
             self.prefilled += sum(count for _, _, count in prefills)
 
-    # -- the batch of a step ----------------------------------------------------------------------------------------
+    # -- the batch of a step ---------------------------------------------------------------------------------------
 
     def _new_batch(self) -> _DecodeBatch:
         ready = [sequence for id, sequence in self.running.items() if id not in self._prefilling]
@@ -501,7 +503,7 @@ class Engine:
         )
 
     def _sampling_of(self, ready: list[EngineSequence]) -> BatchSampling:
-        """How these are sampled. Usually they are all sampled alike, and the sampling is known."""
+        """How these are sampled. Usually they are all sampled alike, and the tensors are known."""
         samplings = [sequence.request.sampling for sequence in ready]
         if len({id(sampling) for sampling in samplings}) != 1:
             return batch_sampling(samplings, self.decoder.vocab, self.decoder.shape.device)
@@ -513,13 +515,13 @@ class Engine:
         return sampling
 
     def _end_batch(self) -> None:
-        """Somebody comes or goes, or the weights change."""
+        """A sequence starts or ends, or the weights change."""
         if self._batch is not None:
             self._batch.flush()
             self._batch = None
 
     def _widened_batch(self, batch: _DecodeBatch) -> _DecodeBatch:
-        """The same batch when its row_blocks have become too narrow."""
+        """The same batch when its row blocks have become too narrow."""
         batch.flush()
         if self._reserve_rows():
             return self._new_batch()
@@ -527,7 +529,7 @@ class Engine:
         return batch
 
     def _row_blocks(self, lengths: list[int]) -> tuple[list[RowBlock], int]:
-        """Cut rows of these lengths into row_blocks, and say for how many steps they are wide enough."""
+        """Cut rows of these lengths into row blocks, and say for how many steps they are wide enough."""
         cells = self.decoder.shape.heads * self.decoder.shape.key_dim
         row_blocks: list[RowBlock] = []
         steps = WIDTH_MULTIPLE
@@ -543,7 +545,7 @@ class Engine:
         return row_blocks, steps
 
     def _is_sorting_worth_it(self, lengths: list[int]) -> bool:
-        """Whether the row_blocks of rows of these lengths would cover clearly less if the long ones came first."""
+        """Whether the row blocks of rows of these lengths would cover clearly less if the long ones came first."""
         least = MIN_SPLIT_SAVING // (self.decoder.shape.heads * self.decoder.shape.key_dim)
         if len(lengths) <= ROWS_PER_BLOCK or len(lengths) * (max(lengths) - min(lengths)) < least:
             return False
@@ -556,17 +558,17 @@ class Engine:
 
 @dataclass(slots=True)
 class _Admission:
-    """What one round of admission leads to."""
+    """What one round of admission decided: who starts, what is copied, what is prefilled."""
 
     scheduled: dict[int, EngineSequence] = field(default_factory=dict)
-    """Who sat down, or is filled a little more."""
+    """Sequences that start, or are prefilled further."""
     copies_before: list[tuple[EngineSequence, PrefixSource, int]] = field(default_factory=list)
-    """Whose beginning is copied before the filling, from where, and how much."""
+    """Sequences whose prefix is copied before the prefill, from where, and how many tokens."""
     prefills: list[tuple[EngineSequence, int, int]] = field(default_factory=list)
-    """What is filled: sequence, start, count."""
+    """What is prefilled: sequence, start, count."""
     copies_after: dict[tuple[int, int], list[EngineSequence]] = field(default_factory=dict)
-    """Whose beginning is copied after the filling, for it is filled in this round: by the member that has it and the
-    length of it, this member and those that follow it."""
+    """Sequences whose prefix is copied after the prefill, which computes it in this round: by (id of the member that has
+    it, length of it), this member and those that are copied from it."""
 
     def prefill(self, sequence: EngineSequence, budget: int) -> int:
         """Compute the rest of a prompt, as far as the budget goes; what that costs."""
@@ -580,7 +582,7 @@ class _Admission:
 
 @dataclass(slots=True)
 class _DecodeBatch:
-    """What a step needs; it moves on by itself while nobody comes or goes."""
+    """The tensors that a decode step needs; they move on by themselves while no sequence starts or ends."""
 
     ready: list[EngineSequence]
     """By row."""
@@ -592,16 +594,16 @@ class _DecodeBatch:
     """[n * heads] where its keys and values go."""
     row_blocks: list[RowBlock]
     block_steps: int
-    """Steps for which the row_blocks are wide enough."""
+    """Steps for which the row blocks are wide enough."""
     sampling: BatchSampling
     rng_counters: NDArray[np.uint64]
     """[n, 1] where each stands in its stream of random numbers, after those in `uniforms`."""
     stop_ids: frozenset[int]
     """Tokens that end any of them."""
     steps_left: int
-    """Steps last_arrival the first of them is as long as it may be."""
+    """Steps until the first of them is as long as it may be."""
     tokens: list[list[int]] = field(default_factory=list)
-    """[steps][n] not booked yet"""
+    """[steps][n] not flushed yet"""
     logprobs: list[list[float]] = field(default_factory=list)
     uniforms: list[Tensor] = field(default_factory=list)
     """[steps][n, 1] the random numbers of the next steps, last step first"""
@@ -633,7 +635,7 @@ _row = attrgetter("row")
 
 
 def _row_moves(sequences: list[EngineSequence], first: int) -> list[tuple[EngineSequence, int]]:
-    """Who has to move, and where to, so that these sequences sit in the rows from `first` on."""
+    """Which sequences have to move, and where to, so that these are in the rows from `first` on."""
     rows = range(first, first + len(sequences))
     moving = [sequence for sequence in sequences if sequence.row not in rows]
     if not moving:

@@ -1,11 +1,11 @@
-"""Where keys and values live: rows for the sequences that run, a shelf for the contexts that nobody uses now.
+"""Where keys and values live: rows for the sequences that run, a prefix cache for the contexts that nobody uses now.
 
-Invariant: row r holds the keys and values of the first `computed` tokens of the sequence that sits in it, at positions
-0, 1, 2, ...; what lies behind is zeros or left over, finite, and masked. A context on the shelf has its tokens with it:
+Invariant: row r holds the keys and values of the first `computed` tokens of the sequence that has it, at positions
+0, 1, 2, ...; what lies behind is zeros or left over, finite, and masked. A cached prefix has its tokens with it:
 it is reused as far as they are the beginning of the new context, and no further, whoever asks.
 
-    rows   [layer, row, head, position, dim]   dense: the keys of a batch are a slice of it, never gathered
-    shelf  session -> [layer, head, position, dim]   least recently used first; gives way to the rows
+    rows          [layer, row, head, position, dim]   dense: the keys of a batch are a slice of it, never gathered
+    prefix cache  session -> [layer, head, position, dim]   least recently used first; gives way to the rows
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class KVShape:
 
 
 class RowBlock(NamedTuple):
-    """Consecutive rows that attend to the same number of positions."""
+    """Consecutive rows `first` to `last - 1` that attend to the same number of positions, `width`."""
 
     first: int
     last: int
@@ -51,7 +51,7 @@ class RowBlock(NamedTuple):
 
 
 class RowBlockView(NamedTuple):
-    """What the rows of a block attend to, heads taken as rows."""
+    """What the rows of a block attend to, without a copy; heads are taken as rows."""
 
     mask: Tensor
     """[r, 1, width]"""
@@ -63,8 +63,8 @@ class RowBlockView(NamedTuple):
 
 class KVCache:
     """One row per running sequence, all as wide as the longest needs, and one more to move things around unless there
-    is one alone. A cell is the room for one token: `cells` of them are allocated, whether they are used or not, and
-    never more than the limit given to `reserve`. Only while they are copied to a new index do both indices exist."""
+    is one alone. A cell holds one token: `cells` of them are allocated, whether they are used or not, and
+    never more than the limit given to `reserve`. Only while they are copied to new tensors do both exist."""
 
     def __init__(self, shape: KVShape) -> None:
         self.shape = shape
@@ -80,10 +80,10 @@ class KVCache:
         return self.rows * self.width
 
     def reserve(self, sequences: int, width: int, limit: int) -> bool:
-        """Make room for so many sequences of `width` positions; True when the tensors are new ones.
+        """Have cells for so many sequences of `width` positions; True when the tensors are new ones.
 
-        They have at most `limit` cells, which must suffice for what is asked. There is room to grow as far as half
-        of the limit, and an eighth beyond; what is more than that, and twice what is asked, is given back. Only rows
+        They have at most `limit` cells, which must suffice for what is asked. There are cells to grow into as far as
+        half of the limit, and an eighth beyond; what is more than that, and twice what is asked, is given back. Only rows
         and positions that are asked for keep what they hold.
         """
         rows = rows_needed(sequences)
@@ -169,7 +169,7 @@ class KVCache:
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """Keys and values of a context on the shelf."""
+    """Keys and values of a context that no running sequence uses."""
 
     tokens: Tokens
     """[T] what they were computed from."""
@@ -179,7 +179,7 @@ class CachedPrefix:
 
 
 class KVPrefixCache:
-    """Contexts that nobody uses now, least recently used first."""
+    """Contexts that nobody uses now, by session, least recently used first."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -211,7 +211,7 @@ class KVPrefixCache:
                 yield context
 
     def evict_to(self, tokens: int) -> None:
-        """Keep at most `tokens`."""
+        """Keep at most `tokens`, the most recently used ones."""
         while self._prefixes and self.tokens > tokens:
             self.take(next(iter(self._prefixes)))
 

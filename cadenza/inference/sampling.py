@@ -29,7 +29,7 @@ _TOP_P_CANDIDATES = 256
 
 
 def rng_counter(seed: int, position: int) -> int:
-    """Where the random number of a position stands; that of the next position is `GOLDEN` further.
+    """The splitmix64 counter of the random number of a position; that of the next position is `GOLDEN` further.
 
     The seed is mixed first: the seeds of the turns of one trajectory lie a multiple of `GOLDEN` apart, and their
     streams would be the same one, shifted.
@@ -41,7 +41,7 @@ def rng_counter(seed: int, position: int) -> int:
 
 
 def uniforms(counters: NDArray[np.uint64], steps: int) -> NDArray[np.float32]:
-    """[steps, n, 1] for the next positions of rows that stand at these places [n, 1] of their streams: splitmix64.
+    """[steps, n, 1] for the next positions of rows that stand at these counters [n, 1] of their streams: splitmix64.
 
     They are in [0, 1 - 2^-23]: a float32 multiplied by one of them becomes smaller, also after rounding.
     """
@@ -54,7 +54,7 @@ def uniforms(counters: NDArray[np.uint64], steps: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """How the rows of a batch are drawn, as columns [n, 1], or [1, 1] when they are all drawn alike. None stands for
+    """The sampling settings of the rows of a batch, as columns [n, 1], or [1, 1] when they are all drawn alike. None stands for
     columns that would change nothing."""
 
     temperature: Tensor | None
@@ -104,7 +104,7 @@ def sample_tokens(logits: Tensor, sampling: BatchSampling, uniform: Tensor) -> t
     cumulative = probabilities.cumsum(-1)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, uniform * total, right=True)
-    # Only what is not a number finds no place in the CDF; the clamp lets it come out as a logprob that says so.
+    # Only what is not a number is nowhere in the CDF; the clamp lets it come out as a logprob that says so.
     tokens.clamp_max_(logits.shape[-1] - 1)
     if sampling.greedy is not None:
         tokens = torch.where(sampling.greedy, logits.argmax(-1, keepdim=True), tokens)

@@ -8,7 +8,7 @@ resolved, whatever happens to the thread.
     thread:  what ended in a step --call_soon_threadsafe, once per step--> loop: the futures
 
 The fence, the requests in flight and the account of what was returned belong to the loop, so they need no lock. What
-`kill` reads of the engine is booked under a lock that is never held during a forward pass: death does not wait for the
+`kill` reads of the engine is counted under a lock that is never held during a forward pass: death does not wait for the
 step in progress, and the tokens of that step were never written.
 """
 
@@ -48,14 +48,14 @@ from cadenza.off_loop import as_async
 T = TypeVar("T")
 _FOREVER = 1 << 62
 _PREFILL_WORK = 1 << 33
-"""Weights times tokens that are filled in one go: about a second of one core."""
+"""Weights times tokens that are prefilled in one go: about a second of one core."""
 _DEFAULT_KV_BYTES = 1 << 30
 """What the cache may take unless its size is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedWeights:
-    """Weights that can be loaded at no cost."""
+    """Weights that `prepare` has packed, so that loading them costs nothing."""
 
     module: nn.Module
     """That they were read from."""
@@ -145,7 +145,7 @@ class TorchReplica:
         self._paused = self._stopped = False
         self._drain_last_arrival: int | None = None
         self._pause_futures: list[asyncio.Future[None]] = []
-        self._thread = Thread(max_new_tokens=self._run, args=(threads,), name=f"cadenza-{name}", daemon=True)
+        self._thread = Thread(target=self._run, args=(threads,), name=f"cadenza-{name}", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -403,9 +403,8 @@ class TorchReplica:
 
     def _abort(self, sequence: EngineSequence) -> None:
         self._engine.abort(sequence.request.id)
-        self._call_on_loop(
-            self._resolve, [sequence]
-        )  # also when it had ended: the answer may have gone to a closed loop
+        # Also when it had ended: the answer may have gone to a closed loop.
+        self._call_on_loop(self._resolve, [sequence])
 
     def _pause(self, mode: PauseMode, last_arrival: int, future: asyncio.Future[None]) -> None:
         self._pause_futures.append(future)

@@ -50,7 +50,7 @@ from cadenza.inference.replica import (
 )
 from cadenza.inference.sampling import rng_counter
 from cadenza.inference.task_replica import Pending, TaskReplica
-from cadenza.off_loop import THREADS, as_async
+from cadenza.off_loop import THREAD_POOL, as_async
 
 T = TypeVar("T")
 STREAM_TOKENS = 16
@@ -212,7 +212,7 @@ class VllmReplica(TaskReplica):
     def kill(self, cause: str) -> None:
         if not self._lost:
             super().kill(cause)
-            THREADS.submit(self._llm.shutdown, 0.0)
+            THREAD_POOL.submit(self._llm.shutdown, 0.0)
 
     async def close(self, seconds: float = 5.0) -> None:
         """End the processes of vLLM, which have so long to do it themselves. What is in flight is lost."""

@@ -1,7 +1,7 @@
 """What a run shows in the terminal: one picture that stays in place, or plain lines where there is no terminal.
 
-    update(step, metrics) --> Screen: at most four pictures a second, and at most 1 % of the CPU time
-                          --> Lines: the first and the last step, each validation, else one line every two seconds
+    update(step, metrics) --> RunTerminalView: at most four pictures a second, and at most 1 % of the CPU time
+                          --> RunTextView: the first and the last step, each validation, else one line every two seconds
 
 Drawing happens inside `update` and nowhere else: no thread, no timer.
 """
@@ -37,7 +37,7 @@ WINDOW = 50
 """Steps from which the time left is estimated."""
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """Neighbouring values as one."""
 
     x: float
@@ -49,13 +49,13 @@ class Point(NamedTuple):
     """How many they are."""
 
 
-class Series:
+class DownsampledCurve:
     """A curve of any length in bounded memory: when it is full, every two neighbours become one point."""
 
     def __init__(self, limit: int = 600) -> None:
         self._limit = limit
-        self._each = 1
-        self._points: list[Point] = []
+        self._values_per_point = 1
+        self._points: list[CurvePoint] = []
         self.bad = 0
         """Values that were not finite; they are no points."""
 
@@ -63,8 +63,8 @@ class Series:
         if not math.isfinite(y):
             self.bad += 1
             return
-        point = Point(x, y, y, y, 1)
-        if self._points and self._points[-1].weight < self._each:
+        point = CurvePoint(x, y, y, y, 1)
+        if self._points and self._points[-1].weight < self._values_per_point:
             self._points[-1] = _merge(self._points[-1], point)
             return
         if len(self._points) == self._limit:
@@ -72,11 +72,11 @@ class Series:
                 _merge(*self._points[at : at + 2]) if at + 1 < self._limit else self._points[at]
                 for at in range(0, self._limit, 2)
             ]
-            self._each *= 2
+            self._values_per_point *= 2
         self._points.append(point)
 
     @property
-    def points(self) -> Sequence[Point]:
+    def points(self) -> Sequence[CurvePoint]:
         return self._points
 
     @property
@@ -84,11 +84,11 @@ class Series:
         return sum(point.weight for point in self._points)
 
 
-def _merge(one: Point, two: Point) -> Point:
+def _merge(one: CurvePoint, two: CurvePoint) -> CurvePoint:
     weight = one.weight + two.weight
     x = (one.x * one.weight + two.x * two.weight) / weight
     y = (one.y * one.weight + two.y * two.weight) / weight
-    return Point(x, y, min(one.low, two.low), max(one.high, two.high), weight)
+    return CurvePoint(x, y, min(one.low, two.low), max(one.high, two.high), weight)
 
 
 class Display:
@@ -106,26 +106,26 @@ class Display:
     ) -> None:
         """`target` is the success at which the run would be content."""
         self._console = console or Console(highlight=False)
-        self._progress = Progress(title, steps, target, clock)
+        self._status = RunStatus(title, steps, target, clock)
         self._quiet = quiet
-        self._screen: _Screen | None = None
+        self._view: _RunView | None = None
 
     def __enter__(self) -> Display:
         if not self._quiet:
             terminal = self._console.is_terminal and not self._console.is_dumb_terminal
-            self._screen = (Picture if terminal else Lines)(self._console, self._progress)
+            self._view = (RunTerminalView if terminal else RunTextView)(self._console, self._status)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._screen is not None:
-            self._screen.close()
-            self._screen = None
+        if self._view is not None:
+            self._view.close()
+            self._view = None
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done, and this is what was measured; what is missing keeps its last value."""
-        self._progress.add(step, metrics)
-        if self._screen is not None:
-            self._screen.see(news=any(name.startswith("val/") for name in metrics))
+        self._status.add(step, metrics)
+        if self._view is not None:
+            self._view.update(news=any(name.startswith("val/") for name in metrics))
 
     def say(self, text: str) -> None:
         """A line above the picture."""
@@ -135,7 +135,7 @@ class Display:
             self._console.print(Text(clean), soft_wrap=True)
 
 
-class Progress:
+class RunStatus:
     """What is known of the run so far."""
 
     def __init__(self, title: str, steps: int, target: float | None, clock: Callable[[], float]) -> None:
@@ -144,7 +144,7 @@ class Progress:
         self.step = 0
         self.target = target
         self.latest: dict[str, float] = {}
-        self.success = {"train": Series(), "val": Series()}
+        self.success = {"train": DownsampledCurve(), "val": DownsampledCurve()}
         self.clock = clock
         self._began = clock()
         self._done: deque[tuple[int, float]] = deque(maxlen=WINDOW + 1)
@@ -196,46 +196,46 @@ class Progress:
         return duration(steps * self.pace) if self.step + steps <= self.steps else "after the last step"
 
 
-class _Screen(Protocol):
-    def see(self, *, news: bool) -> None: ...
+class _RunView(Protocol):
+    def update(self, *, news: bool) -> None: ...
 
     def close(self) -> None: ...
 
 
-class Lines:
+class RunTextView:
     """For a file or a pipe."""
 
-    def __init__(self, console: Console, progress: Progress) -> None:
+    def __init__(self, console: Console, status: RunStatus) -> None:
         self._console = console
-        self._progress = progress
+        self._status = status
         self._said: float | None = None
         self._pending = False
-        console.print(Text(f"{progress.title}, {progress.steps:,} steps"), soft_wrap=True)
+        console.print(Text(f"{status.title}, {status.steps:,} steps"), soft_wrap=True)
 
-    def see(self, *, news: bool) -> None:
-        now = self._progress.clock()
+    def update(self, *, news: bool) -> None:
+        now = self._status.clock()
         self._pending = True
-        if news or self._progress.over or self._said is None or now - self._said >= PAUSE:
+        if news or self._status.over or self._said is None or now - self._said >= PAUSE:
             self._say(now)
 
     def close(self) -> None:
         if self._pending:
-            self._say(self._progress.clock())
+            self._say(self._status.clock())
 
     def _say(self, now: float) -> None:
         self._said, self._pending = now, False
-        self._console.print(Text(sentence(self._progress)), soft_wrap=True)
+        self._console.print(Text(sentence(self._status)), soft_wrap=True)
 
 
-def sentence(progress: Progress) -> str:
+def sentence(status: RunStatus) -> str:
     """Where the run stands, on one line."""
-    parts = [f"step {progress.step:,}/{progress.steps:,}"]
-    parts += [f"{name} {value}" for name, value in numbers(progress.latest)]
-    parts.append(f"{duration(progress.seconds)} gone")
-    if progress.left is not None and not progress.over:
-        parts.append(f"{duration(progress.left)} left")
-    if (when := progress.to_target()) is not None:
-        parts.append(f"to {progress.target:.0%}: {when}")
+    parts = [f"step {status.step:,}/{status.steps:,}"]
+    parts += [f"{name} {value}" for name, value in numbers(status.latest)]
+    parts.append(f"{duration(status.seconds)} gone")
+    if status.left is not None and not status.over:
+        parts.append(f"{duration(status.left)} left")
+    if (when := status.to_target()) is not None:
+        parts.append(f"to {status.target:.0%}: {when}")
     return "  ".join(parts)
 
 
@@ -260,18 +260,18 @@ def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in shown.items() if value]
 
 
-class Picture:
+class RunTerminalView:
     """For a terminal."""
 
-    def __init__(self, console: Console, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, console: Console, status: RunStatus) -> None:
+        self._status = status
         self._live = Live(Text(""), console=console, auto_refresh=False, vertical_overflow="crop")
         self._live.start()
         self._next = -math.inf
-        self.pictures = 0
+        self.frames = 0
 
-    def see(self, *, news: bool) -> None:
-        now = self._progress.clock()
+    def update(self, *, news: bool) -> None:
+        now = self._status.clock()
         if now < self._next:
             return
         began = time.process_time()
@@ -279,59 +279,68 @@ class Picture:
         self._next = now + max(FRAME, (time.process_time() - began) / SHARE)
 
     def close(self) -> None:
-        if self._progress.step:
+        if self._status.step:
             self._draw()
         self._live.stop()
 
     def _draw(self) -> None:
-        self.pictures += 1
+        self.frames += 1
         console = self._live.console
-        self._live.update(picture(self._progress, min(console.width, WIDTH), console.options.ascii_only), refresh=True)
+        self._live.update(
+            terminal_text(self._status, min(console.width, WIDTH), console.options.ascii_only), refresh=True
+        )
 
 
-def picture(progress: Progress, width: int, ascii_only: bool = False) -> Text:
+def terminal_text(status: RunStatus, width: int, ascii_only: bool = False) -> Text:
     """A headline, and the curve of the success beside the numbers. Lines of text: tables cost five times as much."""
-    side = numbers(progress.latest)
-    if progress.pace is not None:
-        side.append(("step", f"{progress.pace:.2f} s" if progress.pace < 100 else duration(progress.pace)))
-    if (when := progress.to_target()) is not None:
-        side.append((f"to {progress.target:.0%}", when))
+    side = numbers(status.latest)
+    if status.pace is not None:
+        side.append(("step", f"{status.pace:.2f} s" if status.pace < 100 else duration(status.pace)))
+    if (when := status.to_target()) is not None:
+        side.append((f"to {status.target:.0%}", when))
     rows = [Text() for _ in range(max(HEIGHT, len(side)))] if width >= SIDE + 28 else [Text() for _ in side]
     if width >= SIDE + 28:
-        _success(rows, progress, width - SIDE)
+        _success(rows, status, width - SIDE)
     for row, (name, value) in zip(rows, side, strict=False):
         row.append(f"{name:>9}  ", "dim")
         row.append(value, "bold")
-    text = Text("\n", no_wrap=True, overflow="crop").join([_headline(progress, width), *rows])
+    text = Text("\n", no_wrap=True, overflow="crop").join([_headline(status, width), *rows])
     if ascii_only:
         text.plain = text.plain.translate(_ASCII)
     return text
 
 
-def _headline(progress: Progress, width: int) -> Text:
-    times = f"{duration(progress.seconds)} gone"
-    if progress.left is not None and not progress.over:
-        times += f", {duration(progress.left)} left"
-    place = f"step {progress.step:,} of {progress.steps:,}"
-    title = progress.title[: max(0, width - len(place) - len(times) - 18)]
-    room = max(0, width - len(title) - len(place) - len(times) - 7)
-    full = round(room * min(1.0, progress.step / max(1, progress.steps)))
+def _headline(status: RunStatus, width: int) -> Text:
+    times = f"{duration(status.seconds)} gone"
+    if status.left is not None and not status.over:
+        times += f", {duration(status.left)} left"
+    position = f"step {status.step:,} of {status.steps:,}"
+    title = status.title[: max(0, width - len(position) - len(times) - 18)]
+    bar_width = max(0, width - len(title) - len(position) - len(times) - 7)
+    full = round(bar_width * min(1.0, status.step / max(1, status.steps)))
     return Text.assemble(
-        (title, "bold"), "  ", place, "  ", ("━" * full, "cyan"), ("─" * (room - full), "dim"), "  ", (times, "dim")
+        (title, "bold"),
+        "  ",
+        position,
+        "  ",
+        ("━" * full, "cyan"),
+        ("─" * (bar_width - full), "dim"),
+        "  ",
+        (times, "dim"),
     )
 
 
-def _success(rows: list[Text], progress: Progress, width: int) -> None:
+def _success(rows: list[Text], status: RunStatus, width: int) -> None:
     """The curve over the whole run, so that it grows to the right: training dim, validation bright."""
     columns, lines = width - 8, HEIGHT - 1
-    first = min((series.points[0].x for series in progress.success.values() if series.points), default=0.0)
-    span = first, max(float(progress.steps), first + 1)
+    first = min((series.points[0].x for series in status.success.values() if series.points), default=0.0)
+    span = first, max(float(status.steps), first + 1)
     cells = {
         mode: _cells([p.x for p in series.points], [p.y for p in series.points], columns, lines, span, (0.0, 1.0))
-        for mode, series in progress.success.items()
+        for mode, series in status.success.items()
     }
     labels = {0: "100%", lines // 2: " 50%", lines - 1: "  0%"}
-    mark = None if progress.target is None else min(lines - 1, int((1 - progress.target) * lines))
+    mark = None if status.target is None else min(lines - 1, int((1 - status.target) * lines))
     for number, row in enumerate(rows[:lines]):
         row.append(f"{labels.get(number, ''):>6}┤", "dim")
         empty = "┈" if number == mark else " "

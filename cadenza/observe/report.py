@@ -2,8 +2,8 @@
 
 The files are read as streams and thinned on the way, so that the page stays below 2 MB however long the run was:
 
-    metrics.jsonl --> one `Series` per metric --> curves as SVG
-    samples.jsonl --> a `Place` per line, chosen ones read again --> film strips
+    metrics.jsonl --> one `DownsampledCurve` per metric --> curves as SVG
+    samples.jsonl --> an `EpisodeRef` per line, chosen ones read again --> film strips
 
 Everything that the run wrote is text to be shown: it passes `_text` on its way into the page.
 """
@@ -20,7 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from cadenza.observe.display import Point, Series, duration, short
+from cadenza.observe.display import CurvePoint, DownsampledCurve, duration, short
 from cadenza.observe.run import read_lines
 
 POINTS = 800
@@ -72,7 +72,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 def render(run_dir: Path) -> str:
     """The page as text."""
-    metrics = _Metrics(run_dir / "metrics.jsonl")
+    metrics = _MetricHistory(run_dir / "metrics.jsonl")
     parts = [
         _headline(run_dir, metrics),
         _charts(metrics),
@@ -96,11 +96,11 @@ def _text(text: str) -> str:
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
-class _Metrics:
+class _MetricHistory:
     """All metrics of the run, thinned."""
 
     def __init__(self, path: Path) -> None:
-        self.series: dict[str, Series] = {}
+        self.series: dict[str, DownsampledCurve] = {}
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.steps = self.lines = 0
@@ -119,13 +119,13 @@ class _Metrics:
         for name, value in record.items():
             if value is not None and not isinstance(value, (int, float)):
                 continue
-            self.series.setdefault(name, Series(POINTS)).add(step, float("nan") if value is None else value)
+            self.series.setdefault(name, DownsampledCurve(POINTS)).add(step, float("nan") if value is None else value)
             if value is not None:
                 self.first.setdefault(name, value)
                 self.last[name] = value
 
 
-def _headline(run_dir: Path, metrics: _Metrics) -> str:
+def _headline(run_dir: Path, metrics: _MetricHistory) -> str:
     summary = _json(run_dir / "summary.json")
     tiles = []
     for mode, name in (("val", "validation success"), ("train", "training success")):
@@ -149,7 +149,7 @@ def _headline(run_dir: Path, metrics: _Metrics) -> str:
     return f'<h1>{name}</h1><div class="tiles">{boxes}</div><dl class="paths">{pairs}</dl>'
 
 
-def _ends(series: Series, points: int) -> tuple[float, float]:
+def _ends(series: DownsampledCurve, points: int) -> tuple[float, float]:
     """The mean of the first points and of the last ones; fewer where there are few."""
     count = max(1, min(points, len(series.points) // 4))
     first, last = series.points[:count], series.points[-count:]
@@ -173,7 +173,7 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _table(metrics: _Metrics) -> str:
+def _table(metrics: _MetricHistory) -> str:
     """Every metric, also those that no chart knows."""
     rows = []
     for name in sorted(metrics.series)[:ROWS]:
@@ -204,11 +204,11 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _spark(points: Sequence[Point]) -> str:
+def _spark(points: Sequence[CurvePoint]) -> str:
     few = points[:: max(1, len(points) // 80)]
     if len(few) < 2:
         return ""
-    box = _Box(1, 1, 119, 21, few[0].x, few[-1].x, *_limits([point.y for point in few]))
+    box = _PlotArea(1, 1, 119, 21, few[0].x, few[-1].x, *_limits([point.y for point in few]))
     line = box.line((point.x, point.y) for point in few)
     return f'<svg viewBox="0 0 120 22" class="s0"><polyline class="smooth" points="{line}"/></svg>'
 
@@ -216,7 +216,7 @@ def _spark(points: Sequence[Point]) -> str:
 # -- curves ------------------------------------------------------------------------------------------------------------
 
 
-class _Box(NamedTuple):
+class _PlotArea(NamedTuple):
     """Where values lie in a picture."""
 
     left: float
@@ -238,7 +238,7 @@ class _Box(NamedTuple):
         return " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in pairs)
 
 
-def _charts(metrics: _Metrics) -> str:
+def _charts(metrics: _MetricHistory) -> str:
     figures: list[str] = []
     for chart in CHARTS:
         drawn = {name: metrics.series[name] for name in chart.names if name in metrics.series}
@@ -250,12 +250,12 @@ def _charts(metrics: _Metrics) -> str:
     return f'<h2>Curves</h2>{note}<div class="charts">{"".join(figures)}</div>'
 
 
-def _chart(chart: Chart, drawn: Mapping[str, Series], *, wide: bool) -> str:
+def _chart(chart: Chart, drawn: Mapping[str, DownsampledCurve], *, wide: bool) -> str:
     width, height = (1160, 250) if wide else (360, 180)
     points = [point for series in drawn.values() for point in series.points]
     low, high = _limits([y for point in points for y in (point.low, point.high)], share=chart.unit == "%")
     first, last = min(point.x for point in points), max(point.x for point in points)
-    box = _Box(44, 10, width - 8, height - 22, first, last, low, high)
+    box = _PlotArea(44, 10, width - 8, height - 22, first, last, low, high)
     lines = "".join(_curve(box, at, name, series.points) for at, (name, series) in enumerate(drawn.items()))
     keys = "".join(
         f'<span class="s{at}" title="{name}">{_key(name, drawn)}{_bad(series)}</span>'
@@ -271,7 +271,7 @@ def _chart(chart: Chart, drawn: Mapping[str, Series], *, wide: bool) -> str:
     )
 
 
-def _key(name: str, drawn: Mapping[str, Series]) -> str:
+def _key(name: str, drawn: Mapping[str, DownsampledCurve]) -> str:
     """What tells a curve from the others of its chart."""
     if len(drawn) == 1:
         return "" if name.startswith("train/") else '<i class="key"></i>' + name
@@ -280,11 +280,11 @@ def _key(name: str, drawn: Mapping[str, Series]) -> str:
     return f'<i class="key"></i>{area if alike else rest}'
 
 
-def _bad(series: Series) -> str:
+def _bad(series: DownsampledCurve) -> str:
     return f' <b class="bad">{series.bad:,} not finite</b>' if series.bad else ""
 
 
-def _curve(box: _Box, at: int, name: str, points: Sequence[Point]) -> str:
+def _curve(box: _PlotArea, at: int, name: str, points: Sequence[CurvePoint]) -> str:
     """What was measured, thin, with the range of what was thinned out; the smoothed line over it."""
     if not points:
         return ""
@@ -319,7 +319,7 @@ def smooth(values: Sequence[float]) -> list[float]:
     return [(left + right - value) / (w + v - 1) for value, (left, w), (right, v) in sides]
 
 
-def _axes(box: _Box, unit: str, width: int) -> str:
+def _axes(box: _PlotArea, unit: str, width: int) -> str:
     out = []
     for at in range(5 if width > 500 else 3):
         value = box.y0 + (box.y1 - box.y0) * at / (4 if width > 500 else 2)
@@ -352,7 +352,7 @@ def _limits(values: Sequence[float], *, share: bool = False) -> tuple[float, flo
 # -- episodes ----------------------------------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
+class EpisodeRef(NamedTuple):
     """Where an episode stands in the file, and what it is chosen by."""
 
     offset: int
@@ -363,22 +363,24 @@ class Place(NamedTuple):
 
 
 def _episodes(path: Path) -> str:
-    places = find_episodes(path)
-    if not places:
+    episodes = find_episodes(path)
+    if not episodes:
         return ""
-    note = f"{len(places):,} are in samples.jsonl, these are some of them. What changed since the last turn is marked."
+    note = (
+        f"{len(episodes):,} are in samples.jsonl, these are some of them. What changed since the last turn is marked."
+    )
     parts = [f"<h2>Episodes</h2><p class='faint'>{note}</p>"]
     with path.open("rb") as lines:
-        for title, few in choose(places).items():
+        for title, few in choose(episodes).items():
             if few:
                 parts.append(f"<h3>{title}</h3>")
                 parts.append(_section(lines, few))
     return "".join(parts)
 
 
-def find_episodes(path: Path) -> list[Place]:
+def find_episodes(path: Path) -> list[EpisodeRef]:
     """All of them, without their text."""
-    places = []
+    episodes = []
     offset = 0
     if not path.exists():
         return []
@@ -388,9 +390,9 @@ def find_episodes(path: Path) -> list[Place]:
                 score = record.get("score")
                 number = float(score) if isinstance(score, (int, float)) else None
                 turns = len(record["turns"])
-                places.append(Place(offset, record["step"], number, str(record.get("mode")), turns))
+                episodes.append(EpisodeRef(offset, record["step"], number, str(record.get("mode")), turns))
             offset += len(line)
-    return places
+    return episodes
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -403,9 +405,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if known else None
 
 
-def choose(places: Sequence[Place]) -> dict[str, list[Place]]:
+def choose(episodes: Sequence[EpisodeRef]) -> dict[str, list[EpisodeRef]]:
     """Episodes of the first, the middle and the last sixth of the run, the best ones and the worst ones."""
-    first, last = min(place.step for place in places), max(place.step for place in places)
+    first, last = min(episode.step for episode in episodes), max(episode.step for episode in episodes)
     sixth = (last - first) / 6
     middle = (first + last) / 2
     spans = {
@@ -413,36 +415,38 @@ def choose(places: Sequence[Place]) -> dict[str, list[Place]]:
         "Middle": (middle - sixth / 2, middle + sixth / 2),
         "Late": (last - sixth, last),
     }
-    chosen = {name: _spread([p for p in places if low <= p.step <= high]) for name, (low, high) in spans.items()}
+    chosen = {name: _spread([p for p in episodes if low <= p.step <= high]) for name, (low, high) in spans.items()}
     # Of equals, the latest: it says most about what the model has become.
-    scored = [(place.score, place) for place in places if place.score is not None]
+    scored = [(episode.score, episode) for episode in episodes if episode.score is not None]
     best = sorted(scored, key=lambda pair: (-pair[0], -pair[1].step, pair[1].turns))
     if best and best[0][0] > best[-1][0]:
         worst = sorted(scored, key=lambda pair: (pair[0], -pair[1].step, -pair[1].turns))
-        chosen["Best"], chosen["Worst"] = ([place for _, place in few[: EPISODES // 2]] for few in (best, worst))
+        chosen["Best"], chosen["Worst"] = ([episode for _, episode in few[: EPISODES // 2]] for few in (best, worst))
     return chosen
 
 
-def _spread(places: Sequence[Place]) -> list[Place]:
+def _spread(episodes: Sequence[EpisodeRef]) -> list[EpisodeRef]:
     """As many as may be shown, evenly from all of training and all of validation."""
-    kinds = [[place for place in places if place.mode == mode] for mode in dict.fromkeys(p.mode for p in places)]
-    chosen: list[Place] = []
+    kinds = [
+        [episode for episode in episodes if episode.mode == mode] for mode in dict.fromkeys(p.mode for p in episodes)
+    ]
+    chosen: list[EpisodeRef] = []
     for kind in kinds:
         share = max(2, EPISODES // len(kinds))
         chosen += kind if len(kind) <= share else [kind[at * (len(kind) - 1) // (share - 1)] for at in range(share)]
-    return sorted(chosen, key=lambda place: place.offset)[:EPISODES]
+    return sorted(chosen, key=lambda episode: episode.offset)[:EPISODES]
 
 
-def _section(lines: IO[bytes], places: Sequence[Place]) -> str:
+def _section(lines: IO[bytes], episodes: Sequence[EpisodeRef]) -> str:
     parts: list[str] = []
     size = 0
-    for number, place in enumerate(places):
-        lines.seek(place.offset)
+    for number, episode in enumerate(episodes):
+        lines.seek(episode.offset)
         record = _record(lines.readline())
         part = "" if record is None else _episode(record)
         size += len(part.encode("utf-8", "replace"))
         if size > SECTION:
-            parts.append(f"<p class='faint'>{len(places) - number} more were too long to be shown.</p>")
+            parts.append(f"<p class='faint'>{len(episodes) - number} more were too long to be shown.</p>")
             break
         parts.append(part)
     return f'<div class="rollouts">{"".join(parts)}</div>'
@@ -453,17 +457,17 @@ def _episode(record: Mapping[str, Any]) -> str:
     shown = list(enumerate(turns, 1))
     if len(shown) > TURNS:
         shown = shown[: TURNS // 2] + shown[-TURNS // 2 :]
-    room = max(80, EPISODE // max(1, 2 * len(shown)))
+    limit = max(80, EPISODE // max(1, 2 * len(shown)))
     frames = []
     before: tuple[int, str] = (0, "")
     for number, turn in shown:
         if number > before[0] + 1:
             frames.append(f'<div class="frame">{number - before[0] - 1} turns<br>left out</div>')
-        prompt = _clip(str(turn.get("prompt", "")), room)
-        frames.append(_frame(number, prompt, before[1], turn, room))
+        prompt = _clip(str(turn.get("prompt", "")), limit)
+        frames.append(_frame(number, prompt, before[1], turn, limit))
         before = (number, prompt)
     if isinstance(final := record.get("final"), str) and final.strip():
-        frames.append(_frame("end", _clip(final, room), before[1], {}, room))
+        frames.append(_frame("end", _clip(final, limit), before[1], {}, limit))
     return f'<div class="rollout">{_title(record, len(turns))}<div class="film">{"".join(frames)}</div></div>'
 
 
@@ -491,7 +495,7 @@ def _score(score: object) -> str:
     return f"{score:.3g}" if isinstance(score, (int, float)) else "unknown"
 
 
-def _frame(name: int | str, prompt: str, before: str, turn: Mapping[str, Any], room: int) -> str:
+def _frame(name: int | str, prompt: str, before: str, turn: Mapping[str, Any], limit: int) -> str:
     reward = turn.get("reward")
     paid = ""
     if isinstance(reward, (int, float)) and reward:
@@ -499,18 +503,18 @@ def _frame(name: int | str, prompt: str, before: str, turn: Mapping[str, Any], r
     seen = "".join(_block(block, old) for block, old in _blocks(prompt, before))
     said = ""
     if "response" in turn:
-        said = f'<div class="said"><pre>{_text(_clip(str(turn["response"]), room))}</pre></div>'
+        said = f'<div class="said"><pre>{_text(_clip(str(turn["response"]), limit))}</pre></div>'
     return (
         f'<div class="frame"><small>{name}{paid}</small><div class="turn">'
         f'<div class="seen">{seen}</div>{said}</div></div>'
     )
 
 
-def _clip(text: str, room: int) -> str:
+def _clip(text: str, limit: int) -> str:
     """The beginning and the end; a board is most often at the end."""
-    if len(text) <= room:
+    if len(text) <= limit:
         return text
-    return f"{text[: room // 3]}\n… {len(text) - room:,} characters left out …\n{text[-(room - room // 3) :]}"
+    return f"{text[: limit // 3]}\n… {len(text) - limit:,} characters left out …\n{text[-(limit - limit // 3) :]}"
 
 
 def _blocks(prompt: str, before: str) -> list[tuple[str, str]]:

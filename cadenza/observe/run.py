@@ -2,7 +2,7 @@
 
     config.yaml      what the run was told
     metrics.jsonl    {"step", "time", "cpu", "area/name" ...}; a number that is not finite is null
-    samples.jsonl    rollouts as text, see `Sample`
+    samples.jsonl    rollouts as text, see `SampleRecord`
     trace.jsonl      lengths and times of every trajectory, for `cadenza simulate`; see simulation/traces.py
     summary.json     what came of it
     tensorboard/     the metrics again, see `TensorBoard`
@@ -43,7 +43,7 @@ class SampleTurn(TypedDict):
     reward: float
 
 
-class Sample(TypedDict):
+class SampleRecord(TypedDict):
     """One episode as text."""
 
     step: int
@@ -143,7 +143,7 @@ class RunDirectory:
                 logger.exception("%s failed at step %d; the run goes on without it", type(tracker).__name__, step)
                 self._trackers.remove(tracker)
 
-    def sample(self, record: Sample) -> None:
+    def sample(self, record: SampleRecord) -> None:
         """Write an episode."""
         _append(self._samples, record)
 
@@ -190,7 +190,7 @@ class RunDirectory:
         self.close()
 
 
-def fresh(path: Path | str) -> Path:
+def make_fresh_directory(path: Path | str) -> Path:
     """Make this directory, or `name-2`, `name-3` ... if it holds something, and return the one that was free."""
     path = Path(path)
     number, free = 1, path
@@ -219,7 +219,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 def _claim(path: Path) -> tuple[Path, IO[bytes]]:
     """Of two runs that begin at once, only one can make the file."""
     while True:
-        free = fresh(path)
+        free = make_fresh_directory(path)
         with contextlib.suppress(FileExistsError):
             return free, (free / "metrics.jsonl").open("xb")
 

@@ -3,7 +3,7 @@
 The events are those of one scheduler and its sampler, in the order in which they happened. What has no end when
 they stop (a request in flight, a closed gate, an attempt without a fate) ends at the last event.
 
-    events --intervals()--> Timeline --> timeline_png: a picture;  timeline_html: a page to explore
+    events --build_timeline()--> Timeline --> timeline_png: a picture;  timeline_html: a page to explore
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSIONS = ("#3568b0", "#86c5c0", "#6d4fa3", "#8fbbe8", "#22808a", "#bfa8e0")
 
 
 @dataclass(slots=True)
-class Call:
+class RequestSpan:
     """One request on one replica."""
 
     replica: str
@@ -43,7 +43,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Life:
+class AttemptSpan:
     """One attempt."""
 
     key: str
@@ -59,7 +59,7 @@ class Life:
     fate: str = "running"
     cause: str = ""
     reward: float | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[RequestSpan] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
@@ -71,7 +71,7 @@ class Life:
 class Timeline:
     """A run."""
 
-    lives: list[Life] = field(default_factory=list)
+    attempts: list[AttemptSpan] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
     """Those that were asked or lost, by name, numbers in their natural order."""
     suspensions: list[tuple[float, float]] = field(default_factory=list)
@@ -87,26 +87,26 @@ class Timeline:
 
     @property
     def slots(self) -> int:
-        return 1 + max((life.slot for life in self.lives), default=-1)
+        return 1 + max((attempt.slot for attempt in self.attempts), default=-1)
 
 
-def intervals(events: Iterable[Event]) -> Timeline:
+def build_timeline(events: Iterable[Event]) -> Timeline:
     """What the events say, as intervals."""
-    reader = _Reader()
+    reader = _TimelineBuilder()
     for event in events:
         reader.read(event)
     return reader.close()
 
 
-class _Reader:
+class _TimelineBuilder:
     """Holds what has begun and not ended."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
         self._first: float | None = None
         self._groups: dict[str, tuple[str, int]] = {}
-        self._lives: dict[str, Life] = {}
-        self._calls: dict[str, Call] = {}
+        self._attempts: dict[str, AttemptSpan] = {}
+        self._calls: dict[str, RequestSpan] = {}
         self._suspended: float | None = None
         self._replicas: set[str] = set()
 
@@ -129,47 +129,47 @@ class _Reader:
         elif kind == "lost":
             timeline.lost.append((time, subject, detail))
             self._replicas.add(subject)
-        elif (life := self._lives.get(subject)) is not None:
-            self._live(life, time, kind, detail)
+        elif (attempt := self._attempts.get(subject)) is not None:
+            self._continue(attempt, time, kind, detail)
 
     def close(self) -> Timeline:
         timeline = self.timeline
         timeline.start = 0.0 if self._first is None else self._first
         self._resume(timeline.end)
-        for life in list(self._lives.values()):
-            self._close(life, timeline.end, life.fate, "")
+        for attempt in list(self._attempts.values()):
+            self._close(attempt, timeline.end, attempt.fate, "")
         timeline.replicas = sorted(self._replicas, key=_natural)
-        _free_slots(timeline.lives)
+        _free_slots(timeline.attempts)
         return timeline
 
     def _issue(self, time: float, key: str, slot: int) -> None:
         task, version = self._groups.get(key.partition(".")[0], ("", 0))
-        self._lives[key] = life = Life(key, task, version, slot, time, end=-1.0, closed=time)
-        self.timeline.lives.append(life)
+        self._attempts[key] = attempt = AttemptSpan(key, task, version, slot, time, end=-1.0, closed=time)
+        self.timeline.attempts.append(attempt)
 
-    def _live(self, life: Life, time: float, kind: str, detail: str) -> None:
+    def _continue(self, attempt: AttemptSpan, time: float, kind: str, detail: str) -> None:
         if kind == "ask":
-            self._calls[life.key] = call = Call(detail, time, time)
+            self._calls[attempt.key] = call = RequestSpan(detail, time, time)
             self._replicas.add(detail)
-            life.calls.append(call)
-        elif kind == "answer" and life.key in self._calls:
-            call = self._calls.pop(life.key)
+            attempt.calls.append(call)
+        elif kind == "answer" and attempt.key in self._calls:
+            call = self._calls.pop(attempt.key)
             call.outcome, _, tokens = detail.partition(" ")
             call.tokens = int(tokens or 0)
             call.end = time
         elif kind == "finish":
-            life.end = time
-            life.reward = float(detail.removeprefix("reward "))
+            attempt.end = time
+            attempt.reward = float(detail.removeprefix("reward "))
         elif kind in FATES:
-            self._close(life, time, kind, detail)
+            self._close(attempt, time, kind, detail)
 
-    def _close(self, life: Life, time: float, fate: str, cause: str) -> None:
-        life.fate, life.cause, life.closed = fate, cause, time
-        if life.end < 0:
-            life.end = time
-        if call := self._calls.pop(life.key, None):
+    def _close(self, attempt: AttemptSpan, time: float, fate: str, cause: str) -> None:
+        attempt.fate, attempt.cause, attempt.closed = fate, cause, time
+        if attempt.end < 0:
+            attempt.end = time
+        if call := self._calls.pop(attempt.key, None):
             call.end = time
-        del self._lives[life.key]
+        del self._attempts[attempt.key]
         if fate in ("trained", "validated"):
             cuts = self.timeline.cuts
             if cuts and cuts[-1][0] == time:
@@ -183,14 +183,14 @@ class _Reader:
             self._suspended = None
 
 
-def _free_slots(lives: list[Life]) -> None:
+def _free_slots(attempts: list[AttemptSpan]) -> None:
     """A slot is free before the reward is known: at the latest when the next attempt takes it."""
-    latest: dict[int, Life] = {}
-    for life in lives:
-        before = latest.get(life.slot)
+    latest: dict[int, AttemptSpan] = {}
+    for attempt in attempts:
+        before = latest.get(attempt.slot)
         if before is not None:
-            before.end = min(before.end, life.start)
-        latest[life.slot] = life
+            before.end = min(before.end, attempt.start)
+        latest[attempt.slot] = attempt
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cadenza.observe.timeline import FATES, VERSIONS, Life, Timeline
+from cadenza.observe.timeline import FATES, VERSIONS, AttemptSpan, Timeline
 
 
 def write_html(timeline: Timeline, path: Path, *, title: str = "cadenza") -> None:
@@ -38,18 +38,28 @@ def _data(timeline: Timeline) -> dict[str, Any]:
         "lost": [(time, replicas[name], cause) for time, name, cause in timeline.lost],
         "fates": FATES,
         "versions": VERSIONS,
-        "lives": [_life(life, replicas) for life in timeline.lives],
+        "lives": [_attempt(attempt, replicas) for attempt in timeline.attempts],
     }
 
 
-def _life(life: Life, replicas: dict[str, int]) -> list[Any]:
+def _attempt(attempt: AttemptSpan, replicas: dict[str, int]) -> list[Any]:
     """Columns as `timeline.html` reads them; times to a tenth of a millisecond."""
     calls = [
         (replicas[call.replica], round(call.start, 4), round(call.end, 4), call.outcome, call.tokens)
-        for call in life.calls
+        for call in attempt.calls
     ]
-    times = [round(time, 4) for time in (life.start, life.end, life.closed)]
-    return [life.key, life.task, life.version, life.slot, *times, life.fate, life.cause, life.reward, calls]
+    times = [round(time, 4) for time in (attempt.start, attempt.end, attempt.closed)]
+    return [
+        attempt.key,
+        attempt.task,
+        attempt.version,
+        attempt.slot,
+        *times,
+        attempt.fate,
+        attempt.cause,
+        attempt.reward,
+        calls,
+    ]
 
 
 def script_json(data: Any) -> str:

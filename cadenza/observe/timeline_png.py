@@ -104,9 +104,9 @@ def _headline(ax: Axes, timeline: Timeline) -> None:
 def _replicas(axes: Any, timeline: Timeline, edges: NDArray[np.float64]) -> None:
     """Requests in flight per replica, stacked by the version at which their groups began."""
     spans: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in timeline.replicas}
-    for life in timeline.lives:
-        for call in life.calls:
-            spans[call.replica].setdefault(life.version, []).append((call.start, call.end))
+    for attempt in timeline.attempts:
+        for call in attempt.calls:
+            spans[call.replica].setdefault(attempt.version, []).append((call.start, call.end))
     middles = (edges[1:] + edges[:-1]) / 2
     lost = {name: (time, cause) for time, name, cause in timeline.lost}
     top = 1.0
@@ -137,7 +137,7 @@ def _tombstone(ax: Axes, timeline: Timeline, time: float, cause: str) -> None:
 
 
 def _busy(ax: Axes, timeline: Timeline, edges: NDArray[np.float64]) -> None:
-    busy = concurrency([(life.start, life.end) for life in timeline.lives], edges)
+    busy = concurrency([(attempt.start, attempt.end) for attempt in timeline.attempts], edges)
     ax.stackplot((edges[1:] + edges[:-1]) / 2, [busy], colors=["#b9c2cc"], step="mid", linewidth=0, zorder=2)
     ax.axhline(timeline.slots, color=FAINT, linewidth=0.6, linestyle=":")
     ax.set_ylim(0, max(timeline.slots, 1) * 1.12)
@@ -152,11 +152,11 @@ def _swim(ax: Axes, timeline: Timeline) -> None:
     row = ax.bbox.height / max(timeline.slots, 1)  # pixels
     margin, edge = (0.07, 0.35) if row > 3 else (0.0, 0.0)
     bars = [
-        [(life.start, low), (life.end, low), (life.end, high), (life.start, high)]
-        for life in timeline.lives
-        for low, high in [(life.slot + margin, life.slot + 1 - margin)]
+        [(attempt.start, low), (attempt.end, low), (attempt.end, high), (attempt.start, high)]
+        for attempt in timeline.attempts
+        for low, high in [(attempt.slot + margin, attempt.slot + 1 - margin)]
     ]
-    colours = [FATES[life.fate] for life in timeline.lives]
+    colours = [FATES[attempt.fate] for attempt in timeline.attempts]
     ax.add_collection(PolyCollection(bars, facecolors=colours, edgecolors="white", linewidths=edge, zorder=2))
     ax.set_ylim(max(timeline.slots, 1), 0)
     ax.set_yticks([])
@@ -169,19 +169,19 @@ def _words(figure: Figure, timeline: Timeline, title: str) -> None:
     """Title, legend, and how to read the colours."""
     from matplotlib.patches import Patch
 
-    counts = {fate: sum(life.fate == fate for life in timeline.lives) for fate in FATES}
+    counts = {fate: sum(attempt.fate == fate for attempt in timeline.attempts) for fate in FATES}
     handles = [Patch(color=FATES[fate], label=f"{fate} {count:,}") for fate, count in counts.items() if count]
     handles.append(Patch(color=SHADE, label="gate closed"))
     figure.legend(
         handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=9, labelcolor=INK,
         handlelength=1.1,
     )  # fmt: skip
-    tokens = sum(life.tokens for life in timeline.lives)
+    tokens = sum(attempt.tokens for attempt in timeline.attempts)
     height = figure.get_figheight()
     figure.text(0.012, 1 - 0.08 / height, title, va="top", fontsize=13, fontweight="bold", color=INK)
     figure.text(
         0.0125, 1 - 0.33 / height,
-        f"{len(timeline.lives):,} attempts, {tokens:,} tokens, {len(timeline.cuts)} batches in "
+        f"{len(timeline.attempts):,} attempts, {tokens:,} tokens, {len(timeline.cuts)} batches in "
         f"{timeline.end - timeline.start:,.0f} s. Replicas: requests in flight, in the colour of the version at which "
         "their group began. Slots: one bar per attempt, in the colour of its fate.",
         fontsize=9, color=FAINT, va="top",

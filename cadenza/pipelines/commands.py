@@ -22,10 +22,10 @@ from cadenza.observe.display import Display, curve
 from cadenza.observe.report import write_report
 from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.off_loop import as_async
-from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, Progress, check_rollouts, validation
-from cadenza.pipelines.config import ConfigError, RunConfig, ValidationConfig, check_names, dump, read
+from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, RunProgress, check_rollouts, validate_checkpoint
+from cadenza.pipelines.config import ConfigError, RunConfig, ValidationConfig, check_names, dump_config, read_config
 from cadenza.pipelines.engines import EngineConfig
-from cadenza.pipelines.episodes import Episodes, sample_of, success_of
+from cadenza.pipelines.episodes import EpisodeStats, sample_of, success_of
 from cadenza.training.checkpoint import latest, step_of
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ REPORT_SECONDS = 120
 def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
     """A new run."""
     _import_from_here()
-    config = read(path, overrides)
+    config = read_config(path, overrides)
     check_names(config)
     if dry_run:
-        print(yaml.safe_dump(dump(config), sort_keys=False, allow_unicode=True), end="")
+        print(yaml.safe_dump(dump_config(config), sort_keys=False, allow_unicode=True), end="")
         return 0
-    run = RunDirectory(config.out / config.name, config=dump(config), trackers=config.trackers)
+    run = RunDirectory(config.out / config.name, config=dump_config(config), trackers=config.trackers)
     try:
         return _run(config, run, None, as_json)
     except BaseException:
@@ -61,7 +61,7 @@ def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
         raise ConfigError(f"preset={config.preset} would do nothing: {run_dir} has a value for each of its settings")
     asyncio.run(check_rollouts(config, checkpoint))
     try:
-        run = RunDirectory(run_dir, resume=step, config=dump(config), trackers=config.trackers)
+        run = RunDirectory(run_dir, resume=step, config=dump_config(config), trackers=config.trackers)
     except RuntimeError as error:  # another process has it
         raise ConfigError(str(error)) from error
     return _run(config, run, checkpoint, as_json)
@@ -69,8 +69,8 @@ def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json: bool) -> int:
     """How good a checkpoint is, on the tasks of the validation."""
-    batch, version = asyncio.run(_played(run_dir, episodes, which, greedy, shown=0))
-    found: Episodes = batch.meta_info["episodes"]
+    batch, version = asyncio.run(_play_checkpoint(run_dir, episodes, which, greedy, shown=0))
+    found: EpisodeStats = batch.meta_info["episodes"]
     figures = {
         "success": found.success, "reward_mean": found.score, "episodes": found.count, "version": version,
     }  # fmt: skip
@@ -87,8 +87,8 @@ def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json:
 def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
     """Watch a checkpoint play."""
     console = Console(highlight=False)
-    batch, version = asyncio.run(_played(run_dir, episodes, which, greedy, shown=episodes))
-    found: Episodes = batch.meta_info["episodes"]
+    batch, version = asyncio.run(_play_checkpoint(run_dir, episodes, which, greedy, shown=episodes))
+    found: EpisodeStats = batch.meta_info["episodes"]
     for trajectory in found.shown:
         sample = sample_of(trajectory, batch.meta_info["codec"], step=version, mode="val")
         console.print(f"\n[bold]{sample['task']}[/bold]")
@@ -111,7 +111,7 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json:
         try:
             # Envs may print, and Ray passes on what its workers print: with --json, stdout is for the figures alone.
             with redirect_stdout(sys.stderr) if as_json else nullcontext():
-                progress = asyncio.run(_trained(config, run, checkpoint, display))
+                progress = asyncio.run(_train_until_stopped(config, run, checkpoint, display))
         except BaseException:
             with suppress(OSError):  # the error before is the one to tell
                 write_report(run.path)
@@ -132,11 +132,11 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json:
     if as_json:
         print(json.dumps(summary))
     else:
-        _farewell(run.path, summary, report, "" if config.backend == "embedded" else " of the controller")
+        _print_outcome(run.path, summary, report, "" if config.backend == "embedded" else " of the controller")
     return 130 if progress.ended == STOPPED else 0
 
 
-async def _trained(config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display) -> Progress:
+async def _train_until_stopped(config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display) -> RunProgress:
     pipeline = AgenticPipeline(config, run, on_step=display.update)
     loop = asyncio.get_running_loop()
 
@@ -148,7 +148,7 @@ async def _trained(config: RunConfig, run: RunDirectory, checkpoint: Path | None
     with suppress(NotImplementedError, ValueError):  # not on every system, and not outside the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, interrupted)
-    report = loop.create_task(_renewed_report(run.path))
+    report = loop.create_task(_refresh_report(run.path))
     try:
         return await pipeline.train(resume=checkpoint)
     finally:
@@ -157,7 +157,7 @@ async def _trained(config: RunConfig, run: RunDirectory, checkpoint: Path | None
             await report
 
 
-async def _renewed_report(run_dir: Path) -> None:
+async def _refresh_report(run_dir: Path) -> None:
     """Whoever looks at a long run finds a report that is at most some minutes old."""
     while True:
         await asyncio.sleep(REPORT_SECONDS)
@@ -167,7 +167,7 @@ async def _renewed_report(run_dir: Path) -> None:
             logger.warning("the report of %s could not be written: %s", run_dir, error)
 
 
-def _farewell(run_dir: Path, summary: dict[str, Any], report: Path, whose: str) -> None:
+def _print_outcome(run_dir: Path, summary: dict[str, Any], report: Path, whose: str) -> None:
     console = Console(highlight=False)
     points = [(r["step"], r["val/success"]) for r in read_lines(run_dir / "metrics.jsonl") if "val/success" in r]
     if len(points) > 1:
@@ -194,13 +194,13 @@ def _percent(value: float | None) -> str:
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 
 
-async def _played(run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int) -> tuple[DataProto, int]:
-    """Episodes of a checkpoint, and its version."""
+async def _play_checkpoint(run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int) -> tuple[DataProto, int]:
+    """EpisodeStats of a checkpoint, and its version."""
     _import_from_here()
     config = _config_of(run_dir, [])
     checkpoint = _checkpoint(run_dir, which)
-    plan = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
-    domains = plan.domains or config.envs.domains
+    settings = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
+    domains = settings.domains or config.envs.domains
     share = -(-episodes // len(domains))
     rows = {
         name: domain.model_copy(update={"tasks": domain.tasks[:share]})
@@ -208,22 +208,22 @@ async def _played(run_dir: Path, episodes: int, which: str, greedy: bool, *, sho
         else domain.model_copy(update={"tasks": None})
         for name, domain in domains.items()
     }
-    plan = plan.model_copy(update={"domains": rows})
+    settings = settings.model_copy(update={"domains": rows})
     if greedy:
-        sampling = plan.sampling or config.envs.sampling
-        plan = plan.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
-    plain: dict[str, Any] = {"samples": shown, "critic": None, "backend": "embedded", "devices": {}}
+        sampling = settings.sampling or config.envs.sampling
+        settings = settings.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
+    overrides: dict[str, Any] = {"samples": shown, "critic": None, "backend": "embedded", "devices": {}}
     if config.engine.kind != "torch":
-        plain["engine"] = EngineConfig(max_running=config.engine.max_running)
-    config = config.model_copy(update={"validation": plan, **plain})
-    return await validation(config, checkpoint)
+        overrides["engine"] = EngineConfig(max_running=config.engine.max_running)
+    config = config.model_copy(update={"validation": settings, **overrides})
+    return await validate_checkpoint(config, checkpoint)
 
 
 def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{run_dir} is no run: it has no config.yaml")
-    config = read(path, overrides)
+    config = read_config(path, overrides)
     check_names(config)
     return config
 

@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from cadenza import envs, rewards
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config, load
+from cadenza.config import Config, load_object
 from cadenza.inference.replica import Sampling
 from cadenza.pipelines.engines import EngineConfig
 from cadenza.rollout import rollout_functions
@@ -41,7 +41,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "step": {"estimator": {"name": "step"}, "envs": {"rollout": "step"}},
 }
 """Algorithms by name: the few settings that make them."""
-OWNERS: Mapping[str, str] = {
+PRESET_KEY_OWNERS: Mapping[str, str] = {
     "critic": "estimator.name",
     "estimator.divide_by_std": "estimator.name",
     "actor.clip_high": "actor.loss",
@@ -50,7 +50,7 @@ OWNERS: Mapping[str, str] = {
 does not set them."""
 
 
-COMPARING = ("grpo", "rloo", "reinforce++-baseline", "gigpo")
+GROUP_COMPARING_ESTIMATORS = ("grpo", "rloo", "reinforce++-baseline", "gigpo")
 """Estimators that learn nothing from a group of one."""
 
 
@@ -71,7 +71,7 @@ class TokenizerConfig(Config):
     """Variables of the chat template, as `enable_thinking`."""
 
 
-class WarmStart(Config):
+class WarmStartConfig(Config):
     """A supervised step before reinforcement learning."""
 
     source: Literal["format", "demonstrations"] = "format"
@@ -118,14 +118,14 @@ class RunConfig(Config):
     steps: int = Field(gt=0)
     """Train steps."""
     batch_parts: int = Field(default=1, gt=0)
-    """A batch is trained in so many parts, each as soon as its groups are whole; together they are one update."""
+    """A batch is trained in so many chunks, each as soon as its groups are whole; together they are one update."""
     target: float | None = Field(default=None, ge=0, le=1)
     """Stop when the success in validation, or without one in training, reaches this."""
     preset: str | None = None
     """One of the algorithms in `PRESETS`; what is set here besides wins."""
     model: ModelConfig = ModelConfig()
     tokenizer: TokenizerConfig = TokenizerConfig()
-    warm_start: WarmStart | None = None
+    warm_start: WarmStartConfig | None = None
     envs: EnvManagerConfig
     rollout: RolloutConfig
     estimator: EstimatorConfig = EstimatorConfig()
@@ -149,7 +149,7 @@ class RunConfig(Config):
 
     @field_validator("devices", mode="before")
     @classmethod
-    def _in_full(cls, devices: Any) -> Any:
+    def _expand_short_forms(cls, devices: Any) -> Any:
         if devices == AUTO:
             return {"actor": {"devices": AUTO}, "inference": {"devices": AUTO}}
         if not isinstance(devices, dict):
@@ -159,7 +159,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        if self.estimator.name in COMPARING and self.rollout.group_size < 2:
+        if self.estimator.name in GROUP_COMPARING_ESTIMATORS and self.rollout.group_size < 2:
             raise ValueError(
                 f"estimator '{self.estimator.name}' compares the members of a group: set rollout.group_size to 2 or "
                 f"more, got {self.rollout.group_size}"
@@ -202,11 +202,11 @@ class RunConfig(Config):
                     "own, or set 'validation: null'"
                 )
         for role in self.devices:
-            if role not in self.roles:
-                raise ValueError(f"devices: this run has no role '{role}'; it has {', '.join(self.roles)}")
+            if role not in self.role_names:
+                raise ValueError(f"devices: this run has no role '{role}'; it has {', '.join(self.role_names)}")
         self._check_engine()
         self._check_trainers()
-        self._check_parts()
+        self._check_chunks()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self
@@ -246,10 +246,10 @@ class RunConfig(Config):
                 raise ValueError(f"{role}.strategy 'fsdp2' needs ranks in processes of their own: set backend=ray")
             if (config := self.devices.get(role)) is None or config.devices == AUTO:
                 continue
-            named = f"devices.{role}: {format_devices(config.numbers)}"
-            if len(config.numbers) > 1 and self.backend == "embedded":
+            named = f"devices.{role}: {format_devices(config.device_numbers)}"
+            if len(config.device_numbers) > 1 and self.backend == "embedded":
                 raise ValueError(
-                    f"{named} are {len(config.numbers)} ranks that compute together, each in a process of its own: "
+                    f"{named} are {len(config.device_numbers)} ranks that compute together, each in a process of its own: "
                     "set backend=ray, or name one device"
                 )
             if config.devices_per_worker > 1:
@@ -258,13 +258,13 @@ class RunConfig(Config):
                 way_out = "leave it out" if learner is None else f"set {role}.strategy=fsdp2"
                 raise ValueError(f"{named}: tensor_parallel {config.tensor_parallel} needs shards: {way_out}")
 
-    def _check_parts(self) -> None:
-        """Parts must come to what their batch would."""
-        parts, updates = self.batch_parts, self.actor.epochs * self.actor.mini_batches
-        if parts == 1:
+    def _check_chunks(self) -> None:
+        """The chunks of a batch must come to what the whole batch would."""
+        chunks, updates = self.batch_parts, self.actor.epochs * self.actor.mini_batches
+        if chunks == 1:
             return
-        if parts > (groups := self.rollout.groups_per_batch):
-            raise ValueError(f"batch_parts must be at most the groups of a batch, {groups}, got {parts}")
+        if chunks > (groups := self.rollout.groups_per_batch):
+            raise ValueError(f"batch_parts must be at most the groups of a batch, {groups}, got {chunks}")
         for problem, way_out in (
             (updates > 1 and f"the actor makes {updates} of them", "leave actor.epochs and actor.mini_batches at 1"),
             (
@@ -278,13 +278,13 @@ class RunConfig(Config):
             ),
         ):
             if problem:
-                raise ValueError(f"batch_parts {parts} are one update, but {problem}: {way_out}, or set batch_parts=1")
+                raise ValueError(f"batch_parts {chunks} are one update, but {problem}: {way_out}, or set batch_parts=1")
 
     @property
-    def part_sizes(self) -> list[int]:
-        """Trajectories of each part of a batch, in whole groups."""
-        groups, parts = self.rollout.groups_per_batch, self.batch_parts
-        ends = [groups * part // parts * self.rollout.group_size for part in range(parts + 1)]
+    def chunk_sizes(self) -> list[int]:
+        """Trajectories of each chunk of a batch, in whole groups."""
+        groups, chunks = self.rollout.groups_per_batch, self.batch_parts
+        ends = [groups * chunk // chunks * self.rollout.group_size for chunk in range(chunks + 1)]
         return [end - start for start, end in pairwise(ends)]
 
     @property
@@ -292,7 +292,7 @@ class RunConfig(Config):
         return self.estimator.needs_reference or self.actor.kl_coef > 0
 
     @property
-    def roles(self) -> tuple[str, ...]:
+    def role_names(self) -> tuple[str, ...]:
         """Who gets devices. Under an adapter, the actor is the reference too."""
         found = {"critic": self.critic is not None, "reference": self.needs_reference and self.model.lora is None}
         return ("actor", *(role for role, is_there in found.items() if is_there), "inference")
@@ -300,16 +300,16 @@ class RunConfig(Config):
     @property
     def device_count(self) -> int:
         """Devices that there must be."""
-        named = [config.numbers for config in self.devices.values() if config.devices != AUTO]
+        named = [config.device_numbers for config in self.devices.values() if config.devices != AUTO]
         return max((number for numbers in named for number in numbers), default=0) + 1
 
     @property
     def shared_devices(self) -> tuple[int, ...]:
-        """On which actor and replicas take turns: the devices of both, if there are others that only generate."""
+        """Which actor and replicas use alternately: the devices of both, if there are others that only generate."""
         named = [self.devices.get(role, RoleConfig(devices=(0,))) for role in ("actor", "inference")]
         if any(config.devices == AUTO for config in named):
             return ()
-        trains, generates = (set(config.numbers) for config in named)
+        trains, generates = (set(config.device_numbers) for config in named)
         return tuple(sorted(trains & generates)) if generates - trains else ()
 
     @property
@@ -319,7 +319,7 @@ class RunConfig(Config):
         return self.rollout.alpha == 0
 
 
-def read(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a file, with `key=value` overrides."""
     path = Path(path)
     if not path.is_file():
@@ -328,10 +328,10 @@ def read(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         values = _parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is no YAML: {error}") from error
-    return build(values, overrides, source=str(path))
+    return build_config(values, overrides, source=str(path))
 
 
-def build(values: Any, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
+def build_config(values: Any, overrides: Sequence[str] = (), *, source: str = "config") -> RunConfig:
     """The config that a tree of plain values means."""
     if not isinstance(values, dict):
         raise ConfigError(f"{source} must be a mapping of keys to values, got {type(values).__name__}")
@@ -344,21 +344,21 @@ def build(values: Any, overrides: Sequence[str] = (), *, source: str = "config")
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PRESETS)}"
             raise ConfigError(f"{source}: preset '{preset}' is not known; {hint}")
         values = _merged(_preset(preset, values), values)
-    values = _with_length(values, source)
+    values = _with_constant_length(values, source)
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(_told(error, values, source)) from error
+        raise ConfigError(_describe_errors(error, values, source)) from error
 
 
 def check_names(config: RunConfig) -> None:
     """Load what the config names as 'module:name', so that a name that means nothing is found before a run begins."""
 
-    def check(place: str, load: Callable[[Any], Any], name: Any) -> None:
+    def check(key: str, load: Callable[[Any], Any], name: Any) -> None:
         try:
             load(name)
         except ValueError as error:
-            raise ConfigError(f"{place}: {error}") from error
+            raise ConfigError(f"{key}: {error}") from error
 
     validation = (config.validation and config.validation.domains) or {}
     for where, domains in (("envs", config.envs.domains), ("validation", validation)):
@@ -366,18 +366,18 @@ def check_names(config: RunConfig) -> None:
             check(f"{where}.domains.{name}.env", envs.make, domain.env)
             if domain.reward is not None:
                 check(f"{where}.domains.{name}.reward", rewards.make, domain.reward)
-    check("envs.rollout", plays.make, config.envs.rollout)
-    for place, named in (
+    check("envs.rollout", rollout_functions.make, config.envs.rollout)
+    for key, named in (
         ("rollout.group_filter", config.rollout.group_filter),
         ("actor.loss", config.actor.loss),
         ("estimator.name", config.estimator.name),
     ):
         if isinstance(named, str) and ":" in named:
-            check(place, load, named)
+            check(key, load_object, named)
 
 
-def dump(config: RunConfig) -> dict[str, Any]:
-    """The resolved tree as plain values, which `build` reads back. The preset is resolved in it."""
+def dump_config(config: RunConfig) -> dict[str, Any]:
+    """The resolved tree as plain values, which `build_config` reads back. The preset is resolved in it."""
     values: dict[str, Any] = config.model_dump(mode="json", fallback=_path_of, exclude={"preset"})
     return values
 
@@ -392,15 +392,15 @@ def _path_of(value: Any) -> str:
 def _override(text: str) -> dict[str, Any]:
     """'a.b=c' as {a: {b: c}}."""
     key, separator, value = text.partition("=")
-    parts = key.strip().split(".")
-    if not separator or not all(parts):
+    names = key.strip().split(".")
+    if not separator or not all(names):
         raise ConfigError(f"'{text}' is no override; write key=value, as in rollout.alpha=1")
     try:
         tree: Any = _parse(value)
     except ValueError as error:
         raise ConfigError(f"the value of '{text}' is no YAML: {error}") from error
-    for part in reversed(parts):
-        tree = {part: tree}
+    for name in reversed(names):
+        tree = {name: tree}
     found: dict[str, Any] = tree
     return found
 
@@ -408,19 +408,19 @@ def _override(text: str) -> dict[str, Any]:
 def _preset(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
     """What a preset sets besides these values."""
     preset = PRESETS[name]
-    for key, owner in OWNERS.items():
-        if _at(values, owner) not in (None, _at(preset, owner)):
+    for key, owner in PRESET_KEY_OWNERS.items():
+        if _value_at(values, owner) not in (None, _value_at(preset, owner)):
             preset = _without(preset, key)
     return preset
 
 
-def _with_length(values: dict[str, Any], source: str) -> dict[str, Any]:
+def _with_constant_length(values: dict[str, Any], source: str) -> dict[str, Any]:
     """With `actor.constant_length` where 'sequence_sum' needs it: the most tokens that a sequence may have."""
-    if _at(values, "actor.aggregation") != "sequence_sum" or _at(values, "actor.constant_length") is not None:
+    if _value_at(values, "actor.aggregation") != "sequence_sum" or _value_at(values, "actor.constant_length") is not None:
         return values
-    is_one_turn = _at(values, "envs.rollout") == "step" and _at(values, "actor.sequence") != "trajectory"
-    turns = 1 if is_one_turn else _at(values, "envs.max_turns")
-    tokens = _at(values, "envs.sampling.max_tokens") or Sampling().max_tokens
+    is_one_turn = _value_at(values, "envs.rollout") == "step" and _value_at(values, "actor.sequence") != "trajectory"
+    turns = 1 if is_one_turn else _value_at(values, "envs.max_turns")
+    tokens = _value_at(values, "envs.sampling.max_tokens") or Sampling().max_tokens
     if turns is None:
         raise ConfigError(
             f"{source}: actor.aggregation 'sequence_sum' divides by the most tokens that a sequence may have, and "
@@ -431,10 +431,10 @@ def _with_length(values: dict[str, Any], source: str) -> dict[str, Any]:
     return _merged(values, {"actor": {"constant_length": turns * tokens}})
 
 
-def _at(tree: Any, key: str) -> Any:
+def _value_at(tree: Any, key: str) -> Any:
     """The value at 'a.b'; None if there is none."""
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, Mapping) else None
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, Mapping) else None
     return tree
 
 
@@ -482,30 +482,30 @@ def _parse(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def _told(error: ValidationError, values: Any, source: str) -> str:
-    """One line for each place: where, what, and the value. A value that could have been of several types has a
+def _describe_errors(error: ValidationError, values: Any, source: str) -> str:
+    """One line for each key: where, what, and the value. A value that could have been of several types has a
     problem with each of them."""
     problems: dict[str, tuple[list[str], str]] = {}
     for problem in error.errors():
-        place = _place(problem["loc"], values)
+        key = _key_path(problem["loc"], values)
         given = problem["input"]
         shown = "" if isinstance(given, (dict, Config)) or problem["type"] == "missing" else f" (got {given!r})"
-        problems.setdefault(place, ([], shown))[0].append(problem["msg"].removeprefix("Value error, "))
+        problems.setdefault(key, ([], shown))[0].append(problem["msg"].removeprefix("Value error, "))
     return "\n".join(
-        f"{source}: {place}{' or '.join(messages)}{shown}" for place, (messages, shown) in problems.items()
+        f"{source}: {key}{' or '.join(messages)}{shown}" for key, (messages, shown) in problems.items()
     )
 
 
-def _place(path: tuple[int | str, ...], values: Any) -> str:
+def _key_path(path: tuple[int | str, ...], values: Any) -> str:
     """'a.b: '; what pydantic names beyond the keys that were given are types it tried, or a key that is missing."""
     keys: list[str] = []
-    for part in path:
+    for step in path:
         if isinstance(values, Mapping):
-            keys.append(str(part))
-            values = values.get(part)
-        elif isinstance(values, (list, tuple)) and isinstance(part, int):
-            keys.append(str(part))
-            values = values[part]
+            keys.append(str(step))
+            values = values.get(step)
+        elif isinstance(values, (list, tuple)) and isinstance(step, int):
+            keys.append(str(step))
+            values = values[step]
         else:
             break
     return f"{'.'.join(keys)}: " if keys else ""

@@ -24,7 +24,7 @@ from cadenza.inference.http_engine import HttpReplica
 from cadenza.inference.replica import PauseMode
 from cadenza.inference.server import Server, ServerConfig
 
-OWN = {
+SETTINGS_BY_KIND = {
     "torch": ("kv_tokens", "prefill_tokens", "keep_kv", "threads"),
     "vllm": ("keep_kv", "python", "options", "environment"),
     "http": ("kv_tokens", "servers", "logprobs"),
@@ -59,9 +59,9 @@ class EngineConfig(Config):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> EngineConfig:
-        for name in {name for names in OWN.values() for name in names} - set(OWN[self.kind]):
+        for name in {name for names in SETTINGS_BY_KIND.values() for name in names} - set(SETTINGS_BY_KIND[self.kind]):
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                kinds = " or ".join(f"'{kind}'" for kind, names in OWN.items() if name in names)
+                kinds = " or ".join(f"'{kind}'" for kind, names in SETTINGS_BY_KIND.items() if name in names)
                 raise ValueError(f"{name} does nothing with kind '{self.kind}', it is for {kinds}: remove it")
         if self.kind == "http" and not self.servers:
             raise ValueError("kind 'http' needs servers: give it some, as servers: [{url: 'http://localhost:8000'}]")
@@ -140,5 +140,5 @@ async def servers(
 
 def torch_options(engine: EngineConfig, eos_token_ids: frozenset[int]) -> Mapping[str, Any]:
     """What a replica of the embedded engine is told."""
-    own = {name: getattr(engine, name) for name in ("max_running", *OWN["torch"])}
+    own = {name: getattr(engine, name) for name in ("max_running", *SETTINGS_BY_KIND["torch"])}
     return {"eos_token_ids": eos_token_ids, **own}

@@ -6,34 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cadenza.observe.run import Sample
+from cadenza.observe.run import SampleRecord
 from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Trajectory
 
-Mode = Literal["train", "val"]
+RolloutMode = Literal["train", "val"]
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
-    """A batch in numbers."""
+class EpisodeStats:
+    """Statistics of a batch of episodes, and the few trajectories that are written out."""
 
     count: int
     score: float
     success: float | None
     """Share of the episodes that the env calls a success; None where none of them is called anything."""
     judged: int
-    """Episodes that are called something."""
+    """EpisodeStats that are called something."""
     turns: float
     response_tokens: float
     tokens: int
     """Response tokens of all episodes."""
-    oldest: tuple[int, ...]
+    oldest_versions: tuple[int, ...]
     """The oldest version in each of them that has a token."""
     shown: tuple[Trajectory, ...]
     """Those that are written out."""
 
     @classmethod
-    def of(cls, trajectories: Sequence[Trajectory], shown: int) -> Episodes:
+    def of(cls, trajectories: Sequence[Trajectory], shown: int) -> EpisodeStats:
         count = len(trajectories)
         successes = [success for t in trajectories if (success := success_of(t)) is not None]
         tokens = sum(t.response_tokens for t in trajectories)
@@ -45,35 +45,35 @@ class Episodes:
             turns=sum(len(t.turns) for t in trajectories) / count,
             response_tokens=tokens / count,
             tokens=tokens,
-            oldest=tuple(versions[0] for t in trajectories if (versions := t.versions) is not None),
+            oldest_versions=tuple(versions[0] for t in trajectories if (versions := t.versions) is not None),
             shown=tuple(trajectories[:shown]),
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[Episodes], shown: int) -> Episodes:
-        """Those of a batch that came in parts."""
-        if len(parts) == 1:
-            return parts[0]
-        count, judged = sum(part.count for part in parts), sum(part.judged for part in parts)
-        tokens = sum(part.tokens for part in parts)
+    def merge(cls, chunks: Sequence[EpisodeStats], shown: int) -> EpisodeStats:
+        """The statistics of a batch that came in chunks."""
+        if len(chunks) == 1:
+            return chunks[0]
+        count, judged = sum(chunk.count for chunk in chunks), sum(chunk.judged for chunk in chunks)
+        tokens = sum(chunk.tokens for chunk in chunks)
         return cls(
             count=count,
-            score=sum(part.score * part.count for part in parts) / count,
-            success=sum((part.success or 0.0) * part.judged for part in parts) / judged if judged else None,
+            score=sum(chunk.score * chunk.count for chunk in chunks) / count,
+            success=sum((chunk.success or 0.0) * chunk.judged for chunk in chunks) / judged if judged else None,
             judged=judged,
-            turns=sum(part.turns * part.count for part in parts) / count,
+            turns=sum(chunk.turns * chunk.count for chunk in chunks) / count,
             response_tokens=tokens / count,
             tokens=tokens,
-            oldest=tuple(version for part in parts for version in part.oldest),
-            shown=tuple(trajectory for part in parts for trajectory in part.shown)[:shown],
+            oldest_versions=tuple(version for chunk in chunks for version in chunk.oldest_versions),
+            shown=tuple(trajectory for chunk in chunks for trajectory in chunk.shown)[:shown],
         )
 
     def staleness(self, version: int) -> dict[str, float]:
         """How old the episodes are when this version learns from them."""
-        ages = [version - oldest for oldest in self.oldest]
+        ages = [version - oldest for oldest in self.oldest_versions]
         return {"staleness/mean": sum(ages) / len(ages), "staleness/max": max(ages)} if ages else {}
 
-    def metrics(self, mode: Mode) -> dict[str, float]:
+    def metrics(self, mode: RolloutMode) -> dict[str, float]:
         found = {
             "score": self.score,
             "turns": self.turns,
@@ -91,9 +91,9 @@ def success_of(trajectory: Trajectory) -> bool | None:
     return None if success is None else bool(success)
 
 
-def sample_of(trajectory: Trajectory, codec: Codec, *, step: int, mode: Mode) -> Sample:
+def sample_of(trajectory: Trajectory, codec: Codec, *, step: int, mode: RolloutMode) -> SampleRecord:
     """An episode as text."""
-    sample: Sample = {
+    sample: SampleRecord = {
         "step": step,
         "mode": mode,
         "task": trajectory.task.id,

@@ -1,4 +1,4 @@
-"""Group filters that ship: whether a whole group is worth a place in a batch."""
+"""Group filters that ship: whether a whole group is worth training on."""
 
 from __future__ import annotations
 

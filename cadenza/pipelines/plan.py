@@ -14,19 +14,19 @@ from typing import Any
 
 from cadenza.cluster import DeviceMap, DeviceSharing, PlacementError, ResourceManager, RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.pipelines.config import ConfigError, RunConfig, read
+from cadenza.pipelines.config import ConfigError, RunConfig, read_config
 from cadenza.simulation import cli_args, plan_command
 from cadenza.simulation.cli_args import InvalidArgument
 from cadenza.simulation.experiment import TrialPool, workers
 from cadenza.simulation.plan import Plan, make_plan, predict
 from cadenza.simulation.workloads import Workload
 
-STATED = "W2"
+DEFAULT_WORKLOAD = "W2"
 """The workload whose lengths and costs are taken where a run has none and nothing else is named."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanArgs:
     """What the command line says besides the config."""
 
     gpus: int | None
@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RunLayout:
     """The roles of a run on their devices, and what was predicted of it."""
 
     map: DeviceMap
@@ -55,8 +55,8 @@ class Layout:
         other = "generation" if role != "inference" else "training"
         if self.mode(role) is DeviceSharing.DISAGGREGATED:
             return f"all the time, beside {other}"
-        shared = set(self.map.roles[role].numbers) & set(
-            self.map.roles["inference" if role != "inference" else "actor"].numbers
+        shared = set(self.map.roles[role].device_numbers) & set(
+            self.map.roles["inference" if role != "inference" else "actor"].device_numbers
         )
         which = "" if self.mode(role) is DeviceSharing.COLOCATED else f" on {format_devices(sorted(shared))}"
         return f"in turn with {other}{which}"
@@ -66,7 +66,7 @@ class Layout:
         return {
             "roles": {
                 role: {
-                    "devices": format_devices(config.numbers),
+                    "devices": format_devices(config.device_numbers),
                     "mode": self.mode(role).value,
                     "when": self.when(role),
                     "workers": len(self.map[role].places),
@@ -78,11 +78,11 @@ class Layout:
         }
 
 
-def plan(path: Path, overrides: Sequence[str], given: Asked, *, as_json: bool) -> int:
+def plan(path: Path, overrides: Sequence[str], args: PlanArgs, *, as_json: bool) -> int:
     """Lay out a run and show it; returns the exit code."""
-    config = read(path, overrides)
-    with workers() as crew:
-        layout = lay_out(config, given, crew)
+    config = read_config(path, overrides)
+    with workers() as pool:
+        layout = lay_out(config, args, pool)
     if as_json:
         print(json.dumps({"config": str(path), **layout.to_json()}, indent=2))
         return 0
@@ -98,37 +98,37 @@ def plan(path: Path, overrides: Sequence[str], given: Asked, *, as_json: bool) -
     return 0
 
 
-def lay_out(config: RunConfig, given: Asked, crew: TrialPool) -> Layout:
+def lay_out(config: RunConfig, args: PlanArgs, pool: TrialPool) -> RunLayout:
     """The devices of all roles, chosen where the config says 'auto', and what a step will take."""
-    resources = _resources(config, given)
-    roles = {role: config.devices.get(role) or RoleConfig(devices=(0,)) for role in config.roles}
+    resources = _resources(config, args)
+    roles = {role: config.devices.get(role) or RoleConfig(devices=(0,)) for role in config.role_names}
     is_open = {role: roles[role].devices == AUTO for role in ("actor", "inference")}
     if any(role.devices == AUTO for role in roles.values()) and not all(is_open.values()):
         raise ConfigError("devices: 'auto' is for actor and inference together: say it of both, or 'devices: auto'")
-    alphas = cli_args.alphas(given.alpha) if given.alpha is not None else [config.rollout.alpha]
-    workload, source = _workload(config, given, len(resources.devices))
+    alphas = cli_args.alphas(args.alpha) if args.alpha is not None else [config.rollout.alpha]
+    workload, source = _workload(config, args, len(resources.devices))
     try:
         if all(is_open.values()):
-            return _chosen(resources, roles, crew, workload, source, alphas, shared=given.shared)
-        return _given(resources.place(roles), crew, workload, source, alphas)
+            return _chosen_layout(resources, roles, pool, workload, source, alphas, shared=args.shared)
+        return _named_layout(resources.place(roles), pool, workload, source, alphas)
     except PlacementError as error:
         raise ConfigError(f"devices: {error}") from error
 
 
-def _chosen(
+def _chosen_layout(
     resources: ResourceManager,
     roles: Mapping[str, RoleConfig],
-    crew: TrialPool,
+    pool: TrialPool,
     workload: Workload,
     source: str,
     alphas: Sequence[float],
     *,
     shared: bool,
-) -> Layout:
+) -> RunLayout:
     """The best of the splits that can be placed."""
 
     def placed(train_gpus: int, shared_gpus: int = 0) -> DeviceMap:
-        return resources.place({**roles, **_split(roles, train_gpus, shared_gpus, workload.gpus)})
+        return resources.place({**roles, **_split_devices(roles, train_gpus, shared_gpus, workload.gpus)})
 
     def fits(train_gpus: int, shared_gpus: int) -> bool:
         try:
@@ -140,30 +140,30 @@ def _chosen(
     splits = [0, *range(1, workload.gpus)]
     if not any(fits(gpus, 0) for gpus in splits if bool(gpus) == bool(max(alphas))):
         placed(1 if max(alphas) else 0)  # says what is wrong with it
-    made = make_plan(crew, workload, alphas, fits, shared=shared)
-    return Layout(
+    made = make_plan(pool, workload, alphas, fits, shared=shared)
+    return RunLayout(
         placed(made.chosen.train_gpus, made.chosen.shared_gpus), made, f"{made.why} Costs and lengths: {source}."
     )
 
 
-def _given(places: DeviceMap, crew: TrialPool, workload: Workload, source: str, alphas: Sequence[float]) -> Layout:
+def _named_layout(device_map: DeviceMap, pool: TrialPool, workload: Workload, source: str, alphas: Sequence[float]) -> RunLayout:
     """What the devices that are named make of a step."""
-    sharing = places.sharing("actor", "inference")
-    trains, generates = (set(places.roles[role].numbers) for role in ("actor", "inference"))
+    sharing = device_map.sharing("actor", "inference")
+    trains, generates = (set(device_map.roles[role].device_numbers) for role in ("actor", "inference"))
     train_gpus, shared_gpus = len(trains), len(trains & generates)
     if sharing is DeviceSharing.COLOCATED:
         train_gpus = shared_gpus = 0
     wanted = [alpha for alpha in alphas if bool(alpha) == bool(train_gpus) or sharing is DeviceSharing.PARTIAL]
     if not wanted or (train_gpus and generates <= trains):
-        told = ", ".join(f"{alpha:g}" for alpha in alphas)
-        return Layout(places, None, f"{sharing} devices at alpha {told} are not simulated: nothing is predicted.")
-    made = predict(crew, replace(workload, gpus=len(trains | generates)), wanted, train_gpus, shared_gpus)
-    return Layout(places, made, f"the devices are those of the config: {made.why} Costs and lengths: {source}.")
+        listed = ", ".join(f"{alpha:g}" for alpha in alphas)
+        return RunLayout(device_map, None, f"{sharing} devices at alpha {listed} are not simulated: nothing is predicted.")
+    made = predict(pool, replace(workload, gpus=len(trains | generates)), wanted, train_gpus, shared_gpus)
+    return RunLayout(device_map, made, f"the devices are those of the config: {made.why} Costs and lengths: {source}.")
 
 
-def _split(roles: Mapping[str, RoleConfig], train_gpus: int, shared_gpus: int, gpus: int) -> dict[str, RoleConfig]:
+def _split_devices(roles: Mapping[str, RoleConfig], train_gpus: int, shared_gpus: int, gpus: int) -> dict[str, RoleConfig]:
     """The first devices train and the others generate, with those that are shared; with none that only trains, all do
-    both in turn."""
+    both alternately."""
     train = tuple(range(train_gpus or gpus))
     generate = tuple(range(train_gpus - shared_gpus, gpus))
     return {
@@ -172,28 +172,28 @@ def _split(roles: Mapping[str, RoleConfig], train_gpus: int, shared_gpus: int, g
     }
 
 
-def _resources(config: RunConfig, given: Asked) -> ResourceManager:
-    gpus = given.gpus or config.device_count
-    if gpus % given.nodes:
+def _resources(config: RunConfig, args: PlanArgs) -> ResourceManager:
+    gpus = args.gpus or config.device_count
+    if gpus % args.nodes:
         raise InvalidArgument(
-            f"{given.nodes} nodes cannot have equally many of all {gpus} devices: give a --gpus that --nodes divides"
+            f"{args.nodes} nodes cannot have equally many of all {gpus} devices: give a --gpus that --nodes divides"
         )
-    return ResourceManager(gpus // given.nodes, given.nodes)
+    return ResourceManager(gpus // args.nodes, args.nodes)
 
 
-def _workload(config: RunConfig, given: Asked, gpus: int) -> tuple[Workload, str]:
+def _workload(config: RunConfig, args: PlanArgs, gpus: int) -> tuple[Workload, str]:
     """What the run asks of its devices, and how that is known."""
-    run, needs_costs = config.out / config.name, given.model_cost is None
-    if given.workload is not None:
-        found = cli_args.workload(given.workload, needs_costs=needs_costs)
-        source = f"{given.workload}, as --workload says"
+    run, needs_costs = config.out / config.name, args.model_cost is None
+    if args.workload is not None:
+        found = cli_args.workload(args.workload, needs_costs=needs_costs)
+        source = f"{args.workload}, as --workload says"
     elif (run / "trace.jsonl").is_file():
         found, source = cli_args.workload(str(run), needs_costs=needs_costs), f"measured in {run}"
     else:
-        found = cli_args.workload(STATED)
-        source = f"stated, those of {STATED}: {run} has measured none yet, and --workload names no other"
-    if given.model_cost is not None:
-        found, source = cli_args.with_cost(found, given.model_cost), f"{source}, with --model-cost {given.model_cost}"
+        found = cli_args.workload(DEFAULT_WORKLOAD)
+        source = f"stated, those of {DEFAULT_WORKLOAD}: {run} has measured none yet, and --workload names no other"
+    if args.model_cost is not None:
+        found, source = cli_args.with_cost(found, args.model_cost), f"{source}, with --model-cost {args.model_cost}"
     groups = max(1, config.rollout.batch_size // config.rollout.group_size)
     size = config.rollout.group_size
     if found.recorded:

@@ -1,6 +1,6 @@
 """The inference side of a run: its replicas, and how weights reach them.
 
-Invariant: `Inference.weights` brings what the actor has now to every replica, beside the generation, and changes
+Invariant: `Inference.deliver_weights` brings what the actor has now to every replica, beside the generation, and changes
 nothing that is generated; `sampler.load_weights` with its answer swaps it in between two steps of an engine. So no step
 ever sees two versions, and an update that fails half way leaves the old one whole.
 ```
@@ -39,8 +39,8 @@ from cadenza.rollout.sampler import Sampler, SamplerConfig
 logger = logging.getLogger("cadenza")
 
 
-class Delivery(Protocol):
-    """A way for weights."""
+class WeightDelivery(Protocol):
+    """How weights of the actor reach the replicas."""
 
     name: str
 
@@ -51,22 +51,22 @@ class Delivery(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """The inference cluster, as the schedulers want it."""
+    """The replicas of a run behind their sampler, as a `RolloutScheduler` takes them (its `infer_cluster`)."""
 
     sampler: Sampler
     codec: TextCodec
-    delivery: Delivery
+    delivery: WeightDelivery
     resources: DeviceSource
     """Where it runs, and env workers too."""
 
     async def weights(self) -> object:
         """What the actor has now, brought to the replicas; `sampler.load_weights` swaps it in."""
-        return await self.delivery.weights()
+        return await self.delivery.deliver()
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What replicas are made of."""
+class InferenceSpec:
+    """What the replicas of a run are made from."""
 
     actor: Cluster[ActorWorker]
     devices: DeviceMap
@@ -77,33 +77,33 @@ class Plan:
 
 
 @asynccontextmanager
-async def inference(plan: Plan) -> AsyncIterator[Inference]:
-    """Replicas with the policy in them: one on each part of the role's devices, or one for each server."""
+async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
+    """Replicas with the policy in them: one on each replica's share of the role's devices, or one for each server."""
     async with AsyncExitStack() as stack:
         replicas: Sequence[Replica]
-        delivery: Delivery
-        if plan.engine.kind == "http":
-            delivery = FromHere(plan.actor)
-            running = servers(plan.engine, plan.codec.eos_token_ids, await delivery.weights())
+        delivery: WeightDelivery
+        if spec.engine.kind == "http":
+            delivery = ServerDelivery(spec.actor)
+            running = servers(spec.engine, spec.codec.eos_token_ids, await delivery.deliver())
             replicas = await stack.enter_async_context(running)
-        elif plan.devices.resources.backend == "embedded":
-            replicas = local = await _embedded(plan, stack)
-            delivery = InProcess(plan.actor, local)
+        elif spec.devices.resources.backend == "embedded":
+            replicas = local = await _embedded_replicas(spec, stack)
+            delivery = InProcessDelivery(spec.actor, local)
         else:
-            replicas = remote = await _on_ray(plan, stack)
-            delivery = delivery_on(plan.devices)(plan.actor, remote)
-            weights = await delivery.weights()
+            replicas = remote = await _ray_replicas(spec, stack)
+            delivery = ray_delivery_for(spec.devices)(spec.actor, remote)
+            weights = await delivery.deliver()
             await asyncio.gather(*(replica.load_weights(0, weights) for replica in remote))
         logger.info("weights reach %d replicas %s", len(replicas), delivery.name)
-        sampler = Sampler(replicas, plan.sampler)
+        sampler = Sampler(replicas, spec.sampler)
         stack.push_async_callback(sampler.close)
-        yield Inference(sampler, plan.codec, delivery, plan.devices.resources)
+        yield Inference(sampler, spec.codec, delivery, spec.devices.resources)
 
 
-async def _embedded(plan: Plan, stack: AsyncExitStack) -> list[TorchReplica]:
-    options = torch_options(plan.engine, plan.codec.eos_token_ids)
-    first, *others = (part.devices for part in plan.devices["inference"].replicas())
-    replicas = [TorchReplica(await plan.actor.module(), name="torch-0", devices=first, **options)]
+async def _embedded_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[TorchReplica]:
+    options = torch_options(spec.engine, spec.codec.eos_token_ids)
+    first, *others = (placement.devices for placement in spec.devices["inference"].replicas())
+    replicas = [TorchReplica(await spec.actor.module(), name="torch-0", devices=first, **options)]
     stack.callback(replicas[0].close)
     for number, devices in enumerate(others, 1):
         replicas.append(replicas[0].clone(name=f"torch-{number}", devices=devices, **options))
@@ -111,9 +111,9 @@ async def _embedded(plan: Plan, stack: AsyncExitStack) -> list[TorchReplica]:
     return replicas
 
 
-async def _on_ray(plan: Plan, stack: AsyncExitStack) -> list[RemoteReplica]:
+async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[RemoteReplica]:
     """Each is a cluster of its own, so that one that dies leaves the others alone. They start together."""
-    clusters = [_cluster(plan, part) for part in plan.devices["inference"].replicas()]
+    clusters = [_replica_cluster(spec, placement) for placement in spec.devices["inference"].replicas()]
     for cluster in clusters:
         stack.push_async_exit(cluster)
     started = await asyncio.gather(*(cluster.start() for cluster in clusters), return_exceptions=True)
@@ -123,16 +123,16 @@ async def _on_ray(plan: Plan, stack: AsyncExitStack) -> list[RemoteReplica]:
     return [await RemoteReplica.of(cluster, is_shared=True) for cluster in clusters]  # env workers ask them too
 
 
-def _cluster(plan: Plan, part: Placement) -> Cluster[Any]:
+def _replica_cluster(spec: InferenceSpec, placement: Placement) -> Cluster[Any]:
     """The process of one replica."""
-    engine, eos_token_ids = plan.engine, plan.codec.eos_token_ids
+    engine, eos_token_ids = spec.engine, spec.codec.eos_token_ids
     if engine.kind == "torch":
-        options: dict[str, Any] = {"model_spec": plan.model_spec, "engine": engine, "eos_token_ids": eos_token_ids}
-        return Cluster("inference", InferenceWorker, part, **options)
-    model = plan.model_spec.model
+        options: dict[str, Any] = {"model_spec": spec.model_spec, "engine": engine, "eos_token_ids": eos_token_ids}
+        return Cluster("inference", InferenceWorker, placement, **options)
+    model = spec.model_spec.model
     path = Path(str(model.path))  # a directory, by a name that means the same in other processes, or a name of a hub
     return vllm_cluster(
-        part,
+        placement,
         engine,
         model=str(path.absolute()) if path.is_dir() else str(model.path),
         eos_token_ids=eos_token_ids,
@@ -141,11 +141,11 @@ def _cluster(plan: Plan, part: Placement) -> Cluster[Any]:
     )
 
 
-# -- the ways of weights -----------------------------------------------------------------------------------------------
+# -- weight deliveries -------------------------------------------------------------------------------------------------
 
 
-class InProcess:
-    """Replicas that share their weights."""
+class InProcessDelivery:
+    """To replicas in the actor's own process, which share its weights."""
 
     name = "in the same process, without a copy on the way"
 
@@ -156,8 +156,8 @@ class InProcess:
         return await self._replicas[0].prepare(await self._actor.module())
 
 
-class FromHere:
-    """Servers, which are sent the weights of this process when they load them."""
+class ServerDelivery:
+    """To HTTP servers, which are sent the weights of this process when they load them."""
 
     name = "over the shared memory of this node"
 
@@ -170,8 +170,8 @@ class FromHere:
         return weights
 
 
-class ThroughStore:
-    """Shared memory; across nodes Ray copies it once for each."""
+class ObjectStoreDelivery:
+    """Through Ray's object store: shared memory, which Ray copies once for each further node."""
 
     name = "through shared memory"
 
@@ -186,14 +186,14 @@ class ThroughStore:
         return stored
 
 
-class ByBroadcast:
-    """A collective of the actor and all replicas; if it fails, through the object store."""
+class BroadcastDelivery:
+    """By a collective broadcast of the actor to all replicas; if it fails, through the object store."""
 
     name = "by a collective broadcast"
 
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
         self._actor, self._replicas = actor, replicas
-        self._store = ThroughStore(actor, replicas)
+        self._object_store = ObjectStoreDelivery(actor, replicas)
         self._last: tuple[Sequence[RemoteReplica], WeightBroadcast] | None = None
 
     async def weights(self) -> StoredWeights | WeightBroadcast:
@@ -212,13 +212,13 @@ class ByBroadcast:
         if sent is not None and not isinstance(sent, WeightTransferError):
             raise sent
         self._last = None
-        told = sent or next(failure for failure in failures if failure)
-        logger.warning("the broadcast of weights failed, they go through the object store: %s", told)
-        return await self._store.weights()
+        reason = sent or next(failure for failure in failures if failure)
+        logger.warning("the broadcast of weights failed, they go through the object store: %s", reason)
+        return await self._object_store.deliver()
 
 
-def delivery_on(devices: DeviceMap) -> type[ThroughStore] | type[ByBroadcast]:
+def ray_delivery_for(devices: DeviceMap) -> type[ObjectStoreDelivery] | type[BroadcastDelivery]:
     """Shared memory where all replicas are on the node of the actor's first rank."""
     home = devices["actor"].places[0].node
     is_near = all(place.node == home for place in devices["inference"].places)
-    return ThroughStore if is_near else ByBroadcast
+    return ObjectStoreDelivery if is_near else BroadcastDelivery

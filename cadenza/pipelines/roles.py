@@ -1,4 +1,4 @@
-"""The parts of a run: who computes what, where, and nothing about when.
+"""The roles of a run: who computes what, where, and nothing about when.
 
 Each role is a cluster of workers (workers.py), in this process or on Ray; the estimator is the controller's own.
 """
@@ -18,14 +18,14 @@ from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.data import DataProto
 from cadenza.inference.codec import TokenizerNotFound, load_codec
 from cadenza.off_loop import as_async
-from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
-from cadenza.pipelines.replicas import Inference, Plan, inference
+from cadenza.pipelines.config import ConfigError, RunConfig, WarmStartConfig
+from cadenza.pipelines.replicas import Inference, InferenceSpec, open_inference
 from cadenza.pipelines.warm_start import warm_start_pairs
 from cadenza.pipelines.workers import ActorWorker, CriticWorker, LearnerWorker, ModelSpec, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
 
 
-class Parts:
+class Roles:
     """Tokenizer, policy, and what trains it. The workers live inside `async with`."""
 
     actor: Cluster[ActorWorker]
@@ -36,7 +36,7 @@ class Parts:
     def __init__(self, config: RunConfig, *, failures: Path | None = None) -> None:
         """`failures` is where a batch goes whose loss is not finite."""
         self.config = config
-        self._failures = everywhere(failures) if failures and config.backend == "ray" else failures
+        self._failures = absolute_path(failures) if failures and config.backend == "ray" else failures
         tokenizer = config.tokenizer
         try:
             self.codec = load_codec(
@@ -80,19 +80,19 @@ class Parts:
         temperature = {"temperature": config.envs.sampling.temperature or 1.0}
         policy = config.actor.model_copy(update=temperature)
         reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
-        self._map = self._placed()
-        self.actor = await self._trainers(
+        self._map = self._place_roles()
+        self.actor = await self._start_trainers(
             "actor", ActorWorker, config=policy, reference=reference, failures=self._failures
         )
         if config.critic is not None:
-            self.critic = await self._trainers("critic", CriticWorker, config=config.critic, failures=self._failures)
+            self.critic = await self._start_trainers("critic", CriticWorker, config=config.critic, failures=self._failures)
         if "reference" in self._map:
-            self.reference = await self._cluster("reference", ReferenceWorker, config=reference)
+            self.reference = await self._start_cluster("reference", ReferenceWorker, config=reference)
 
-    def _placed(self) -> DeviceMap:
+    def _place_roles(self) -> DeviceMap:
         """Who gets which devices."""
         config = self.config
-        roles = {role: config.devices.get(role, "0") for role in config.roles}
+        roles = {role: config.devices.get(role, "0") for role in config.role_names}
         if open_roles := [role for role, given in config.devices.items() if given.devices == AUTO]:
             raise ConfigError(
                 f"devices: 'auto' of {', '.join(open_roles)} is for `cadenza plan CONFIG`, which says what to name here"
@@ -106,18 +106,18 @@ class Parts:
             raise ConfigError(f"devices: {error}") from error
         if config.shared_devices and config.engine.kind == "vllm" and getattr(resources, "kind", None) == "CPU":
             raise ConfigError(
-                f"devices: actor and inference cannot take turns on {format_devices(config.shared_devices)}: vLLM "
+                f"devices: actor and inference cannot alternate on {format_devices(config.shared_devices)}: vLLM "
                 "cannot sleep on a CPU. Give them devices of their own, or all of them to both"
             )
         return placed
 
-    async def _cluster(self, role: str, worker: type[Worker], **init: Any) -> Cluster[Any]:
+    async def _start_cluster(self, role: str, worker: type[Worker], **init: Any) -> Cluster[Any]:
         cluster = Cluster(role, worker, self._map[role], model_spec=self._model_spec, **init)
         return await self._stack.enter_async_context(cluster)
 
-    async def _trainers(self, role: str, worker: type[LearnerWorker], **init: Any) -> Cluster[Any]:
+    async def _start_trainers(self, role: str, worker: type[LearnerWorker], **init: Any) -> Cluster[Any]:
         """Workers that train one model together."""
-        cluster = await self._cluster(role, worker, **init)
+        cluster = await self._start_cluster(role, worker, **init)
         shards = self.config.backend == "ray" and init["config"].strategy == "fsdp2"
         where = await cluster.meet() if shards or cluster.world_size > 1 else None
         await cluster.build(where, [str(place) for place in cluster.places])
@@ -125,39 +125,39 @@ class Parts:
 
     # -- what the controller asks for ------------------------------------------------------------------------------
 
-    async def warm_start(self, plan: WarmStart) -> dict[str, float]:
+    async def warm_start(self, settings: WarmStartConfig) -> dict[str, float]:
         """Learn from examples; what the last batch said."""
-        pairs = await as_async(warm_start_pairs)(self.config, plan, self.codec)
-        metrics = await self.actor.warm_start(pairs, plan)
+        pairs = await as_async(warm_start_pairs)(self.config, settings, self.codec)
+        metrics = await self.actor.warm_start(pairs, settings)
         return {f"warm_start/{name}": value for name, value in metrics.items()}
 
     async def freeze_reference(self, directory: Path) -> None:
         """The policy as it is now is what KL is measured against. It is kept for whoever resumes the run, unless it
         is the model under an adapter."""
         if self.reference is not None:
-            await self.actor.save_model(everywhere(directory))
+            await self.actor.save_model(absolute_path(directory))
             await self.load_reference(directory)
 
     async def load_reference(self, directory: Path) -> None:
         if self.reference is not None:
-            await self.reference.load(everywhere(directory))
+            await self.reference.load(absolute_path(directory))
 
     async def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The batch with its advantages, and whatever columns they need."""
         if self.reference is not None:
-            batch = await _column(self.reference.logprobs, batch)
+            batch = await _with_column(self.reference.logprobs, batch)
         elif self.config.needs_reference:
-            batch = await _column(self.actor.ref_logprobs, batch)
+            batch = await _with_column(self.actor.ref_logprobs, batch)
         if self.estimator.needs_old_logprobs:
-            batch = await _column(self.actor.logprobs, batch)
+            batch = await _with_column(self.actor.logprobs, batch)
         if self.critic is not None:
-            batch = await _column(self.critic.values, batch)
+            batch = await _with_column(self.critic.values, batch)
         found: tuple[DataProto, dict[str, float]] = await as_async(self.estimator.advantages)(batch)
         return found
 
     async def learn(self, batch: DataProto) -> dict[str, float]:
-        """One train step, or a part of one, which says nothing before its end."""
-        batch = _numbers(batch)
+        """One train step, or a chunk of one, which has no metrics before its end."""
+        batch = _tensors_only(batch)
         if self.config.batch_parts > 1:
             await self.actor.add(batch)
             return {}
@@ -166,56 +166,56 @@ class Parts:
             metrics |= {f"critic_{name}": value for name, value in (await self.critic.train(batch)).items()}
         return metrics
 
-    async def finish(self, parts: Sequence[DataProto]) -> dict[str, float]:
-        """The end of a train step that came in these parts; what is to be said of them together."""
+    async def finish(self, chunks: Sequence[DataProto]) -> dict[str, float]:
+        """The end of a train step that came in these chunks; what is to be said of them together."""
         if self.config.batch_parts == 1:
             return {}
         metrics: dict[str, float] = await self.actor.finish()
-        whole = DataProto.concat([_numbers(part) for part in parts])
-        told: dict[str, float] = await as_async(self.estimator.metrics)(whole)
-        return metrics | told
+        whole = DataProto.concat([_tensors_only(chunk) for chunk in chunks])
+        batch_metrics: dict[str, float] = await as_async(self.estimator.metrics)(whole)
+        return metrics | batch_metrics
 
     async def offload(self) -> None:
         """Weights and optimizers off the shared devices."""
-        await self._on_shared("offload")
+        await self._call_on_shared_devices("offload")
 
     async def reload(self) -> None:
         """Back to them."""
-        await self._on_shared("reload")
+        await self._call_on_shared_devices("reload")
 
-    async def _on_shared(self, call: str) -> None:
+    async def _call_on_shared_devices(self, call: str) -> None:
         for role, cluster in (("actor", self.actor), ("critic", self.critic)):
-            if cluster is not None and set(self._map.roles[role].numbers) & set(self.config.shared_devices):
+            if cluster is not None and set(self._map.roles[role].device_numbers) & set(self.config.shared_devices):
                 await getattr(cluster, call)()
 
     async def save(self, directory: Path) -> None:
         """Their parts of a checkpoint."""
-        await self.actor.save(everywhere(directory))
+        await self.actor.save(absolute_path(directory))
         if self.critic is not None:
-            await self.critic.save(everywhere(directory) / "critic")
+            await self.critic.save(absolute_path(directory) / "critic")
 
     async def load(self, directory: Path) -> None:
         """Go on from what `save` wrote."""
-        await self.actor.load_state(everywhere(directory))
+        await self.actor.load_state(absolute_path(directory))
         if self.critic is not None:
-            await self.critic.load_state(everywhere(directory) / "critic")
+            await self.critic.load_state(absolute_path(directory) / "critic")
 
     def inference(self) -> AbstractAsyncContextManager[Inference]:
         """The engines with the policy in them."""
         config = self.config
-        return inference(Plan(self.actor, self._map, self.codec, self._model_spec, config.engine, config.sampler))
+        return open_inference(InferenceSpec(self.actor, self._map, self.codec, self._model_spec, config.engine, config.sampler))
 
 
-def everywhere(directory: Path) -> Path:
-    """A name that means the same in other processes."""
+def absolute_path(directory: Path) -> Path:
+    """The directory by a name that means the same in other processes."""
     return directory.absolute()
 
 
-async def _column(ask: Callable[[DataProto], Awaitable[DataProto]], batch: DataProto) -> DataProto:
+async def _with_column(ask: Callable[[DataProto], Awaitable[DataProto]], batch: DataProto) -> DataProto:
     """The batch with a column that a worker computes."""
-    return batch.union(await ask(_numbers(batch)))
+    return batch.union(await ask(_tensors_only(batch)))
 
 
-def _numbers(batch: DataProto) -> DataProto:
+def _tensors_only(batch: DataProto) -> DataProto:
     """What workers need of a batch."""
     return batch.select(non_tensor_batch_keys=(), meta_info_keys=())

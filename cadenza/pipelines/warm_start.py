@@ -16,28 +16,28 @@ from cadenza.envs import make
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import EnvError
 from cadenza.inference.codec import TemplateError, TextCodec
-from cadenza.pipelines.config import ConfigError, RunConfig, WarmStart
+from cadenza.pipelines.config import ConfigError, RunConfig, WarmStartConfig
 from cadenza.training.supervised import Pair
 
-NEEDS = {"format": ("actions", "a property with all well-formed answers"), "demonstrations": ("solution", "a method")}
+REQUIRED_ENV_ATTRIBUTES = {"format": ("actions", "a property with all well-formed answers"), "demonstrations": ("solution", "a method")}
 
 
-def warm_start_pairs(config: RunConfig, plan: WarmStart, codec: TextCodec) -> list[Pair]:
-    """The examples, from all domains in turn."""
-    return asyncio.run(_pairs(config, plan, codec))
+def warm_start_pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
+    """The examples, from all domains alternately."""
+    return asyncio.run(_pairs(config, settings, codec))
 
 
-async def _pairs(config: RunConfig, plan: WarmStart, codec: TextCodec) -> list[Pair]:
+async def _pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
     rng = random.Random(config.seed)
     pairs: list[Pair] = []
     domains = [EnvType(name, make(domain.env), dict(domain.env_args)) for name, domain in config.envs.domains.items()]
-    for number in range(plan.episodes):
+    for number in range(settings.episodes):
         type = domains[number % len(domains)]
-        seed = plan.first_seed + number
+        seed = settings.first_seed + number
         try:
             env = await type.make()
             try:
-                pairs += await _episode(config, plan, codec, type, env, seed, rng)
+                pairs += await _episode(config, settings, codec, type, env, seed, rng)
             finally:
                 if hasattr(env, "close"):
                     await type.call("close", env.close)()
@@ -49,15 +49,15 @@ async def _pairs(config: RunConfig, plan: WarmStart, codec: TextCodec) -> list[P
 
 
 async def _episode(
-    config: RunConfig, plan: WarmStart, codec: TextCodec, type: EnvType, env: Any, seed: int, rng: random.Random
+    config: RunConfig, settings: WarmStartConfig, codec: TextCodec, type: EnvType, env: Any, seed: int, rng: random.Random
 ) -> list[Pair]:
-    attribute, what = NEEDS[plan.source]
+    attribute, what = REQUIRED_ENV_ATTRIBUTES[settings.source]
     if not hasattr(env, attribute):
         raise ConfigError(
-            f"warm_start.source '{plan.source}' needs envs with '{attribute}' ({what}); '{type.name}' has none"
+            f"warm_start.source '{settings.source}' needs envs with '{attribute}' ({what}); '{type.name}' has none"
         )
     observation = await type.call("reset", env.reset)(seed)
-    answers = iter(env.solution()) if plan.source == "demonstrations" else None
+    answers = iter(env.solution()) if settings.source == "demonstrations" else None
     fresh = config.envs.rollout == "step"
     context = np.empty(0, np.int32)
     pairs: list[Pair] = []

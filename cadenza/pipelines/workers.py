@@ -24,7 +24,7 @@ from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.cluster.weight_transfer import BUCKET_BYTES, BroadcastGroups, StoredWeights, WeightBroadcast, WeightLayout
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
-from cadenza.pipelines.config import ConfigError, WarmStart
+from cadenza.pipelines.config import ConfigError, WarmStartConfig
 from cadenza.pipelines.engines import EngineConfig, torch_options
 from cadenza.training import (
     Actor,
@@ -56,13 +56,13 @@ class ModelSpec:
     threads: int | None
     """Of torch; None is its own choice."""
 
-    def build(self, *, path: Path | None = None, other: int = 0) -> nn.Module:
-        """The model, or the one at `path` of the same form; `other` models have other weights."""
+    def build(self, *, path: Path | None = None, seed_offset: int = 0) -> nn.Module:
+        """The model, or the one at `path` of the same form; another `seed_offset` gives other weights."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         config = self.model if path is None else self.model.model_copy(update={"path": str(path)})
         try:
-            return load_model(config, self.vocab_size, self.seed + other, eos_token_id=self.end_token_id)
+            return load_model(config, self.vocab_size, self.seed + seed_offset, eos_token_id=self.end_token_id)
         except ValueError as error:  # it does not fit the tokenizer
             raise ConfigError(str(error)) from error
 
@@ -70,7 +70,7 @@ class ModelSpec:
 class LearnerWorker(Worker):
     """What workers that train have in common. They are made in two steps: `meet`, then `build`."""
 
-    part: Part
+    learner: Part
     _config: ActorConfig | CriticConfig
     _strategy: Strategy
     _meeting: Meeting | None = None
@@ -88,9 +88,9 @@ class LearnerWorker(Worker):
         if where is not None:
             place = self.place
             peers = Group(self._meeting or where, place.rank, members, tensor_ranks=place.tensor_ranks)
-            self._strategy = self._together(peers)
+            self._strategy = self._parallel_strategy(peers)
         try:
-            self.part = self.make(self._strategy)
+            self.learner = self.make(self._strategy)
         except ConfigError:
             raise
         except ValueError as error:  # the model does not fit the ranks
@@ -104,33 +104,33 @@ class LearnerWorker(Worker):
     def save(self, directory: Path) -> None:
         """Write weights and training state, as a part of a checkpoint."""
         if self._strategy.whole:
-            _sharded().Saving(directory, self.part, self._strategy).wait()
+            _sharded_checkpoints().Saving(directory, self.learner, self._strategy).wait()
         elif self._strategy.is_first:
-            save_part(directory, self.part)
+            save_part(directory, self.learner)
 
     @dispatch("broadcast")
     def load_state(self, directory: Path) -> None:
         """Go on from what `save` wrote."""
         if self._strategy.whole:
-            _sharded().load(directory, self.part, self._strategy)
+            _sharded_checkpoints().load(directory, self.learner, self._strategy)
         else:
-            load_part(directory, self.part)
+            load_part(directory, self.learner)
 
     @dispatch("broadcast", gather=sum)
     def offload(self) -> int:
         """Free the devices until `reload`; the bytes."""
-        return self.part.offload()
+        return self.learner.offload()
 
     @dispatch("broadcast")
     def reload(self) -> None:
         """Take weights and optimizer back to the devices."""
-        self.part.reload()
+        self.learner.reload()
 
     def close(self) -> None:
         if hasattr(self, "_strategy"):
             self._strategy.peers.close()
 
-    def _together(self, peers: Group) -> Strategy:
+    def _parallel_strategy(self, peers: Group) -> Strategy:
         if self._config.strategy == "torch":
             return Strategy(peers)
         from cadenza.training.fsdp import Fsdp2  # heavy, and rarely used
@@ -148,23 +148,23 @@ class ActorWorker(LearnerWorker):
     def __init__(
         self, model_spec: ModelSpec, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
     ) -> None:
-        self._model_spec, self._config, self._of_reference, self._failures = model_spec, config, reference, failures
+        self._model_spec, self._config, self._reference_config, self._failures = model_spec, config, reference, failures
         self._broadcast_groups = BroadcastGroups()
 
     def make(self, strategy: Strategy) -> Actor:
         module, seed = self._model_spec.build(), self._model_spec.seed
         self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
         adapted = is_adapted(module)
-        self._reference = Reference(module, self._of_reference, strategy=strategy) if adapted else None
+        self._reference = Reference(module, self._reference_config, strategy=strategy) if adapted else None
         return self.actor
 
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
-    def warm_start(self, pairs: Sequence[Pair], plan: WarmStart) -> dict[str, float]:
+    def warm_start(self, pairs: Sequence[Pair], settings: WarmStartConfig) -> dict[str, float]:
         """Learn from examples; what the last batch said."""
         trainer = Supervised(
-            self.actor.module, plan.trainer, self._model_spec.seed, failures=self._failures, strategy=self._strategy
+            self.actor.module, settings.trainer, self._model_spec.seed, failures=self._failures, strategy=self._strategy
         )
-        return deque(trainer.fit(pairs, passes=plan.passes), maxlen=1).pop()
+        return deque(trainer.fit(pairs, passes=settings.passes), maxlen=1).pop()
 
     @dispatch("split")
     def logprobs(self, batch: DataProto) -> DataProto:
@@ -183,13 +183,13 @@ class ActorWorker(LearnerWorker):
         return self.actor.train(batch)
 
     @dispatch("broadcast")
-    def add(self, part: DataProto) -> None:
-        """A part of a train step."""
-        self.actor.add(part)
+    def add(self, chunk: DataProto) -> None:
+        """Add the gradients of one chunk of a train step."""
+        self.actor.add(chunk)
 
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def finish(self) -> dict[str, float]:
-        """The end of a train step that came in parts; what it says is of all ranks."""
+        """The end of a train step that came in chunks; what it says is of all ranks."""
         return self.actor.finish()
 
     @dispatch("rank_zero")
@@ -246,7 +246,7 @@ class CriticWorker(LearnerWorker):
         self._model_spec, self._config, self._failures = model_spec, config, failures
 
     def make(self, strategy: Strategy) -> Critic:
-        module, seed = self._model_spec.build(other=1), self._model_spec.seed
+        module, seed = self._model_spec.build(seed_offset=1), self._model_spec.seed
         self.critic = Critic(module, self._config, seed, failures=self._failures, strategy=strategy)
         return self.critic
 
@@ -292,7 +292,7 @@ class InferenceWorker(ReplicaWorker):
         self._replica.close()
 
 
-def _sharded() -> Any:
+def _sharded_checkpoints() -> Any:
     from cadenza.training import sharded  # heavy, and rarely used
 
     return sharded

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from cadenza.inference.replica import Flight
 from cadenza.rollout.failures import logger
-from cadenza.rollout.router import SEQUENCE_WEIGHT, Need, Seat
+from cadenza.rollout.router import SEQUENCE_WEIGHT, RouteRequest, ReplicaEntry
 
 MAX_LOOKS = 128
 """Replicas that one tick looks at; if there are more, they take turns."""
@@ -42,8 +42,8 @@ class Move(NamedTuple):
     """A request that goes from one replica to another."""
 
     request: int
-    source: Seat
-    target: Seat
+    source: ReplicaEntry
+    target: ReplicaEntry
 
 
 class Balancer:
@@ -57,10 +57,10 @@ class Balancer:
         """Tokens of context that they had to prefill there."""
         self.gave_way = 0
         """Requests that were interrupted because others waited."""
-        self._targets: dict[int, Seat] = {}
+        self._targets: dict[int, ReplicaEntry] = {}
         self._turn = 0
 
-    def tick(self, seats: Sequence[Seat], first: Need | None = None, waiting: int = 0) -> None:
+    def tick(self, seats: Sequence[ReplicaEntry], first: RouteRequest | None = None, waiting: int = 0) -> None:
         """Even out the load of these seats, or of the next MAX_LOOKS of them. A note is good until the next tick.
         So many wait in line, and `first` is the first of them."""
         self._targets.clear()
@@ -77,7 +77,7 @@ class Balancer:
             found = [(seat, [flight for flight in flights if flight.id not in gone]) for seat, flights in found]
         self._make(plan(found, self.prefill_weight))
 
-    def spread(self, seats: Sequence[Seat]) -> None:
+    def spread(self, seats: Sequence[ReplicaEntry]) -> None:
         """Even out the load of all of them at once: some have just come, with nothing to do."""
         self._targets.clear()
         self._make(spread([(seat, _flights(seat)) for seat in seats], self.prefill_weight))
@@ -87,7 +87,7 @@ class Balancer:
             self._targets[move.request] = move.target
             move.source.replica.abort(move.request, "moved")
 
-    def take(self, request: int) -> Seat | None:
+    def take(self, request: int) -> ReplicaEntry | None:
         """Where a request that came back should go on, if it was to be moved."""
         return self._targets.pop(request, None) if self._targets else None
 
@@ -97,7 +97,7 @@ class Balancer:
         self.moved_tokens += context
 
 
-def _flights(seat: Seat) -> Sequence[Flight]:
+def _flights(seat: ReplicaEntry) -> Sequence[Flight]:
     try:
         return seat.replica.flights()
     except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not balanced then
@@ -105,7 +105,7 @@ def _flights(seat: Seat) -> Sequence[Flight]:
         return ()
 
 
-def give_way(found: Sequence[tuple[Seat, Sequence[Flight]]], first: Need) -> list[tuple[Seat, int]]:
+def give_way(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], first: RouteRequest) -> list[tuple[ReplicaEntry, int]]:
     """Who has had a slice where it is, and in all as many as the first in line; who has written most is first."""
     size = first.slice_tokens
     leaving = [
@@ -117,7 +117,7 @@ def give_way(found: Sequence[tuple[Seat, Sequence[Flight]]], first: Need) -> lis
     return [(seat, id) for _, id, seat in sorted(leaving, key=lambda entry: entry[:2])]
 
 
-def plan(found: Sequence[tuple[Seat, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
+def plan(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
     """Moves from the heaviest seats to the lightest, one each. Seats with work that they do not tell are left alone."""
     told = [(seat, flights, _load(flights)) for seat, flights in found if flights or not seat.inflight]
     told.sort(key=lambda entry: (entry[2] / entry[0].capacity, entry[0].index))
@@ -134,7 +134,7 @@ def plan(found: Sequence[tuple[Seat, Sequence[Flight]]], prefill_weight: float) 
     return moves
 
 
-def spread(found: Sequence[tuple[Seat, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
+def spread(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
     """Moves that leave every seat with about its share of the load: whoever has more gives to whoever has least. First
     go those that wait, then those that have written most of their context, as far as their prefill is won back."""
     told = [(seat, flights, _load(flights)) for seat, flights in found if flights or not seat.inflight]

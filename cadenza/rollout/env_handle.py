@@ -9,7 +9,7 @@ from typing import Any
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import EnvError
 from cadenza.rollout.ledger import Attempt
-from cadenza.rollout.model import Surroundings
+from cadenza.rollout.model import RolloutContext
 from cadenza.rollout.records import Trajectory
 
 
@@ -18,7 +18,7 @@ class EnvHandle:
 
     __slots__ = ("_around", "_attempt", "_env", "_type", "call", "done", "reward", "trajectory")
 
-    def __init__(self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, around: Surroundings) -> None:
+    def __init__(self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, around: RolloutContext) -> None:
         self._env = env
         self._type = type
         self._attempt = attempt

@@ -18,29 +18,29 @@ from typing import Any, Protocol
 import cadenza.envs as envs
 import cadenza.rewards as rewards
 from cadenza.envs.protocol import EnvType
-from cadenza.errors import USER_CODE, DeadlinePassed, InfrastructureError, raise_if_stopped
+from cadenza.errors import USER_CODE, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import forget, within
 from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import Grants
-from cadenza.rollout.leases import Leases
+from cadenza.rollout.grants import GrantSource
+from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
-from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, Surroundings, TokenBook
+from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, RolloutContext, TokenCounter
 from cadenza.rollout.records import Trajectory
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
-class ErrorBook(Protocol):
+class ErrorCounter(Protocol):
     """Where exceptions of user code are counted."""
 
     def add(self, place: str, error: BaseException) -> None: ...
 
 
-class Book(Protocol):
+class AttemptQueue(Protocol):
     """Who knows what a slot should run, and hears what came of it: the group queue, or what stands for it in another
     process."""
 
@@ -48,10 +48,10 @@ class Book(Protocol):
     refill: Callable[[], None]
 
     @property
-    def ledger(self) -> TokenBook: ...
+    def ledger(self) -> TokenCounter: ...
 
     @property
-    def errors(self) -> ErrorBook: ...
+    def errors(self) -> ErrorCounter: ...
 
     def issue(self, slot: int) -> Attempt | None: ...
 
@@ -64,7 +64,7 @@ class Book(Protocol):
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None: ...
 
 
-class Slots(Protocol):
+class SlotPool(Protocol):
     """What the scheduler needs of whoever runs the attempts: this worker, or a fleet of them (fleet.py)."""
 
     busy: int
@@ -93,8 +93,8 @@ class EnvWorker:
     def __init__(
         self,
         config: EnvManagerConfig,
-        queue: Book,
-        sampler: Grants,
+        queue: AttemptQueue,
+        sampler: GrantSource,
         codec: Codec,
         spawn: Spawn,
         *,
@@ -107,12 +107,12 @@ class EnvWorker:
         self.leaked_envs = 0
         """Envs whose `close` failed or did not return in time."""
         self.expired = 0
-        """Leases that ran out."""
+        """LeaseDeadlines that ran out."""
         self._queue = queue
         self._spawn = spawn
         self._seed = seed
         self._max_reward_tries = max_reward_tries
-        self._play = plays.make(config.rollout)
+        self._rollout_function = rollout_functions.make(config.rollout)
         self._types = {
             name: EnvType(name, envs.make(domain.env), dict(domain.env_args)) for name, domain in config.domains.items()
         }
@@ -124,8 +124,8 @@ class EnvWorker:
         """Who holds which slot: what a slot belongs to is decided here and nowhere else."""
         self._leaving: set[Attempt] = set()
         """Attempts that close their env."""
-        self._leases = Leases(config.lease_seconds, self._expire)
-        self._around = Surroundings(
+        self._leases = LeaseDeadlines(config.lease_seconds, self._expire)
+        self._around = RolloutContext(
             sampler, codec, config.sampling, config.max_context, config.max_turns, self._leases, queue.ledger,
             sampler.namespace(), slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
         )  # fmt: skip
@@ -185,11 +185,11 @@ class EnvWorker:
                 type.check(env)
                 attempt.place = "rollout"
                 handle = EnvHandle(env, type, attempt, trajectory, self._around)
-                await self._play(task, handle, model)
+                await self._rollout_function(task, handle, model)
                 if not trajectory.turns:
                     raise ValueError("the rollout returned without one turn of the model")
             except USER_CODE as error:  # counted, shown once, bounded by a budget
-                raise_if_stopped(error)
+                raise_if_cancelled(error)
                 if isinstance(error, ContextFull) and trajectory.turns:
                     trajectory.truncated = True
                 else:
@@ -230,7 +230,7 @@ class EnvWorker:
         try:
             trajectory.score = rewards.check(await self._judge(reward, trajectory), domain)
         except USER_CODE as error:  # counted, shown once, bounded by a budget
-            raise_if_stopped(error)
+            raise_if_cancelled(error)
             self._failed(attempt, "reward", error)
             return
         if attempt.fate is None:
@@ -292,7 +292,7 @@ class EnvWorker:
             self.leaked_envs += 1
             logger.warning("close of an env of domain '%s' did not return in time; it is left behind", type.name)
         except USER_CODE as error:  # counted and shown once
-            raise_if_stopped(error)
+            raise_if_cancelled(error)
             self.leaked_envs += 1
             self._queue.errors.add(f"close of domain '{type.name}'", error)
 

@@ -1,10 +1,10 @@
 """An env worker in a process of its own: it runs the attempts that are leased to it.
 
-Invariant: every lease ends with one `Vacated`, when its env is closed, and with at most one verdict: a record or a
+Invariant: every lease ends with one `SlotFreed`, when its env is closed, and with at most one verdict: a record or a
 failure, and none if it was stopped. The scheduler's books are the ones that count; here is a copy of what is under way.
 ```
-scheduler (fleet.py) --Lease, Stop, Granted--> exchange --> EnvWorker: env <-> model --requests--> replica
-                     <--Ask, Release, Record, Failed, Vacated, Counters--
+scheduler (fleet.py) --AttemptLease, StopAttempt, Granted--> exchange --> EnvWorker: env <-> model --requests--> replica
+                     <--GrantRequest, ReleaseGrant, TrajectoryRecord, AttemptFailed, SlotFreed, EnvWorkerCounters--
 ```
 """
 
@@ -24,14 +24,14 @@ from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.grants import Address, Denied, Granted, Granter, seats_of
+from cadenza.rollout.grants import ReplicaAddress, GrantDenied, Granted, GrantClient, seats_of
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
 from cadenza.rollout.model import Codec
-from cadenza.rollout.token_bundles import Contents, Record, pack
+from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 from cadenza.rollout.records import Fate, Task, Trajectory
 
 
-class Lease(NamedTuple):
+class AttemptLease(NamedTuple):
     """The right to an attempt."""
 
     id: int
@@ -41,7 +41,7 @@ class Lease(NamedTuple):
     number: int
 
 
-class Stop(NamedTuple):
+class StopAttempt(NamedTuple):
     """The attempt has its fate: end it."""
 
     id: int
@@ -49,14 +49,14 @@ class Stop(NamedTuple):
     cause: str
 
 
-class Finished(NamedTuple):
-    """The attempt has its reward. It travels as a `Record`, and its tokens in the parcel."""
+class AttemptFinished(NamedTuple):
+    """The attempt has its reward. It travels as a `TrajectoryRecord`, and its tokens in the parcel."""
 
     attempt: Attempt
     trajectory: Trajectory
 
 
-class Failed(NamedTuple):
+class AttemptFailed(NamedTuple):
     """The attempt is lost."""
 
     id: int
@@ -66,7 +66,7 @@ class Failed(NamedTuple):
     place: str
 
 
-class Vacated(NamedTuple):
+class SlotFreed(NamedTuple):
     """The env of the attempt is closed: its slot is free."""
 
     id: int
@@ -74,7 +74,7 @@ class Vacated(NamedTuple):
     tokens: int
 
 
-class Raised(NamedTuple):
+class UserCodeRaised(NamedTuple):
     """User code raised."""
 
     place: str
@@ -83,34 +83,34 @@ class Raised(NamedTuple):
     """The traceback, the first time."""
 
 
-class Counters(NamedTuple):
+class EnvWorkerCounters(NamedTuple):
     """Sums since the start."""
 
     leaked_envs: int
     expired: int
 
 
-class Broken(NamedTuple):
+class EnvWorkerCrashed(NamedTuple):
     """The env worker itself raised: a bug, and the end of the run."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class EnvWorkerSpec:
     """What an env worker is told at the start."""
 
     name: str
     config: EnvManagerConfig
     codec: Codec
-    replicas: Sequence[Address]
+    replicas: Sequence[ReplicaAddress]
     namespace: int
     seed: int
     max_reward_tries: int
     slice_tokens: int
 
 
-class Copybook:
+class RemoteQueue:
     """Stands for the queue and the ledger where the attempts run, and tells them what happens."""
 
     events = None
@@ -119,20 +119,20 @@ class Copybook:
         self.stop: Callable[[Attempt], None] = lambda attempt: None
         self.refill: Callable[[], None] = lambda: None
         self._say = say
-        self._leases: deque[Lease] = deque()
+        self._leases: deque[AttemptLease] = deque()
         self._attempts: dict[int, Attempt] = {}
         self._shown: set[str] = set()
 
     @property
-    def ledger(self) -> Copybook:
+    def ledger(self) -> RemoteQueue:
         return self
 
     @property
-    def errors(self) -> Copybook:
+    def errors(self) -> RemoteQueue:
         return self
 
-    def hear(self, message: Lease | Stop) -> None:
-        if isinstance(message, Lease):
+    def hear(self, message: AttemptLease | StopAttempt) -> None:
+        if isinstance(message, AttemptLease):
             self._leases.append(message)
             self.refill()
         elif (attempt := self._attempts.get(message.id)) is not None and attempt.fate is None:
@@ -167,50 +167,50 @@ class Copybook:
                 return
         attempt.state = AttemptState.FINISHED
         del self._attempts[attempt.id]
-        self._say(Finished(attempt, trajectory))
+        self._say(AttemptFinished(attempt, trajectory))
 
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
         attempt.fate, attempt.cause = Fate.FAILED, cause
         if attempt.state is AttemptState.SCORING:
             del self._attempts[attempt.id]
-        self._say(Failed(attempt.id, cause, detail, weight, attempt.place))
+        self._say(AttemptFailed(attempt.id, cause, detail, weight, attempt.place))
 
     def vacate(self, attempt: Attempt) -> None:
         if attempt.fate is not None:
             del self._attempts[attempt.id]
-        self._say(Vacated(attempt.id, attempt.turns, attempt.tokens))
+        self._say(SlotFreed(attempt.id, attempt.turns, attempt.tokens))
 
     def add(self, place: str, error: BaseException) -> None:
         kind = type(error).__name__
         text = "" if f"{place} {kind}" in self._shown else "".join(traceback.format_exception(error))
         self._shown.add(f"{place} {kind}")
-        self._say(Raised(place, kind, text))
+        self._say(UserCodeRaised(place, kind, text))
 
 
-class EnvHost(Worker):
+class EnvWorkerProcess(Worker):
     """The worker of the fleet: many envs in one process."""
 
-    def __init__(self, orders: Orders) -> None:
+    def __init__(self, orders: EnvWorkerSpec) -> None:
         self._orders = orders
         self._box = Mailbox(self._hear)
-        self._book = Copybook(self._box.send)
-        self._granter: Granter | None = None
+        self._book = RemoteQueue(self._box.send)
+        self._granter: GrantClient | None = None
         self._envs: EnvWorker
-        self._told = Counters(0, 0)
+        self._told = EnvWorkerCounters(0, 0)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[Any, Contents | None]:
+    async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[Any, BundleArrays | None]:
         """See wire.py. The records of one answer share a parcel."""
         if self._granter is None:
             self._begin()
         number, said = await self._box.exchange(number, messages)
-        counters = Counters(self._envs.leaked_envs, self._envs.expired)
+        counters = EnvWorkerCounters(self._envs.leaked_envs, self._envs.expired)
         if counters != self._told:
             self._told = counters
             said.append(counters)
         finished: list[Trajectory] = []
         for place, message in enumerate(said):
-            if isinstance(message, Finished):
+            if isinstance(message, AttemptFinished):
                 said[place] = _record(message.attempt, message.trajectory, len(finished))
                 finished.append(message.trajectory)
         return (number, said, asyncio.get_running_loop().time()), pack(finished) if finished else None
@@ -223,7 +223,7 @@ class EnvHost(Worker):
     def _begin(self) -> None:
         orders = self._orders
         seats = seats_of(orders.replicas, orders.name)
-        self._granter = Granter(seats, orders.namespace, self._box.send)
+        self._granter = GrantClient(seats, orders.namespace, self._box.send)
         self._envs = EnvWorker(
             orders.config,
             self._book,
@@ -236,7 +236,7 @@ class EnvHost(Worker):
         )
 
     def _hear(self, message: Any) -> None:
-        if isinstance(message, Granted | Denied):
+        if isinstance(message, Granted | GrantDenied):
             assert self._granter is not None
             self._granter.hear(message)
         else:
@@ -251,7 +251,7 @@ class EnvHost(Worker):
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._box.send(Broken("".join(traceback.format_exception(error))))
+            self._box.send(EnvWorkerCrashed("".join(traceback.format_exception(error))))
 
 
 def _check_sendable(info: dict[str, object]) -> None:
@@ -264,8 +264,8 @@ def _check_sendable(info: dict[str, object]) -> None:
         import_module("ray.cloudpickle").dumps(info)
 
 
-def _record(attempt: Attempt, trajectory: Trajectory, row: int) -> Record:
-    return Record(
+def _record(attempt: Attempt, trajectory: Trajectory, row: int) -> TrajectoryRecord:
+    return TrajectoryRecord(
         attempt.id, row, trajectory.score, trajectory.terminated, trajectory.truncated, trajectory.info,
         trajectory.final, trajectory.started, trajectory.ended, trajectory.versions,
     )  # fmt: skip

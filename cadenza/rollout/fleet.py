@@ -1,11 +1,11 @@
-"""Slots in other processes: a fleet of env workers.
+"""SlotPool in other processes: a fleet of env workers.
 
 Invariant: as in env_worker.py, a slot is free or runs one attempt, and it is freed once. Here the queue and its ledger
 decide; an env worker only tells. One that dies, or is silent, costs the attempts that ran on it: they fail as
 infrastructure and are tried again on the others, what was granted to it is given back, and another takes its place.
 What it finished before is kept: that belongs to the scheduler.
 
-    fill() --Lease--> env worker: env, play, reward --Vacated, Record--> put()
+    fill() --AttemptLease--> env worker: env, play, reward --SlotFreed, TrajectoryRecord--> put()
     wakes fill: a vacated slot, a handed-back or retried group, a published version, a taken batch, a new worker
 """
 
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 from cadenza.cluster.channel import Channel
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_worker_process import Broken, Counters, EnvHost, Failed, Lease, Orders, Raised, Stop, Vacated
+from cadenza.rollout.env_worker_process import EnvWorkerCrashed, EnvWorkerCounters, EnvWorkerProcess, AttemptFailed, AttemptLease, EnvWorkerSpec, UserCodeRaised, StopAttempt, SlotFreed
 from cadenza.rollout.env_worker import sampling_key
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.grants import Address, Clerk, addresses
+from cadenza.rollout.grants import ReplicaAddress, GrantServer, addresses
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.ledger import Attempt, AttemptState
 from cadenza.rollout.model import Codec
-from cadenza.rollout.token_bundles import Parcel, Record, Stored
+from cadenza.rollout.token_bundles import TokenBundle, TrajectoryRecord, LazyTrajectory
 from cadenza.rollout.sampler import Sampler
 from cadenza.rollout.sampler_client import SamplerClient
 
@@ -43,12 +43,12 @@ class NoEnvWorkers(RolloutError):
     """No env worker is left, and none can be started."""
 
 
-class _Arrived(NamedTuple):
-    record: Record
-    parcel: Parcel
+class _ReceivedRecord(NamedTuple):
+    record: TrajectoryRecord
+    parcel: TokenBundle
 
 
-class _Run:
+class _RemoteAttempt:
     """An attempt on its worker."""
 
     __slots__ = ("attempt", "is_vacated")
@@ -58,17 +58,17 @@ class _Run:
         self.is_vacated = False
 
 
-class _Crew:
+class _FleetWorker:
     """One env worker, as the fleet knows it."""
 
     def __init__(self, number: int, slots: range) -> None:
         self.number = number
         self.free = list(reversed(slots))
-        self.runs: dict[int, _Run] = {}
-        self.counters = Counters(0, 0)
+        self.runs: dict[int, _RemoteAttempt] = {}
+        self.counters = EnvWorkerCounters(0, 0)
         self.peer: WorkerHandle | None = None
         self.wire: Channel
-        self.clerk: Clerk
+        self.clerk: GrantServer
 
 
 class EnvFleet:
@@ -100,8 +100,8 @@ class EnvFleet:
         self._max_reward_tries = max_reward_tries
         self._slice_tokens = slice_tokens
         self._namespace = sampler.namespace()
-        self._crews: list[_Crew] = []
-        self._past = Counters(0, 0)
+        self._crews: list[_FleetWorker] = []
+        self._past = EnvWorkerCounters(0, 0)
         """Of workers that are gone."""
         self._starting = 0
         self._losses = 0
@@ -128,7 +128,7 @@ class EnvFleet:
         """Start all workers, or none is left."""
         count, each = self.config.workers, self.config.slots / self.config.workers
         bounds = [round(number * each) for number in range(count + 1)]
-        crews = [_Crew(number, range(bounds[number], bounds[number + 1])) for number in range(count)]
+        crews = [_FleetWorker(number, range(bounds[number], bounds[number + 1])) for number in range(count)]
         try:
             async with asyncio.TaskGroup() as group:
                 for crew in crews:
@@ -149,19 +149,19 @@ class EnvFleet:
                 return
             crew.free.pop()
             self.busy += 1
-            crew.runs[attempt.id] = _Run(attempt)
+            crew.runs[attempt.id] = _RemoteAttempt(attempt)
             attempt.place = "env worker"
             attempt.runner = crew
             group = attempt.group
-            crew.wire.send(Lease(attempt.id, group.id, group.task, attempt.member, attempt.number))
+            crew.wire.send(AttemptLease(attempt.id, group.id, group.task, attempt.member, attempt.number))
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end it."""
         crew = attempt.runner
-        if not isinstance(crew, _Crew) or (run := crew.runs.get(attempt.id)) is None:
+        if not isinstance(crew, _FleetWorker) or (run := crew.runs.get(attempt.id)) is None:
             return
         assert attempt.fate is not None
-        crew.wire.send(Stop(attempt.id, attempt.fate, attempt.cause))
+        crew.wire.send(StopAttempt(attempt.id, attempt.fate, attempt.cause))
         if run.is_vacated:
             del crew.runs[attempt.id]
 
@@ -180,11 +180,11 @@ class EnvFleet:
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    async def _start(self, crew: _Crew) -> None:
+    async def _start(self, crew: _FleetWorker) -> None:
         config = self.config
         slots = len(crew.free)
         domains = {name: domain.model_copy(update={"tasks": None}) for name, domain in config.domains.items()}
-        orders = Orders(
+        orders = EnvWorkerSpec(
             f"env-worker-{self._namespace}-{crew.number}-{self.lost}",
             config.model_copy(update={"domains": domains, "slots": slots, "workers": 0}),
             self._codec,
@@ -197,26 +197,26 @@ class EnvFleet:
         self._starting += 1
         try:
             peer = await start_worker(
-                self._backend, "env worker", crew.number, EnvHost, {"orders": orders}, seconds=START_SECONDS
+                self._backend, "env worker", crew.number, EnvWorkerProcess, {"orders": orders}, seconds=START_SECONDS
             )
         finally:
             self._starting -= 1
 
         async def call(number: int, messages: list[Any]) -> tuple[int, list[Any]]:
             (number, said, there), handle = await peer.call_with_bulk("exchange", number, messages)
-            parcel: Parcel | None = None
+            parcel: TokenBundle | None = None
             for place, message in enumerate(said):
-                if isinstance(message, Record):
+                if isinstance(message, TrajectoryRecord):
                     if parcel is None:
-                        parcel = Parcel(peer, handle, asyncio.get_running_loop().time() - there)
-                    said[place] = _Arrived(message, parcel)
+                        parcel = TokenBundle(peer, handle, asyncio.get_running_loop().time() - there)
+                    said[place] = _ReceivedRecord(message, parcel)
             return number, said
 
         crew.peer = peer
         crew.wire = Channel(call, lambda message: self._hear(crew, message), lambda error: self._lost(crew, error))
-        crew.clerk = Clerk(self._sampler, crew.wire.send)
+        crew.clerk = GrantServer(self._sampler, crew.wire.send)
 
-    def _addresses(self) -> Sequence[Address]:
+    def _addresses(self) -> Sequence[ReplicaAddress]:
         sampler = self._sampler
         known = addresses(sampler) if isinstance(sampler, Sampler) else sampler.addresses
         if self._backend == "ray" and (here := [a.name for a in known if not isinstance(a.way, WorkerHandle)]):
@@ -226,7 +226,7 @@ class EnvFleet:
             )
         return known
 
-    def _lost(self, crew: _Crew, error: Exception) -> None:
+    def _lost(self, crew: _FleetWorker, error: Exception) -> None:
         if self._is_closed:
             return
         logger.warning("env worker %d is lost with %d attempts: %s", crew.number, len(crew.runs), error)
@@ -234,7 +234,7 @@ class EnvFleet:
         self._end(crew)
         self.lost += 1
         self._losses += 1
-        self._past = Counters(*(a + b for a, b in zip(self._past, crew.counters, strict=True)))
+        self._past = EnvWorkerCounters(*(a + b for a, b in zip(self._past, crew.counters, strict=True)))
         slots = [run.attempt.slot for run in crew.runs.values() if not run.is_vacated] + crew.free
         for run in crew.runs.values():
             if not run.is_vacated:
@@ -248,11 +248,11 @@ class EnvFleet:
         if self._losses > MAX_LOSSES * self.config.workers:
             self._queue.fatal(NoEnvWorkers(f"{self._losses} env workers died in a row, the last one: {error}"))
         elif self._queue.ended is None:
-            successor = _Crew(crew.number, range(0))
+            successor = _FleetWorker(crew.number, range(0))
             successor.free = slots
             self._spawn(self._replace(successor), f"start of env worker {crew.number}")
 
-    async def _replace(self, crew: _Crew) -> None:
+    async def _replace(self, crew: _FleetWorker) -> None:
         """Until it succeeds, or nobody needs it any more."""
         while self._queue.ended is None and not self._draining.is_set():
             try:
@@ -285,7 +285,7 @@ class EnvFleet:
         doing.result()
         return True
 
-    def _join(self, crew: _Crew) -> None:
+    def _join(self, crew: _FleetWorker) -> None:
         if self._is_closed:
             if crew.peer is not None:
                 crew.peer.kill()
@@ -293,7 +293,7 @@ class EnvFleet:
             self._crews.append(crew)
             crew.wire.open()
 
-    def _end(self, crew: _Crew) -> None:
+    def _end(self, crew: _FleetWorker) -> None:
         crew.wire.close()
         crew.clerk.close("env_worker_lost")
         if crew.peer is not None:
@@ -301,39 +301,39 @@ class EnvFleet:
 
     # -- what they tell --------------------------------------------------------------------------------------------
 
-    def _hear(self, crew: _Crew, message: Any) -> None:
+    def _hear(self, crew: _FleetWorker, message: Any) -> None:
         try:
             self._heed(crew, message)
         except Exception as error:  # noqa: BLE001 - a bug, and nobody else would hear of it
             trace = "".join(traceback.format_exception(error))
             self._queue.fatal(RolloutError(f"what env worker {crew.number} says cannot be booked:\n{trace}"))
 
-    def _heed(self, crew: _Crew, message: Any) -> None:
+    def _heed(self, crew: _FleetWorker, message: Any) -> None:
         if crew.clerk.hear(message):
             return
-        if isinstance(message, _Arrived):
+        if isinstance(message, _ReceivedRecord):
             self._finished(crew, message.record, message.parcel)
-        elif isinstance(message, Vacated):
+        elif isinstance(message, SlotFreed):
             self._vacated(crew, message)
-        elif isinstance(message, Failed):
+        elif isinstance(message, AttemptFailed):
             self._failed(crew, message)
-        elif isinstance(message, Raised):
+        elif isinstance(message, UserCodeRaised):
             self._queue.errors.count(message.place, message.kind, lambda: message.text)
-        elif isinstance(message, Counters):
+        elif isinstance(message, EnvWorkerCounters):
             crew.counters = message
-        elif isinstance(message, Broken):
+        elif isinstance(message, EnvWorkerCrashed):
             self._queue.fatal(RolloutError(f"env worker {crew.number} broke:\n{message.text}"))
         else:
             raise TypeError(f"env worker {crew.number} says {message!r}, which means nothing here")
 
-    def _finished(self, crew: _Crew, record: Record, parcel: Parcel) -> None:
+    def _finished(self, crew: _FleetWorker, record: TrajectoryRecord, parcel: TokenBundle) -> None:
         run = crew.runs.pop(record.id, None)
         if run is None or run.attempt.fate is not None:
             return
         attempt, group = run.attempt, run.attempt.group
         self._losses = 0
         attempt.runner = None
-        trajectory = Stored(
+        trajectory = LazyTrajectory(
             attempt.id, group.task, group.id, attempt.member, attempt.number, attempt.slot,
             sampling_key(self._seed, attempt), [], record.terminated, record.truncated, record.score, record.info,
             record.final, record.started + parcel.later, record.ended + parcel.later, parcel, record.row,
@@ -341,7 +341,7 @@ class EnvFleet:
         )  # fmt: skip
         self._queue.put(attempt, trajectory)
 
-    def _vacated(self, crew: _Crew, message: Vacated) -> None:
+    def _vacated(self, crew: _FleetWorker, message: SlotFreed) -> None:
         run = crew.runs[message.id]
         attempt = run.attempt
         run.is_vacated = True
@@ -359,7 +359,7 @@ class EnvFleet:
         self._emptied()
         self.fill()
 
-    def _failed(self, crew: _Crew, message: Failed) -> None:
+    def _failed(self, crew: _FleetWorker, message: AttemptFailed) -> None:
         run = crew.runs.get(message.id)
         if run is None or run.attempt.fate is not None:
             return
@@ -375,5 +375,5 @@ class EnvFleet:
             self._empty.set_result(None)
 
 
-def _room(crew: _Crew) -> int:
+def _room(crew: _FleetWorker) -> int:
     return len(crew.free)

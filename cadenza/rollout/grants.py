@@ -1,12 +1,12 @@
-"""Grants for whoever is not in the sampler's process.
+"""GrantSource for whoever is not in the sampler's process.
 
 Invariant: the sampler decides, also for those far away, and a grant is given back exactly once: by whoever got it, or
 by the clerk when that one is gone. What a request says and gets goes straight to the replica; only this goes here:
 ```
-Granter.grant --Ask--> Clerk --sampler.grant--> Granted --> request to the replica, with the epoch of the grant
-Granter.release --Release--> Clerk --sampler.release
+GrantClient.grant --GrantRequest--> GrantServer --sampler.grant--> Granted --> request to the replica, with the epoch of the grant
+GrantClient.release --ReleaseGrant--> GrantServer --sampler.release
 ```
-A granter stands where a sampler would (`Grants`), so that the model of an attempt does not see the difference.
+A granter stands where a sampler would (`GrantSource`), so that the model of an attempt does not see the difference.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Replica, ReplicaError, ReplicaLost
-from cadenza.rollout.router import Need, Seat
-from cadenza.rollout.sampler import Sampler, Verdict
+from cadenza.rollout.router import RouteRequest, ReplicaEntry
+from cadenza.rollout.sampler import Sampler, RequestOutcome
 
 MAX_MOVES = 1024
 """Moves that nobody has followed yet and the clerk remembers."""
 
 
-class Grants(Protocol):
+class GrantSource(Protocol):
     """What the model of an attempt needs of a sampler."""
 
     @property
@@ -38,18 +38,18 @@ class Grants(Protocol):
 
     def namespace(self) -> int: ...
 
-    async def grant(self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Any = None) -> Seat: ...
+    async def grant(self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry: ...
 
     def release(
-        self, seat: Seat, need: Need, request: int, verdict: Verdict, error: ReplicaError | None, cached: int
+        self, seat: ReplicaEntry, need: RouteRequest, request: int, verdict: RequestOutcome, error: ReplicaError | None, cached: int
     ) -> Any: ...
 
-    def leave(self, seat: Seat, session: int) -> None: ...
+    def leave(self, seat: ReplicaEntry, session: int) -> None: ...
 
     def learn(self, tokens: int) -> None: ...
 
 
-class Address(NamedTuple):
+class ReplicaAddress(NamedTuple):
     """A replica, for those who are to reach it."""
 
     name: str
@@ -59,15 +59,15 @@ class Address(NamedTuple):
     """Its peer; or the replica itself, where it is in the same process."""
 
 
-def addresses(sampler: Sampler) -> list[Address]:
+def addresses(sampler: Sampler) -> list[ReplicaAddress]:
     """Of all replicas, in the order of their seats."""
     return [
-        Address(r.name, r.devices, r.kv_capacity, r.worker_handle if isinstance(r, RemoteReplica) else r)
+        ReplicaAddress(r.name, r.devices, r.kv_capacity, r.worker_handle if isinstance(r, RemoteReplica) else r)
         for r in sampler.replicas
     ]
 
 
-def seats_of(addresses: Sequence[Address], client: str) -> list[Seat]:
+def seats_of(addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
     """Seats of one's own, to send requests to. Made inside the running loop."""
     loop = asyncio.get_running_loop()
     seats = []
@@ -77,24 +77,24 @@ def seats_of(addresses: Sequence[Address], client: str) -> list[Seat]:
             if isinstance(way, WorkerHandle)
             else way
         )
-        seats.append(Seat(index, replica, loop.create_future()))
+        seats.append(ReplicaEntry(index, replica, loop.create_future()))
     return seats
 
 
-class Ask(NamedTuple):
+class GrantRequest(NamedTuple):
     """A grant is wanted."""
 
     number: int
     """Of the question, among those of its granter."""
-    need: Need
+    need: RouteRequest
     sticky: int
-    """Seat, -1 for none."""
+    """ReplicaEntry, -1 for none."""
     cached: int
     after: int
     """The request that came back interrupted, of which this one is the continuation; -1 for none."""
 
 
-class Withdraw(NamedTuple):
+class CancelGrantRequest(NamedTuple):
     """Nobody waits for this grant any more."""
 
     number: int
@@ -107,31 +107,31 @@ class Granted(NamedTuple):
     epoch: int
 
 
-class Denied(NamedTuple):
+class GrantDenied(NamedTuple):
     number: int
     text: str
 
 
-class Release(NamedTuple):
+class ReleaseGrant(NamedTuple):
     request: int
-    verdict: Verdict
+    verdict: RequestOutcome
     error: str = ""
     cached: int = 0
 
 
-class Leave(NamedTuple):
+class EndSession(NamedTuple):
     seat: int
     session: int
 
 
-class Learn(NamedTuple):
+class ReportAnswerLength(NamedTuple):
     tokens: int
 
 
-class Granter:
+class GrantClient:
     """This end."""
 
-    def __init__(self, seats: Sequence[Seat], namespace: int, say: Callable[[Any], None]) -> None:
+    def __init__(self, seats: Sequence[ReplicaEntry], namespace: int, say: Callable[[Any], None]) -> None:
         self.seats = seats
         self.epoch = 0
         self._namespace = namespace
@@ -149,48 +149,48 @@ class Granter:
     def namespace(self) -> int:
         return self._namespace
 
-    async def grant(self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Any = None) -> Seat:
+    async def grant(self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry:
         if self._end:
             raise InfrastructureError(self._end)
         number = next(self._numbers)
         after = -1 if moved_to is None else moved_to
         seat_number = -1 if sticky is None else sticky.index
-        self._say(Ask(number, need, seat_number, cached, after))
+        self._say(GrantRequest(number, need, seat_number, cached, after))
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
             granted = await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._say(Release(future.result().request, Verdict.UNSENT))
+                self._say(ReleaseGrant(future.result().request, RequestOutcome.UNSENT))
             else:
-                self._say(Withdraw(number))
+                self._say(CancelGrantRequest(number))
             raise
         finally:
             self._waiting.pop(number, None)
         self.epoch, self._request = granted.epoch, granted.request
-        seat: Seat = self.seats[granted.seat]
+        seat: ReplicaEntry = self.seats[granted.seat]
         return seat
 
     def release(
-        self, seat: Seat, need: Need, request: int, verdict: Verdict, error: ReplicaError | None, cached: int
+        self, seat: ReplicaEntry, need: RouteRequest, request: int, verdict: RequestOutcome, error: ReplicaError | None, cached: int
     ) -> int:
         """The request itself stands for where its turn should go on: the clerk knows."""
-        self._say(Release(request, verdict, str(error) if error is not None else "", cached))
+        self._say(ReleaseGrant(request, verdict, str(error) if error is not None else "", cached))
         return request
 
-    def leave(self, seat: Seat, session: int) -> None:
-        self._say(Leave(seat.index, session))
+    def leave(self, seat: ReplicaEntry, session: int) -> None:
+        self._say(EndSession(seat.index, session))
 
     def learn(self, tokens: int) -> None:
-        self._say(Learn(tokens))
+        self._say(ReportAnswerLength(tokens))
 
-    def hear(self, message: Granted | Denied) -> None:
+    def hear(self, message: Granted | GrantDenied) -> None:
         future = self._waiting.pop(message.number, None)
-        if isinstance(message, Denied):
+        if isinstance(message, GrantDenied):
             if future is not None and not future.done():
                 future.set_exception(InfrastructureError(message.text))
         elif future is None or future.done():
-            self._say(Release(message.request, Verdict.UNSENT))  # it was withdrawn meanwhile
+            self._say(ReleaseGrant(message.request, RequestOutcome.UNSENT))  # it was withdrawn meanwhile
         else:
             future.set_result(message)
 
@@ -203,7 +203,7 @@ class Granter:
                 future.set_exception(InfrastructureError(text))
 
 
-class Clerk:
+class GrantServer:
     """The sampler's end, for one granter."""
 
     def __init__(self, sampler: Any, say: Callable[[Any], None]) -> None:
@@ -211,24 +211,24 @@ class Clerk:
         self._sampler = sampler
         self._say = say
         self._asking: dict[int, asyncio.Task[None]] = {}
-        self._held: dict[int, tuple[Seat, Need]] = {}
+        self._held: dict[int, tuple[ReplicaEntry, RouteRequest]] = {}
         """Granted and not released."""
-        self._kept: dict[int, Seat] = {}
+        self._kept: dict[int, ReplicaEntry] = {}
         """Sessions that are away, and where."""
         self._moves: dict[int, Any] = {}
 
     def hear(self, message: Any) -> bool:
         """Whether it was one for the clerk."""
-        if isinstance(message, Ask):
+        if isinstance(message, GrantRequest):
             self._ask(message)
-        elif isinstance(message, Release):
+        elif isinstance(message, ReleaseGrant):
             self._release(message)
-        elif isinstance(message, Leave):
+        elif isinstance(message, EndSession):
             self._kept.pop(message.session, None)
             self._sampler.leave(self._sampler.seats[message.seat], message.session)
-        elif isinstance(message, Learn):
+        elif isinstance(message, ReportAnswerLength):
             self._sampler.learn(message.tokens)
-        elif isinstance(message, Withdraw):
+        elif isinstance(message, CancelGrantRequest):
             if (task := self._asking.pop(message.number, None)) is not None:
                 task.cancel()
         else:
@@ -243,18 +243,18 @@ class Clerk:
         held, self._held = self._held, {}
         for request, (seat, need) in held.items():
             seat.replica.abort(request, cause)
-            self._sampler.release(seat, need, request, Verdict.UNSENT)
+            self._sampler.release(seat, need, request, RequestOutcome.UNSENT)
         kept, self._kept = self._kept, {}
         for session, seat in kept.items():
             self._sampler.leave(seat, session)
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: GrantRequest) -> None:
         sticky = None if ask.sticky < 0 else self._sampler.seats[ask.sticky]
         about = (ask.need, sticky, ask.cached, self._moves.pop(ask.after, None))
         try:
             seat = self._sampler.grant_now(*about)
         except InfrastructureError as error:
-            self._say(Denied(ask.number, str(error)))
+            self._say(GrantDenied(ask.number, str(error)))
             return
         if seat is not None:
             self._give(ask, seat)
@@ -262,30 +262,30 @@ class Clerk:
             task = asyncio.get_running_loop().create_task(self._wait(ask, about), name="sampler clerk")
             self._asking[ask.number] = task
 
-    async def _wait(self, ask: Ask, about: tuple[Any, ...]) -> None:
+    async def _wait(self, ask: GrantRequest, about: tuple[Any, ...]) -> None:
         try:
             seat = await self._sampler.grant(*about)
         except InfrastructureError as error:
-            self._say(Denied(ask.number, str(error)))
+            self._say(GrantDenied(ask.number, str(error)))
         else:
             self._give(ask, seat)
         finally:
             self._asking.pop(ask.number, None)
 
-    def _give(self, ask: Ask, seat: Seat) -> None:
+    def _give(self, ask: GrantRequest, seat: ReplicaEntry) -> None:
         request = self._sampler.next_id()
         self._held[request] = (seat, ask.need)
         self._say(Granted(ask.number, request, seat.index, self._sampler.epoch))
 
-    def _release(self, message: Release) -> None:
+    def _release(self, message: ReleaseGrant) -> None:
         held = self._held.pop(message.request, None)
         if held is None:
             return
         seat, need = held
         error: ReplicaError | None = None
-        if message.verdict is Verdict.LOST:
+        if message.verdict is RequestOutcome.LOST:
             error = ReplicaLost(message.error)
-        elif message.verdict is Verdict.FAILED:
+        elif message.verdict is RequestOutcome.FAILED:
             error = ReplicaError(message.error)
         if message.cached:
             self._kept[need.session] = seat

@@ -26,8 +26,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from cadenza.config import load
-from cadenza.errors import USER_CODE, InfrastructureError, raise_if_stopped
+from cadenza.config import load_object
+from cadenza.errors import USER_CODE, InfrastructureError, raise_if_cancelled
 from cadenza.observe.events import EventSink
 from cadenza.off_loop import as_async, within
 from cadenza.rollout import token_bundles
@@ -75,7 +75,7 @@ class GroupQueueManager:
         self._filter: GroupFilter | None = None
         if config.group_filter is not None:
             group_filter = config.group_filter
-            self._filter = as_async(load(group_filter) if isinstance(group_filter, str) else group_filter)
+            self._filter = as_async(load_object(group_filter) if isinstance(group_filter, str) else group_filter)
         self._judges: dict[Group, asyncio.Task[None]] = {}
         """Filters that run."""
         self._filter_seconds = env_manager_config.reward_seconds
@@ -423,7 +423,7 @@ class GroupQueueManager:
         """Run the filter on a whole group; other groups do not wait for it."""
         trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
         try:
-            await parcels.load(trajectories)
+            await token_bundles.load(trajectories)
         except InfrastructureError:
             if self._judges.pop(group, None) is not None:
                 self.lose(group)
@@ -435,7 +435,7 @@ class GroupQueueManager:
             if keep is None or keep != keep:
                 raise TypeError(f"group_filter returned {keep!r}; return True to keep the group, False to filter it")
         except USER_CODE as error:  # counted, shown once, bounded by a budget
-            raise_if_stopped(error)
+            raise_if_cancelled(error)
             if self._judges.pop(group, None) is not None:
                 self.errors.add("group_filter", error)
                 self._hand_back(group, Fate.FAILED, f"group_filter raised {type(error).__name__}")

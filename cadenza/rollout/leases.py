@@ -12,7 +12,7 @@ from collections.abc import Callable
 from cadenza.rollout.ledger import Attempt, AttemptState
 
 
-class Leases:
+class LeaseDeadlines:
     """Deadlines of the attempts that must show progress."""
 
     def __init__(self, seconds: float, expire: Callable[[Attempt], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.rollout.env_worker import Slots
+from cadenza.rollout.env_worker import SlotPool
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler
@@ -13,7 +13,7 @@ DISPATCHED = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS)
 the tokens they had, so that the true bias may be larger."""
 
 
-def rollout_metrics(queue: GroupQueueManager, slots: Slots, sampler: Sampler | SamplerClient) -> dict[str, float]:
+def rollout_metrics(queue: GroupQueueManager, slots: SlotPool, sampler: Sampler | SamplerClient) -> dict[str, float]:
     """A snapshot."""
     ledger = queue.ledger
     metrics: dict[str, float] = {

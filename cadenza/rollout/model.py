@@ -31,12 +31,12 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.observe.events import Event, EventSink
-from cadenza.rollout.grants import Grants
-from cadenza.rollout.leases import Leases
+from cadenza.rollout.grants import GrantSource
+from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
-from cadenza.rollout.router import Need, Seat
-from cadenza.rollout.sampler import Verdict
+from cadenza.rollout.router import RouteRequest, ReplicaEntry
+from cadenza.rollout.sampler import RequestOutcome
 
 Observation = str | Sequence[dict[str, str]] | Tokens
 """Text, chat messages, or tokens as they are."""
@@ -60,7 +60,7 @@ class Codec(Protocol):
     def decode(self, tokens: Tokens) -> str: ...
 
 
-class TokenBook(Protocol):
+class TokenCounter(Protocol):
     """Where tokens are booked: the ledger, or what stands for it in another process."""
 
     @property
@@ -96,16 +96,16 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RolloutContext:
     """What all attempts of a scheduler share."""
 
-    sampler: Grants
+    sampler: GrantSource
     codec: Codec
     sampling: Sampling
     max_context: int
     max_turns: int
-    leases: Leases
-    ledger: TokenBook
+    leases: LeaseDeadlines
+    ledger: TokenCounter
     namespace: int
     """Where this scheduler's range of session and group ids begins."""
     slice_tokens: int
@@ -117,13 +117,13 @@ class Model:
 
     __slots__ = ("_around", "_attempt", "_busy", "_cached", "_chunks", "_context", "_moved_to", "_seat", "trajectory")
 
-    def __init__(self, attempt: Attempt, trajectory: Trajectory, around: Surroundings) -> None:
+    def __init__(self, attempt: Attempt, trajectory: Trajectory, around: RolloutContext) -> None:
         self.trajectory = trajectory
         self._attempt = attempt
         self._around = around
         self._chunks: tuple[Tokens, ...] = ()
         self._context = 0
-        self._seat: Seat | None = None
+        self._seat: ReplicaEntry | None = None
         self._cached = 0
         self._moved_to: Any = None
         self._busy = False
@@ -205,7 +205,7 @@ class Model:
         attempt, around = self._attempt, self._around
         sampler, namespace, size = around.sampler, around.namespace, around.slice_tokens
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
-        need = Need(
+        need = RouteRequest(
             attempt.id + namespace if namespace else attempt.id,
             attempt.group.id + namespace if namespace else attempt.group.id,
             context, attempt.group.id, done // size if size else 0, size,
@@ -221,18 +221,18 @@ class Model:
             )  # fmt: skip
             self._tell("ask", seat.replica.name)
             answer: asyncio.Future[Generation] | None = None
-            verdict, blame, cached = Verdict.UNSENT, None, 0
+            verdict, blame, cached = RequestOutcome.UNSENT, None, 0
             try:
                 answer = seat.replica.generate(request)
                 part = await answer
                 if len(part.logprobs) != len(part.tokens) or sum(s.length for s in part.spans) != len(part.tokens):
                     raise ReplicaError("'generate' gave tokens, logprobs and spans of different lengths")
-                verdict, self._cached = Verdict.SERVED, context + len(part.tokens)
+                verdict, self._cached = RequestOutcome.SERVED, context + len(part.tokens)
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
                 if not stopped(error):  # the engine's own
                     self._tell("answer", "error")
-                    verdict, blame = Verdict.FAILED, ReplicaError("'generate' was cancelled")
+                    verdict, blame = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
                     continue
                 if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
                     around.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
@@ -241,19 +241,19 @@ class Model:
                 raise
             except RequestRefused:
                 self._tell("answer", "refused")
-                verdict = Verdict.REFUSED
+                verdict = RequestOutcome.REFUSED
                 raise
             except StaleEpoch:
                 self._tell("answer", "refused")
-                verdict = Verdict.REFUSED
+                verdict = RequestOutcome.REFUSED
                 continue
             except ReplicaError as error:
                 self._tell("answer", "error")
-                verdict, blame = Verdict.LOST if isinstance(error, ReplicaLost) else Verdict.FAILED, error
+                verdict, blame = RequestOutcome.LOST if isinstance(error, ReplicaLost) else RequestOutcome.FAILED, error
                 continue
             except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not the rollout's fault
                 self._tell("answer", "error")
-                verdict, blame = Verdict.FAILED, ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
+                verdict, blame = RequestOutcome.FAILED, ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
                 continue
             finally:
                 moved_to = sampler.release(seat, need, request.id, verdict, blame, cached)

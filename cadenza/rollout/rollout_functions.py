@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from cadenza.config import load
+from cadenza.config import load_object
 from cadenza.off_loop import is_async
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
 
-Play = Callable[[Task, EnvHandle, Model], Awaitable[None]]
+RolloutFunction = Callable[[Task, EnvHandle, Model], Awaitable[None]]
 
 
 async def trajectory(task: Task, env: EnvHandle, model: Model) -> None:
@@ -33,16 +33,16 @@ async def step(task: Task, env: EnvHandle, model: Model) -> None:
         observation = await env.step(reply.text)
 
 
-PLAYS: dict[str, Play] = {"trajectory": trajectory, "step": step}
+ROLLOUT_FUNCTIONS: dict[str, RolloutFunction] = {"trajectory": trajectory, "step": step}
 
 
-def make(spec: str | Play) -> Play:
+def make(spec: str | RolloutFunction) -> RolloutFunction:
     """The rollout that a name, 'module:name' or a function means."""
-    if not callable(spec) and spec in PLAYS:
-        return PLAYS[spec]
+    if not callable(spec) and spec in ROLLOUT_FUNCTIONS:
+        return ROLLOUT_FUNCTIONS[spec]
     if callable(spec) or ":" in spec:
-        play: Play = spec if callable(spec) else load(spec)
+        play: RolloutFunction = spec if callable(spec) else load_object(spec)
         if not is_async(play):
             raise ValueError(f"rollout {spec} must be an async function of (task, env, model)")
         return play
-    raise ValueError(f"rollout '{spec}' is not known; take one of {', '.join(PLAYS)}, or write 'module:function'")
+    raise ValueError(f"rollout '{spec}' is not known; take one of {', '.join(ROLLOUT_FUNCTIONS)}, or write 'module:function'")

@@ -40,14 +40,14 @@ MAX_HOMES = 1 << 16
 """Groups whose home is remembered; beyond it the oldest are forgotten."""
 
 
-class SeatState(Enum):
+class ReplicaState(Enum):
     ACTIVE = "active"
     LEAVING = "leaving"
     ASLEEP = "asleep"
     LOST = "lost"
 
 
-class Need(NamedTuple):
+class RouteRequest(NamedTuple):
     """What a request asks for."""
 
     session: int
@@ -66,7 +66,7 @@ class Need(NamedTuple):
         return self.slices, self.age
 
 
-class Held(NamedTuple):
+class CachedContext(NamedTuple):
     """The context of a session that is away."""
 
     context: int
@@ -75,7 +75,7 @@ class Held(NamedTuple):
     """When younger ones may have its room."""
 
 
-class Seat:
+class ReplicaEntry:
     """A replica's place in the sampler: its state, what is in flight on it, and how much that weighs."""
 
     __slots__ = (
@@ -87,13 +87,13 @@ class Seat:
         self.index = index
         self.replica = replica
         self.capacity = max(replica.kv_capacity, 1)
-        self.state = SeatState.ACTIVE
+        self.state = ReplicaState.ACTIVE
         self.version = 0
         self.loading = False
         """Weights are being loaded, under a deadline of their own."""
         self.load = 0
         """Tokens of context in flight when they were granted."""
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, CachedContext] = {}
         """Sessions that are away and left their context here."""
         self.kept = 0
         """Tokens of these."""
@@ -122,17 +122,17 @@ class Router:
         """Mean length of the last answers, in tokens."""
         self.escapes = 0
         """Requests that left the replica with their prefix because it was loaded."""
-        self._heap: list[tuple[float, int, Seat]] = []
+        self._heap: list[tuple[float, int, ReplicaEntry]] = []
         self._seats = 0
-        self._homes: dict[int, Seat] = {}
+        self._homes: dict[int, ReplicaEntry] = {}
 
-    def rebuild(self, seats: list[Seat]) -> None:
+    def rebuild(self, seats: list[ReplicaEntry]) -> None:
         """The set of seats changed. What slept or died forgot its contexts."""
         for seat in seats:
-            if seat.state is not SeatState.ACTIVE and seat.held:
+            if seat.state is not ReplicaState.ACTIVE and seat.held:
                 seat.held.clear()
                 seat.kept = 0
-        self._heap = [(seat.pressure, seat.index, seat) for seat in seats if seat.state is SeatState.ACTIVE]
+        self._heap = [(seat.pressure, seat.index, seat) for seat in seats if seat.state is ReplicaState.ACTIVE]
         heapq.heapify(self._heap)
         self._seats = len(self._heap)
 
@@ -141,7 +141,7 @@ class Router:
         """No seat is active."""
         return self._least() is None
 
-    def admit(self, need: Need, sticky: Seat | None, cached: int, now: float) -> Seat | None:
+    def admit(self, need: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float) -> ReplicaEntry | None:
         """The seat for the next turn of a session; None if there is none with room for it."""
         own = sticky.held.get(need.session) if sticky is not None and cached else None
         if own is None:
@@ -149,7 +149,7 @@ class Router:
         if not need.slices:
             seat = self.pick(sticky, need.group, need.context, cached)
         else:  # in the middle of an answer its prompt is the least, and to move it is for balance.py to decide
-            seat = sticky if sticky is not None and sticky.state is SeatState.ACTIVE else self._least()
+            seat = sticky if sticky is not None and sticky.state is ReplicaState.ACTIVE else self._least()
         if seat is None:
             return None
         if not self._make_room(seat, need, own.context if own is not None and seat is sticky else 0, now):
@@ -159,13 +159,13 @@ class Router:
             seat = best
         return seat
 
-    def keep(self, seat: Seat, session: int, context: int, age: int, now: float) -> None:
+    def keep(self, seat: ReplicaEntry, session: int, context: int, age: int, now: float) -> None:
         """A session goes away and leaves its context there, as its request leaves: `remove` weighs both."""
-        if seat.state is SeatState.ACTIVE:
-            seat.held[session] = Held(context, age, now + HOLD_SECONDS)
+        if seat.state is ReplicaState.ACTIVE:
+            seat.held[session] = CachedContext(context, age, now + HOLD_SECONDS)
             seat.kept += context
 
-    def forget(self, seat: Seat, session: int) -> bool:
+    def forget(self, seat: ReplicaEntry, session: int) -> bool:
         """It came back, or never will. Whether its context was still there."""
         held = seat.held.pop(session, None)
         if held is None:
@@ -174,7 +174,7 @@ class Router:
         self._weigh(seat, 0)
         return True
 
-    def pick(self, sticky: Seat | None, group: int, context: int, cached: int) -> Seat | None:
+    def pick(self, sticky: ReplicaEntry | None, group: int, context: int, cached: int) -> ReplicaEntry | None:
         """The seat for a request of `context` tokens, `cached` of which the sticky seat holds."""
         best = self._least()
         if best is None:
@@ -196,18 +196,18 @@ class Router:
         """An answer had so many tokens."""
         self.answer += (tokens - self.answer) / MEMORY
 
-    def add(self, seat: Seat, context: int) -> None:
+    def add(self, seat: ReplicaEntry, context: int) -> None:
         """A request goes there."""
         seat.asked += 1
         seat.inflight += 1
         self._weigh(seat, context)
 
-    def remove(self, seat: Seat, context: int) -> None:
+    def remove(self, seat: ReplicaEntry, context: int) -> None:
         """A request left."""
         seat.inflight -= 1
         self._weigh(seat, -context)
 
-    def _make_room(self, seat: Seat, need: Need, own: int, now: float) -> bool:
+    def _make_room(self, seat: ReplicaEntry, need: RouteRequest, own: int, now: float) -> bool:
         """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
         they must, the youngest first. An empty replica has room for anything. What is going to be written counts only
         where answers give way after a slice, half a slice each, or half a mean answer, and then the whole cache is
@@ -233,18 +233,18 @@ class Router:
                 break
         return True
 
-    def _weigh(self, seat: Seat, tokens: int) -> None:
+    def _weigh(self, seat: ReplicaEntry, tokens: int) -> None:
         seat.load += tokens
         expected = seat.load + seat.kept + seat.inflight * (SEQUENCE_WEIGHT + self.answer / 2)
         seat.pressure = expected / seat.capacity
-        if seat.state is SeatState.ACTIVE:
+        if seat.state is ReplicaState.ACTIVE:
             if len(self._heap) > 8 * self._seats + 64:
                 self.rebuild(list({seat.index: seat for _, _, seat in self._heap}.values()))
             else:
                 heapq.heappush(self._heap, (seat.pressure, seat.index, seat))
 
-    def _worth_it(self, seat: Seat, best: Seat, context: int, cached: int) -> bool:
-        if seat.state is not SeatState.ACTIVE:
+    def _worth_it(self, seat: ReplicaEntry, best: ReplicaEntry, context: int, cached: int) -> bool:
+        if seat.state is not ReplicaState.ACTIVE:
             return False
         if seat.load + context > seat.capacity and best.load + context <= best.capacity:
             return False
@@ -253,11 +253,11 @@ class Router:
         excess = seat.load + seat.inflight * weight - theirs
         return self.answer * excess <= self.prefill_weight * cached * (1 + best.inflight)
 
-    def _least(self) -> Seat | None:
+    def _least(self) -> ReplicaEntry | None:
         heap = self._heap
         while heap:
             pressure, _, seat = heap[0]
-            if seat.state is SeatState.ACTIVE and seat.pressure == pressure:
+            if seat.state is ReplicaState.ACTIVE and seat.pressure == pressure:
                 return seat
             heapq.heappop(heap)
         return None

@@ -24,13 +24,13 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from cadenza.config import Config
-from cadenza.errors import InfrastructureError, raise_if_stopped
+from cadenza.errors import InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaLost, ReplicaStats
 from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.wait_queue import Gate, Line
-from cadenza.rollout.router import PREFILL_WEIGHT, Need, Router, Seat, SeatState
+from cadenza.rollout.wait_queue import Gate, WaitQueue
+from cadenza.rollout.router import PREFILL_WEIGHT, RouteRequest, Router, ReplicaEntry, ReplicaState
 
 
 class SamplerConfig(Config):
@@ -54,7 +54,7 @@ class SamplerConfig(Config):
 T = TypeVar("T")
 
 
-class Verdict(Enum):
+class RequestOutcome(Enum):
     """What a request says about the replica that had it."""
 
     SERVED = "served"
@@ -67,7 +67,7 @@ class Verdict(Enum):
     """Nothing: the request was given up, or never sent."""
 
 
-class NoAnswer(ReplicaError):
+class ReplicaTimeout(ReplicaError):
     """A replica let the deadline of a call pass."""
 
 
@@ -98,12 +98,12 @@ class Sampler:
         self.opened = 0.0
         """When the gate was last opened."""
         self.replicas = tuple(replicas)
-        self._seats: list[Seat] = []
+        self._seats: list[ReplicaEntry] = []
         self._weights: object = None
         self._gate = Gate()
         self._suspended = False
         """The replicas are paused; the gate is closed a little earlier and opened a little later."""
-        self._line = Line()
+        self._wait_queue = WaitQueue()
         self._holders: set[object] = set()
         """Who wants the gate closed."""
         self._control = asyncio.Lock()
@@ -123,39 +123,39 @@ class Sampler:
         return next(self._namespaces)
 
     async def grant(
-        self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Seat | None = None
-    ) -> Seat:
+        self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: ReplicaEntry | None = None
+    ) -> ReplicaEntry:
         """A replica for a request, `cached` tokens of which the sticky one may hold, as soon as the gate is open and
         there is room. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever gets it
         calls `release` with the same need."""
         waited = False
         while (seat := self.grant_now(need, sticky, cached, moved_to)) is None:
             if self._gate.is_open:
-                await self._line.wait(need)
+                await self._wait_queue.wait(need)
                 waited = True
             else:
                 await self._gate.opening()
                 moved_to = None
         if waited:
-            self._line.move()
+            self._wait_queue.move()
         return seat
 
     def grant_now(
-        self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Seat | None = None
-    ) -> Seat | None:
+        self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: ReplicaEntry | None = None
+    ) -> ReplicaEntry | None:
         """The same for whoever does not want to wait; None when the gate is closed, or when there is no room. An answer
         that has had a slice and gets None gives up the room that it had."""
         if self._closed:
             raise InfrastructureError("the sampler is closed")
         if not self._gate.is_open:
             return None
-        if moved_to is not None and moved_to.state is SeatState.ACTIVE:
+        if moved_to is not None and moved_to.state is ReplicaState.ACTIVE:
             self.balancer.count(need.context)
             seat = moved_to
         else:
             found = None
             home = sticky if sticky is not None and need.session in sticky.held else None
-            if not self._line.is_behind(need) or (home is not None and not need.slices):  # who has a place keeps it
+            if not self._wait_queue.is_behind(need) or (home is not None and not need.slices):  # who has a place keeps it
                 found = self.router.admit(need, sticky, cached, asyncio.get_running_loop().time())
             if found is None:
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
@@ -171,39 +171,39 @@ class Sampler:
 
     def release(
         self,
-        seat: Seat,
-        need: Need,
+        seat: ReplicaEntry,
+        need: RouteRequest,
         request: int,
-        verdict: Verdict = Verdict.UNSENT,
+        verdict: RequestOutcome = RequestOutcome.UNSENT,
         error: ReplicaError | None = None,
         cached: int = 0,
-    ) -> Seat | None:
+    ) -> ReplicaEntry | None:
         """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on.
         The session goes on later, behind `cached` tokens that this replica has of it now; 0 if it does not."""
-        if verdict is Verdict.SERVED:
+        if verdict is RequestOutcome.SERVED:
             seat.failures = 0
             seat.served += 1
-        elif verdict is Verdict.REFUSED:
+        elif verdict is RequestOutcome.REFUSED:
             seat.served += 1
         elif error is not None:
             self._blame(seat, error)
         if cached:
             self.router.keep(seat, need.session, cached, need.age, asyncio.get_running_loop().time())
         self.router.remove(seat, need.context)
-        if self._line:
-            self._line.move()
+        if self._wait_queue:
+            self._wait_queue.move()
         return self.balancer.take(request)
 
-    def leave(self, seat: Seat, session: int) -> None:
+    def leave(self, seat: ReplicaEntry, session: int) -> None:
         """The session is over."""
-        if self.router.forget(seat, session) and self._line:
-            self._line.move()
+        if self.router.forget(seat, session) and self._wait_queue:
+            self._wait_queue.move()
 
     def learn(self, tokens: int) -> None:
         """An answer had so many tokens."""
         self.router.learn(tokens)
 
-    def _blame(self, seat: Seat, error: ReplicaError) -> None:
+    def _blame(self, seat: ReplicaEntry, error: ReplicaError) -> None:
         if isinstance(error, ReplicaLost):
             self._give_up(seat, str(error) or "lost")
             return
@@ -214,7 +214,7 @@ class Sampler:
     # -- the gate ------------------------------------------------------------------------------------------------
 
     @property
-    def seats(self) -> Sequence[Seat]:
+    def seats(self) -> Sequence[ReplicaEntry]:
         """Of all replicas, in their order."""
         return self._seats
 
@@ -305,7 +305,7 @@ class Sampler:
         """End the health check and the balance, and wake whoever waits at the gate."""
         self._closed = True
         self._gate.open()
-        self._line.end()
+        self._wait_queue.end()
         for task in self._watches:
             task.cancel()
         if self._watches:
@@ -327,20 +327,20 @@ class Sampler:
         if self._seats:
             return
         loop = asyncio.get_running_loop()
-        self._seats = [Seat(index, replica, loop.create_future()) for index, replica in enumerate(self.replicas)]
+        self._seats = [ReplicaEntry(index, replica, loop.create_future()) for index, replica in enumerate(self.replicas)]
         self.router.rebuild(self._seats)
 
-    def _active(self) -> list[Seat]:
-        return [seat for seat in self._seats if seat.state is SeatState.ACTIVE]
+    def _active(self) -> list[ReplicaEntry]:
+        return [seat for seat in self._seats if seat.state is ReplicaState.ACTIVE]
 
     def _open_gate(self) -> None:
         if not self._active():
-            if any(seat.state is SeatState.ASLEEP for seat in self._seats):
+            if any(seat.state is ReplicaState.ASLEEP for seat in self._seats):
                 return  # an expand brings one, and opens
             raise NoReplicas(f"no replica is left: {self._losses()}")
         self.opened = asyncio.get_running_loop().time()
         self._gate.open()
-        self._line.move()
+        self._wait_queue.move()
 
     def _losses(self) -> str:
         return "; ".join(f"{name}: {cause}" for name, cause in self.lost.items()) or "all are asleep"
@@ -399,7 +399,7 @@ class Sampler:
     async def _shrink(self, devices: Sequence[int]) -> dict[str, Any]:
         started = asyncio.get_running_loop().time()
         async with self._control:
-            leaving = self._on_devices(devices, SeatState.ACTIVE, "shrink")
+            leaving = self._on_devices(devices, ReplicaState.ACTIVE, "shrink")
             if len(leaving) == len(self._active()):
                 raise ValueError(
                     f"shrink of devices {sorted(devices)} would leave no replica; keep at least one of "
@@ -409,19 +409,19 @@ class Sampler:
             epoch = self.epoch
             moved, moved_tokens = sum(seat.inflight for seat in leaving), sum(seat.load for seat in leaving)
             for seat in leaving:
-                seat.state = SeatState.LEAVING
+                seat.state = ReplicaState.LEAVING
             self.router.rebuild(self._seats)
             await self._each(leaving, lambda seat: self._put_to_sleep(seat, epoch))
             self._tell("shrink", "sampler", str(sorted(devices)))
-        return self._report(leaving, SeatState.ASLEEP, started, moved=moved, moved_tokens=moved_tokens)
+        return self._report(leaving, ReplicaState.ASLEEP, started, moved=moved, moved_tokens=moved_tokens)
 
     async def _expand(self, devices: Sequence[int], skip_load: bool) -> dict[str, Any]:
         started = asyncio.get_running_loop().time()
         async with self._control:
-            coming = self._on_devices(devices, SeatState.ASLEEP, "expand")
+            coming = self._on_devices(devices, ReplicaState.ASLEEP, "expand")
             await self._each(coming, lambda seat: self._wake(seat, skip_load))
             self.router.rebuild(self._seats)
-            if behind := [seat for seat in coming if seat.state is SeatState.ASLEEP]:
+            if behind := [seat for seat in coming if seat.state is ReplicaState.ASLEEP]:
                 versions = {seat.replica.name: seat.version for seat in behind}
                 raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
             if not self._suspended and not self._holders:
@@ -429,18 +429,18 @@ class Sampler:
                 if self.config.balance_seconds:
                     self.balancer.spread(self._active())
             self._tell("expand", "sampler", str(sorted(devices)))
-        return self._report(coming, SeatState.ACTIVE, started)
+        return self._report(coming, ReplicaState.ACTIVE, started)
 
-    async def _each(self, seats: list[Seat], call: Callable[[Seat], Coroutine[Any, Any, None]]) -> None:
+    async def _each(self, seats: list[ReplicaEntry], call: Callable[[ReplicaEntry], Coroutine[Any, Any, None]]) -> None:
         """Call all at once; a replica that fails or is late is given up, and the others go on."""
 
-        async def one(seat: Seat) -> None:
+        async def one(seat: ReplicaEntry) -> None:
             try:
                 await _while_it_lives(seat, call(seat))
             except ReplicaError as error:
                 self._give_up(seat, str(error) or type(error).__name__)
             except asyncio.CancelledError as error:
-                raise_if_stopped(error)
+                raise_if_cancelled(error)
                 self._give_up(seat, "was cancelled in a control call")
             except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it costs itself
                 self._give_up(seat, f"raised {type(error).__name__}: {error}")
@@ -449,7 +449,7 @@ class Sampler:
             for seat in seats:
                 group.create_task(one(seat), name=f"sampler control of {seat.replica.name}")
 
-    async def _pause(self, seat: Seat, epoch: int, mode: PauseMode) -> None:
+    async def _pause(self, seat: ReplicaEntry, epoch: int, mode: PauseMode) -> None:
         """Pause one replica. A drain may take as long as its requests do, and the health check watches over those; its
         deadline counts from the last of them."""
         seconds = self.config.control_seconds
@@ -461,18 +461,18 @@ class Sampler:
                 if done:
                     return pausing.result()
                 if not busy:
-                    raise NoAnswer(f"did not answer 'pause' within {seconds} s")
+                    raise ReplicaTimeout(f"did not answer 'pause' within {seconds} s")
         finally:
             pausing.cancel()
             pausing.add_done_callback(_unheard)
 
-    async def _load(self, seat: Seat, version: int, weights: object) -> None:
+    async def _load(self, seat: ReplicaEntry, version: int, weights: object) -> None:
         """Load into a replica that does not generate; a failure is tried once more."""
         seconds = self.config.load_seconds
         seat.loading = True
         try:
             await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
-        except (ReplicaLost, NoAnswer):
+        except (ReplicaLost, ReplicaTimeout):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the engine raised, the second time is given up
             logger.warning("replica %s failed to load version %d, once more: %s", seat.replica.name, version, error)
@@ -481,20 +481,20 @@ class Sampler:
             seat.loading = False
         seat.version = version
 
-    async def _roll(self, seat: Seat, version: int, weights: object) -> None:
+    async def _roll(self, seat: ReplicaEntry, version: int, weights: object) -> None:
         seconds = self.config.control_seconds
         await self._pause(seat, self.epoch, PauseMode.KEEP)
         await self._load(seat, version, weights)
         await _within(seconds, "resume", seat.replica.resume())
 
-    async def _put_to_sleep(self, seat: Seat, epoch: int) -> None:
+    async def _put_to_sleep(self, seat: ReplicaEntry, epoch: int) -> None:
         seconds = self.config.control_seconds
         await self._pause(seat, epoch, PauseMode.ABORT)
         await _within(seconds, "sleep", seat.replica.sleep())
-        if seat.state is not SeatState.LOST:
-            seat.state = SeatState.ASLEEP
+        if seat.state is not ReplicaState.LOST:
+            seat.state = ReplicaState.ASLEEP
 
-    async def _wake(self, seat: Seat, skip_load: bool) -> None:
+    async def _wake(self, seat: ReplicaEntry, skip_load: bool) -> None:
         seconds = self.config.control_seconds
         await _within(seconds, "wake", seat.replica.wake())
         if skip_load:
@@ -506,10 +506,10 @@ class Sampler:
             return
         if self._suspended:
             await self._pause(seat, self.epoch, PauseMode.ABORT)
-        if seat.state is not SeatState.LOST:
-            seat.state = SeatState.ACTIVE
+        if seat.state is not ReplicaState.LOST:
+            seat.state = ReplicaState.ACTIVE
 
-    def _on_devices(self, devices: Sequence[int], state: SeatState, what: str) -> list[Seat]:
+    def _on_devices(self, devices: Sequence[int], state: ReplicaState, what: str) -> list[ReplicaEntry]:
         """The seats on exactly these devices, all in the state that the operation needs."""
         self._seat_all()
         wanted = set(devices)
@@ -529,21 +529,21 @@ class Sampler:
             raise ValueError(f"{what} needs devices that are {state.value}, got {wrong}; the sampler has {known}")
         return seats
 
-    def _report(self, seats: list[Seat], state: SeatState, started: float, **more: int) -> dict[str, Any]:
+    def _report(self, seats: list[ReplicaEntry], state: ReplicaState, started: float, **more: int) -> dict[str, Any]:
         return {
             "replicas": [seat.replica.name for seat in seats if seat.state is state],
-            "lost": [seat.replica.name for seat in seats if seat.state is SeatState.LOST],
+            "lost": [seat.replica.name for seat in seats if seat.state is ReplicaState.LOST],
             "devices": self.devices,
             "seconds": asyncio.get_running_loop().time() - started,
             **more,
         }
 
-    def _give_up(self, seat: Seat, cause: str) -> None:
+    def _give_up(self, seat: ReplicaEntry, cause: str) -> None:
         """The replica is dead to us, and is made dead in fact; its requests find another."""
-        if seat.state is SeatState.LOST:
+        if seat.state is ReplicaState.LOST:
             return
         logger.warning("replica %s is given up: %s", seat.replica.name, cause)
-        seat.state = SeatState.LOST
+        seat.state = ReplicaState.LOST
         self._tell("lost", seat.replica.name, cause)
         self.lost[seat.replica.name] = cause
         self.router.rebuild(self._seats)
@@ -565,7 +565,7 @@ class Sampler:
             await asyncio.sleep(self.config.heartbeat_seconds)
             quiet = []
             for seat in self._seats:
-                working = seat.state in (SeatState.ACTIVE, SeatState.LEAVING) and (seat.inflight or seat.asked)
+                working = seat.state in (ReplicaState.ACTIVE, ReplicaState.LEAVING) and (seat.inflight or seat.asked)
                 if working and not seat.served and not seat.loading:
                     quiet.append(seat)
                 else:
@@ -581,19 +581,19 @@ class Sampler:
                 self._give_up(seat, f"'{task.get_name()}' died: {error!r}")
             self._closed = True
             self._gate.open()
-            self._line.end()
+            self._wait_queue.end()
 
     async def _balance(self) -> None:
         """Move requests and let some give way, unless the gate is closed or a control operation is under way."""
         while True:
             await asyncio.sleep(self.config.balance_seconds)
             if self._gate.is_open and not self._control.locked():
-                self.balancer.tick(self._active(), self._line.first, len(self._line))
+                self.balancer.tick(self._active(), self._wait_queue.first, len(self._wait_queue))
 
-    async def _look(self, seat: Seat) -> None:
+    async def _look(self, seat: ReplicaEntry) -> None:
         try:
             stats = await _within(self.config.heartbeat_seconds, "stats", seat.replica.stats())
-        except NoAnswer:
+        except ReplicaTimeout:
             moves = False
         else:
             moves = stats.paused or stats.progress != seat.progress
@@ -608,10 +608,10 @@ async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
     try:
         return await asyncio.wait_for(call, seconds)
     except TimeoutError:
-        raise NoAnswer(f"did not answer '{what}' within {seconds} s") from None
+        raise ReplicaTimeout(f"did not answer '{what}' within {seconds} s") from None
 
 
-async def _while_it_lives(seat: Seat, call: Coroutine[Any, Any, None]) -> None:
+async def _while_it_lives(seat: ReplicaEntry, call: Coroutine[Any, Any, None]) -> None:
     """Await a call to a replica, but not longer than the replica lives."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(_unheard)  # the replica may end, or this be cancelled, at the moment at which it fails

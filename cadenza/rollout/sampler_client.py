@@ -22,11 +22,11 @@ from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
 from cadenza.off_loop import within
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import Address, Granter, seats_of
+from cadenza.rollout.grants import ReplicaAddress, GrantClient, seats_of
 from cadenza.rollout.model import Codec
-from cadenza.rollout.router import Need, Seat
-from cadenza.rollout.sampler import NoReplicas, SamplerConfig, Verdict
-from cadenza.rollout.sampler_process import SamplerDesk, State
+from cadenza.rollout.router import RouteRequest, ReplicaEntry
+from cadenza.rollout.sampler import NoReplicas, SamplerConfig, RequestOutcome
+from cadenza.rollout.sampler_process import SamplerProcess, SamplerState
 
 START_SECONDS = 600.0
 
@@ -44,12 +44,12 @@ class SamplerClient:
         self.is_open = False
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
-        self.addresses: Sequence[Address] = ()
+        self.addresses: Sequence[ReplicaAddress] = ()
         self._desk = desk
         self._namespace = uuid.uuid4().int % (1 << 19) << 43
         self._namespaces = 0
         self._holding: set[str] = set()
-        self._granter: Granter
+        self._granter: GrantClient
         self._wire: Channel | None = None
         self._turn = asyncio.Lock()
         self._end: asyncio.Future[str] | None = None
@@ -63,7 +63,7 @@ class SamplerClient:
     # -- grants ----------------------------------------------------------------------------------------------------
 
     @property
-    def seats(self) -> Sequence[Seat]:
+    def seats(self) -> Sequence[ReplicaEntry]:
         return self._granter.seats
 
     @property
@@ -81,18 +81,18 @@ class SamplerClient:
     def grant_now(self, *about: Any) -> None:
         """It takes a question and an answer."""
 
-    async def grant(self, need: Need, sticky: Seat | None = None, cached: int = 0, moved_to: Any = None) -> Seat:
+    async def grant(self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry:
         return await self._granter.grant(need, sticky, cached, moved_to)
 
-    def leave(self, seat: Seat, session: int) -> None:
+    def leave(self, seat: ReplicaEntry, session: int) -> None:
         self._granter.leave(seat, session)
 
     def release(
         self,
-        seat: Seat,
-        need: Need,
+        seat: ReplicaEntry,
+        need: RouteRequest,
         request: int,
-        verdict: Verdict = Verdict.UNSENT,
+        verdict: RequestOutcome = RequestOutcome.UNSENT,
         error: ReplicaError | None = None,
         cached: int = 0,
     ) -> int:
@@ -182,7 +182,7 @@ class SamplerClient:
                     raise NoReplicas(f"the sampler does not answer: {error}") from error
                 self._end = asyncio.get_running_loop().create_future()
                 self._wire = wire = Channel(self._exchange, self._hear, self._gone)
-                self._granter = Granter(seats_of(self.addresses, self.name), self._namespace, wire.send)
+                self._granter = GrantClient(seats_of(self.addresses, self.name), self._namespace, wire.send)
                 wire.open()
 
     async def _ask(self, method: str, *args: Any) -> Any:
@@ -210,12 +210,12 @@ class SamplerClient:
         return answer
 
     def _hear(self, message: Any) -> None:
-        if isinstance(message, State):
+        if isinstance(message, SamplerState):
             self._heed(message)
         else:
             self._granter.hear(message)
 
-    def _heed(self, state: State) -> None:
+    def _heed(self, state: SamplerState) -> None:
         if state.number <= self._number:
             return
         self._number = state.number
@@ -267,7 +267,7 @@ class InferenceService:
     ) -> InferenceService:
         """Over running replicas: the `peers` of a cluster of `ReplicaWorker`s."""
         init = {"replicas": list(replicas), "config": config}
-        return cls(await start_worker(backend, "sampler", 0, SamplerDesk, init, seconds=START_SECONDS), codec)
+        return cls(await start_worker(backend, "sampler", 0, SamplerProcess, init, seconds=START_SECONDS), codec)
 
     @property
     def sampler(self) -> SamplerClient:

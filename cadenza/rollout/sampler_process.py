@@ -4,8 +4,8 @@ Invariant: there is one gate and one version, here. Whoever closes the gate and 
 FORGET_SECONDS does not keep it closed, and what was granted to it is given back.
 ```
 scheduler, controller --suspend, resume, load_weights, shrink, expand, state--> Sampler
-scheduler (sampler_client.py) --exchange: Ask, Release--> Clerk --> Granted
-                              <-- State, whenever it changes --
+scheduler (sampler_client.py) --exchange: GrantRequest, ReleaseGrant--> GrantServer --> Granted
+                              <-- SamplerState, whenever it changes --
 ```
 """
 
@@ -23,13 +23,13 @@ from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, Replica, ReplicaStats
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import Address, Clerk, addresses
+from cadenza.rollout.grants import ReplicaAddress, GrantServer, addresses
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 
 FORGET_SECONDS = 6 * POLL_SECONDS
 
 
-class State(NamedTuple):
+class SamplerState(NamedTuple):
     """What clients know of the sampler."""
 
     number: int
@@ -43,19 +43,19 @@ class State(NamedTuple):
     counters: dict[str, float]
 
 
-class _Client:
+class _ConnectedClient:
     """A scheduler that calls."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.box = Mailbox(self._hear)
-        self.clerk = Clerk(sampler, self.box.send)
+        self.clerk = GrantServer(sampler, self.box.send)
         self.seen = 0.0
 
     def _hear(self, message: Any) -> None:
         self.clerk.hear(message)
 
 
-class SamplerDesk(Worker):
+class SamplerProcess(Worker):
     """Holds the sampler. Its replicas are peers, or replicas in the same process."""
 
     def __init__(self, replicas: Sequence[WorkerHandle | Replica], config: SamplerConfig | None) -> None:
@@ -63,12 +63,12 @@ class SamplerDesk(Worker):
         self._config = config
         self._sampler: Sampler | None = None
         self._turn = asyncio.Lock()
-        self._clients: dict[str, _Client] = {}
+        self._clients: dict[str, _ConnectedClient] = {}
         self._forgotten: set[str] = set()
         self._numbers = itertools.count()
         self._watch: asyncio.Task[None] | None = None
 
-    async def about(self) -> list[Address]:
+    async def about(self) -> list[ReplicaAddress]:
         """Where the replicas are."""
         return addresses(await self._made())
 
@@ -77,10 +77,10 @@ class SamplerDesk(Worker):
         known = self._seen(client, await self._made())
         return await known.box.exchange(number, messages)
 
-    async def state(self) -> State:
+    async def state(self) -> SamplerState:
         return self._state(await self._made())
 
-    async def suspend(self, mode: PauseMode, holder: str) -> State:
+    async def suspend(self, mode: PauseMode, holder: str) -> SamplerState:
         """`holder` is the name of the client, and after a '/' who it is there, if that one is to be watched."""
         sampler = await self._made()
         client, is_watched, _ = holder.partition("/")
@@ -89,12 +89,12 @@ class SamplerDesk(Worker):
         await sampler.suspend(mode, holder)
         return self._tell()
 
-    async def resume(self, holder: str) -> State:
+    async def resume(self, holder: str) -> SamplerState:
         sampler = await self._made()
         await sampler.resume(holder)
         return self._tell()
 
-    async def load_weights(self, version: int, weights: object) -> State:
+    async def load_weights(self, version: int, weights: object) -> SamplerState:
         sampler = await self._made()
         await sampler.load_weights(version, weights)
         return self._state(sampler)
@@ -135,23 +135,23 @@ class SamplerDesk(Worker):
                 self._watch = asyncio.get_running_loop().create_task(self._look(), name="sampler clients")
             return self._sampler
 
-    def _seen(self, client: str, sampler: Sampler) -> _Client:
+    def _seen(self, client: str, sampler: Sampler) -> _ConnectedClient:
         """A client calls."""
         if client in self._forgotten:
             raise InfrastructureError(f"the sampler gave '{client}' up: it was silent for {FORGET_SECONDS:g} s")
         known = self._clients.get(client)
         if known is None:
-            known = self._clients[client] = _Client(sampler)
+            known = self._clients[client] = _ConnectedClient(sampler)
         known.seen = asyncio.get_running_loop().time()
         return known
 
-    def _state(self, sampler: Sampler) -> State:
-        return State(
+    def _state(self, sampler: Sampler) -> SamplerState:
+        return SamplerState(
             next(self._numbers), sampler.version, sampler.is_open, sampler.suspended, sampler.opened,
             dict(sampler.lost), sampler.devices, sampler.counters(),
         )  # fmt: skip
 
-    def _tell(self) -> State:
+    def _tell(self) -> SamplerState:
         assert self._sampler is not None
         state = self._state(self._sampler)
         for client in self._clients.values():
@@ -170,7 +170,7 @@ class SamplerDesk(Worker):
                 if now - client.seen > FORGET_SECONDS:
                     self._forget(name, client)
 
-    def _forget(self, name: str, client: _Client) -> None:
+    def _forget(self, name: str, client: _ConnectedClient) -> None:
         assert self._sampler is not None
         logger.warning("the scheduler '%s' is silent; what it held is given back", name)
         del self._clients[name]

@@ -20,10 +20,10 @@ from typing import Any, Protocol
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.observe.events import EventSink
-from cadenza.rollout import snapshot, parcels
+from cadenza.rollout import snapshot, token_bundles
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
-from cadenza.rollout.env_worker import EnvWorker, Slots
+from cadenza.rollout.env_worker import EnvWorker, SlotPool
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TrajectoriesLost, logger
 from cadenza.rollout.fleet import EnvFleet
 from cadenza.rollout.group_queue import GroupQueueManager, Mode
@@ -45,7 +45,7 @@ class InferenceCluster(Protocol):
     def codec(self) -> Codec: ...
 
 
-class Devices(Protocol):
+class RolloutResources(Protocol):
     """What the scheduler needs of the resource manager."""
 
     @property
@@ -71,7 +71,7 @@ class RolloutScheduler:
         self,
         config: RolloutConfig,
         env_manager_config: EnvManagerConfig,
-        resource_manager: Devices,
+        resource_manager: RolloutResources,
         infer_cluster: InferenceCluster,
         mode: Mode = "train",
         collator: Collator | None = None,
@@ -86,10 +86,10 @@ class RolloutScheduler:
         self.queue = GroupQueueManager(config, env_manager_config, mode, events=events)
         self._devices = resource_manager
         self._collate = collator or collate
-        kind: Callable[..., Slots] = EnvWorker
+        kind: Callable[..., SlotPool] = EnvWorker
         if env_manager_config.workers:
             kind = partial(EnvFleet, backend=resource_manager.backend)
-        self._slots: Slots = kind(
+        self._slots: SlotPool = kind(
             env_manager_config,
             self.queue,
             self.sampler,
@@ -196,16 +196,16 @@ class RolloutScheduler:
             raise SchedulerClosed(f"nothing is left to save, the rollouts have ended: {error}") from error
         groups = [*self.ledger.open_groups(), *self._uncollated]
         try:
-            parcels.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
+            token_bundles.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
         except InfrastructureError:
             for group in self.ledger.open_groups():
                 try:
-                    parcels.load_now(a.trajectory for a in group.finished if a.trajectory is not None)
+                    token_bundles.load_now(a.trajectory for a in group.finished if a.trajectory is not None)
                 except InfrastructureError as error:
                     logger.error("g%d is lost with what its members had finished: %s", group.id, error)
                     self.queue.lose(group)
-            parcels.load_now(a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None)
-        journal.save(directory, self.queue, self._uncollated)
+            token_bundles.load_now(a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None)
+        snapshot.save(directory, self.queue, self._uncollated)
 
     def restore(self, directory: Path) -> None:
         """Go on from what `save` wrote, with the same config; before the first call. The version that was published
@@ -213,7 +213,7 @@ class RolloutScheduler:
         asked for. Called on the loop."""
         if self._root is not None or self.queue.ended or self.ledger.groups_opened:
             raise RuntimeError("restore goes before the first call: this scheduler has begun; make a new one")
-        self._uncollated = journal.restore(directory, self.queue)
+        self._uncollated = snapshot.restore(directory, self.queue)
 
     # -- what an operator asks -----------------------------------------------------------------------------------
 
@@ -323,12 +323,12 @@ class RolloutScheduler:
     async def _load(self, trajectories: list[Trajectory]) -> None:
         """Have the turns here. Those that were lost with their node cost their groups, which were cut already."""
         try:
-            await parcels.load(trajectories)
+            await token_bundles.load(trajectories)
         except InfrastructureError as error:
             whole, self._uncollated = self._uncollated, []
             for group in whole:
                 with suppress(InfrastructureError):
-                    await parcels.load([a.trajectory for a in group.finished if a.trajectory is not None])
+                    await token_bundles.load([a.trajectory for a in group.finished if a.trajectory is not None])
                     self._uncollated.append(group)
             raise TrajectoriesLost(
                 f"{len(whole) - len(self._uncollated)} of the {len(whole)} groups of this batch are lost: {error}; "

@@ -24,15 +24,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from cadenza.rollout.failures import logger
-from cadenza.rollout.router import SeatState
+from cadenza.rollout.router import ReplicaState
 
-MEMORY = 0.8
+DECAY = 0.8
 """What is left of the weight of a measurement when the next one is made."""
 TRY_EVERY = 20
 """Decisions after which the other choice is made once: what is never done is not measured, and things change."""
 
 
-class Rate:
+class DecayingRate:
     """An amount per second, group or time, over the last measurements: the newest counts most."""
 
     __slots__ = ("_amount", "_per")
@@ -41,7 +41,7 @@ class Rate:
         self._amount = self._per = 0.0
 
     def add(self, amount: float, per: float = 1.0, weight: float = 1.0) -> None:
-        kept = MEMORY**weight
+        kept = DECAY**weight
         self._amount = kept * self._amount + weight * amount
         self._per = kept * self._per + weight * per
 
@@ -51,15 +51,15 @@ class Rate:
         return self._amount / self._per if self._per > 0 else None
 
 
-class Gate:
+class LendingRule:
     """Whether lending pays. It only counts; whoever lends tells it what came of it."""
 
     def __init__(self) -> None:
-        self.lend_seconds = Rate()
-        self.take_seconds = Rate()
-        self.rates = {False: Rate(), True: Rate()}
+        self.lend_seconds = DecayingRate()
+        self.take_seconds = DecayingRate()
+        self.rates = {False: DecayingRate(), True: DecayingRate()}
         """Tokens per second while a batch is waited for, with the shared devices lent (True) and not."""
-        self.group_tokens = Rate()
+        self.group_tokens = DecayingRate()
         """Written until the batch is whole, for each group that is missing when the wait begins."""
         self.refusals = 0
         self._since = {False: 0, True: 0}
@@ -94,7 +94,7 @@ class Gate:
         return better if self._since[not better] < TRY_EVERY else not better
 
 
-class Buffer(Protocol):
+class GroupBuffer(Protocol):
     """How full it is."""
 
     @property
@@ -103,14 +103,14 @@ class Buffer(Protocol):
         ...
 
 
-class Rollouts(Protocol):
+class ResizableScheduler(Protocol):
     """What is needed of the scheduler."""
 
     @property
     def sampler(self) -> Any: ...
 
     @property
-    def queue(self) -> Buffer: ...
+    def queue(self) -> GroupBuffer: ...
 
     async def shrink_sampler(self, target_gpus: Sequence[int]) -> dict[str, Any]: ...
 
@@ -127,7 +127,7 @@ class SharedDevices:
 
     def __init__(
         self,
-        rollouts: Rollouts,
+        rollouts: ResizableScheduler,
         devices: Sequence[int],
         need: int,
         *,
@@ -149,7 +149,7 @@ class SharedDevices:
         rollouts.sampler.on_lost.append(self._lost)
         self._need = need
         self._offload, self._reload = offload, reload
-        self.gate = Gate()
+        self.gate = LendingRule()
         self._began = 0.0
         self._written = 0
         """When the wait for the batch began, with the devices as they are now, and what was written before."""
@@ -182,11 +182,11 @@ class SharedDevices:
             self.gate.rates[self.is_lent].add(max(written - self._written, 0), _now() - self._began, weight)
             self.gate.group_tokens.add(max(written - self._before, 0), self._missing, weight)
             self._missing = 0
-        leaving = self._in_state(SeatState.ACTIVE)
+        leaving = self._in_state(ReplicaState.ACTIVE)
         if not self.is_lent and not leaving:
             return
         began = _now()
-        if leaving and set(self._states(SeatState.ACTIVE)) > set(leaving):
+        if leaving and set(self._states(ReplicaState.ACTIVE)) > set(leaving):
             report = await self._rollouts.shrink_sampler(leaving)
             self.moved += report["moved"]
             self.moved_tokens += report["moved_tokens"]
@@ -204,7 +204,7 @@ class SharedDevices:
             began = _now()
             await self._offload()
             self.is_lent = True
-            if coming := self._in_state(SeatState.ASLEEP):
+            if coming := self._in_state(ReplicaState.ASLEEP):
                 await self._rollouts.expand_sampler(coming)
                 self.gate.lend_seconds.add(_now() - began)
             self.lent += 1
@@ -218,7 +218,7 @@ class SharedDevices:
 
     async def _wake(self) -> None:
         async with self._turn:  # what changes hands has done so before
-            if (coming := self._in_state(SeatState.ASLEEP)) and not self._states(SeatState.ACTIVE):
+            if (coming := self._in_state(ReplicaState.ASLEEP)) and not self._states(ReplicaState.ACTIVE):
                 logger.warning("replicas on devices %s generate beside the actor: no other is alive", coming)
                 await self._rollouts.expand_sampler(coming)
 
@@ -227,10 +227,10 @@ class SharedDevices:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("replicas on the shared devices %s do not wake: %s", list(self.devices), error)
 
-    def _states(self, state: SeatState) -> list[int]:
+    def _states(self, state: ReplicaState) -> list[int]:
         return [device for device, found in self._rollouts.sampler.devices.items() if found == state.value]
 
-    def _in_state(self, state: SeatState) -> list[int]:
+    def _in_state(self, state: ReplicaState) -> list[int]:
         """Those of them whose replica is in this state; one that died stays out."""
         return [device for device in self._states(state) if device in self.devices]
 

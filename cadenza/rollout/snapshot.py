@@ -37,7 +37,7 @@ _SAME = ("group_size", "batch_size", "alpha", "staleness", "extra_members", "ext
 """Settings that the saved groups depend on: their shape, how old they may become, their randomness."""
 
 
-class JournalError(RolloutError):
+class SnapshotError(RolloutError):
     """A saved state is damaged, or belongs to another config."""
 
 
@@ -281,7 +281,7 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
     try:
         groups = [_group(saved, _find(domains[saved.domain], saved.task), turns, later) for saved in state.groups]
     except LookupError as error:
-        raise JournalError(f"{directory / _STATE} is damaged: {error!r} in its groups") from error
+        raise SnapshotError(f"{directory / _STATE} is damaged: {error!r} in its groups") from error
     for name, saved in state.domains.items():
         domains[name].drawn, domains[name].started = saved.drawn, saved.started
     _continue(queue.ledger, state.sums, later)
@@ -300,10 +300,10 @@ def _read(path: Path) -> SavedState:
         data = path.read_bytes()
         written = msgspec.json.decode(data, type=dict[str, Any]).get("format")
         if written != FORMAT:
-            raise JournalError(f"{path} has format {written}, this version of cadenza reads {FORMAT}")
+            raise SnapshotError(f"{path} has format {written}, this version of cadenza reads {FORMAT}")
         return msgspec.json.decode(data, type=SavedState)
     except (OSError, msgspec.MsgspecError) as error:
-        raise JournalError(f"{path} cannot be read: {error}") from error
+        raise SnapshotError(f"{path} cannot be read: {error}") from error
 
 
 def _check_terms(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
@@ -313,7 +313,7 @@ def _check_terms(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> 
         if saved.get(name) != present.get(name)
     ]
     if differences:
-        raise JournalError(
+        raise SnapshotError(
             f"{path} belongs to another config: {'; '.join(differences)}. Go on with the config of the saved run, or "
             "begin a new run from its weights"
         )
@@ -328,9 +328,9 @@ def _turns(path: Path, later: float, expected: int) -> Iterator[Turn]:
         }
         dense = {name: table.numpy(name).tolist() for name in ("finish", "fresh", "asked", "answered", "reward")}
     except Exception as error:  # a damaged file fails in many ways, and all mean the same
-        raise JournalError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        raise SnapshotError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     if len(dense["finish"]) != expected:
-        raise JournalError(f"{path} holds {len(dense['finish'])} turns, but {_STATE} beside it counts {expected}")
+        raise SnapshotError(f"{path} holds {len(dense['finish'])} turns, but {_STATE} beside it counts {expected}")
     reasons = {number: finish for finish, number in FINISH.items()}
     spans = [
         tuple(map(Span, versions.tolist(), lengths.tolist()))
@@ -349,7 +349,7 @@ def _turns(path: Path, later: float, expected: int) -> Iterator[Turn]:
 def _find(domain: Domain, saved: SavedTask) -> Task:
     task = domain.at(saved.place)
     if task is None or task.id != saved.id:
-        raise JournalError(
+        raise SnapshotError(
             f"domains.{domain.name}.tasks[{saved.place}] was '{saved.id}' when the run was saved, and is "
             f"{'not there' if task is None else repr(task.id)} now: the order of the tasks must not change"
         )

@@ -20,7 +20,7 @@ _FINISH = tuple(Finish)
 _NUMBER = {finish: number for number, finish in enumerate(_FINISH)}
 
 
-class Record(NamedTuple):
+class TrajectoryRecord(NamedTuple):
     """A finished episode without its tokens."""
 
     id: int
@@ -37,7 +37,7 @@ class Record(NamedTuple):
     versions: tuple[int, int] | None
 
 
-class Contents(NamedTuple):
+class BundleArrays(NamedTuple):
     """What is in a parcel."""
 
     tokens: Any
@@ -54,11 +54,11 @@ class Contents(NamedTuple):
     """[trajectories + 1]: where the turns of each begin."""
 
 
-def pack(trajectories: Sequence[Trajectory]) -> Contents:
+def pack(trajectories: Sequence[Trajectory]) -> BundleArrays:
     """The turns of these trajectories, flat."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     counts = [(len(t.prompt), len(t.response), len(t.spans), _NUMBER[t.finish], t.fresh) for t in turns]
-    return Contents(
+    return BundleArrays(
         np.concatenate([part for t in turns for part in (t.prompt, t.response)], dtype=np.int32),
         np.concatenate([t.logprobs for t in turns], dtype=np.float32),
         np.array(counts, np.int64),
@@ -68,7 +68,7 @@ def pack(trajectories: Sequence[Trajectory]) -> Contents:
     )
 
 
-class Parcel:
+class TokenBundle:
     """The turns of some trajectories, wherever they are."""
 
     __slots__ = ("_contents", "_starts", "handle", "later", "peer")
@@ -78,14 +78,14 @@ class Parcel:
         self.handle = handle
         self.later = later
         """What the clock here is ahead of the one there."""
-        self._contents: Contents | None = None
+        self._contents: BundleArrays | None = None
         self._starts: tuple[list[int], list[int], list[int]]
 
     @property
     def is_open(self) -> bool:
         return self._contents is not None
 
-    def open(self, contents: Contents) -> None:
+    def open(self, contents: BundleArrays) -> None:
         """It has come."""
         counts = contents.counts
         self._contents = contents
@@ -124,10 +124,10 @@ class Parcel:
 
 
 @dataclass(slots=True)
-class Stored(Trajectory):
+class LazyTrajectory(Trajectory):
     """A trajectory whose turns are in a parcel until they are wanted."""
 
-    parcel: Parcel | None = None
+    parcel: TokenBundle | None = None
     row: int = 0
     written: tuple[int, int] | None = None
     """Its versions."""
@@ -155,20 +155,20 @@ def load_now(trajectories: Iterable[Trajectory]) -> None:
     _unpack(stored)
 
 
-def _closed(trajectories: Iterable[Trajectory]) -> list[Stored]:
-    return [t for t in trajectories if isinstance(t, Stored) and t.parcel is not None]
+def _closed(trajectories: Iterable[Trajectory]) -> list[LazyTrajectory]:
+    return [t for t in trajectories if isinstance(t, LazyTrajectory) and t.parcel is not None]
 
 
-def _by_peer(stored: Sequence[Stored]) -> list[tuple[WorkerHandle, list[Parcel]]]:
+def _by_peer(stored: Sequence[LazyTrajectory]) -> list[tuple[WorkerHandle, list[TokenBundle]]]:
     """What has to be fetched. One peer fetches for all of its kind."""
     parcels = {id(t.parcel): t.parcel for t in stored if t.parcel is not None and not t.parcel.is_open}
-    kinds: dict[type[WorkerHandle], list[Parcel]] = {}
+    kinds: dict[type[WorkerHandle], list[TokenBundle]] = {}
     for parcel in parcels.values():
         kinds.setdefault(type(parcel.peer), []).append(parcel)
     return [(found[0].peer, found) for found in kinds.values()]
 
 
-def _unpack(stored: Sequence[Stored]) -> None:
+def _unpack(stored: Sequence[LazyTrajectory]) -> None:
     for trajectory in stored:
         if trajectory.parcel is not None:
             trajectory.turns = trajectory.parcel.turns(trajectory.row)

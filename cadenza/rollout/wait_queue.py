@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 
-from cadenza.rollout.router import Need
+from cadenza.rollout.router import RouteRequest
 
 RETRY_SECONDS = 5.0
 
@@ -40,12 +40,12 @@ class Gate:
         return turn
 
 
-class Line:
+class WaitQueue:
     """Turns that wait, by their places: the lower, the earlier."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], int, Need, asyncio.Future[None]]] = []
-        self._called: dict[int, Need] = {}
+        self._heap: list[tuple[tuple[int, int], int, RouteRequest, asyncio.Future[None]]] = []
+        self._called: dict[int, RouteRequest] = {}
         """Those who are to look and have not looked yet."""
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -54,17 +54,17 @@ class Line:
         return len(self._heap)
 
     @property
-    def first(self) -> Need | None:
+    def first(self) -> RouteRequest | None:
         """The first of those who have not been called."""
         return self._heap[0][2] if self._heap else None
 
-    def is_behind(self, need: Need) -> bool:
+    def is_behind(self, need: RouteRequest) -> bool:
         """Whether somebody waits who goes before this one."""
         if self._called and min(called.place for called in self._called.values()) < need.place:
             return True
         return bool(self._heap) and self._heap[0][0] < need.place
 
-    async def wait(self, need: Need) -> None:
+    async def wait(self, need: RouteRequest) -> None:
         """Until it is worth a look."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()

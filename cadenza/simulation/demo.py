@@ -22,7 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from cadenza.observe.timeline import FATES, Timeline, intervals
+from cadenza.observe.timeline import FATES, Timeline, build_timeline
 from cadenza.observe.timeline_html import write_html
 from cadenza.observe.timeline_png import write_png
 from cadenza.rollout.failures import logger
@@ -46,7 +46,7 @@ def show(out: Path, *, seed: int, fast: bool) -> int:
     run = DemoRun(seed)
     with _quiet(), _interruptible(run), _screen(console, run, fast) as screen:
         clock.run(lambda: run.play(screen.see))
-    timeline = intervals(run.events)
+    timeline = build_timeline(run.events)
     console.print()
     adds_up = _ledger(console, run, timeline)
     _adventure(console, run, timeline)
@@ -241,8 +241,8 @@ def _ledger(console: Console, run: DemoRun, timeline: Timeline) -> bool:
     """The account of all attempts and all tokens; returns whether it adds up."""
     ledger = run.scheduler.ledger
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for life in timeline.lives:
-        rows[life.fate, life.cause].append(life.tokens)
+    for attempt in timeline.attempts:
+        rows[attempt.fate, attempt.cause].append(attempt.tokens)
     table = Table(title="The ledger", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("fate", "cause"):
         table.add_column(name)
@@ -258,7 +258,7 @@ def _ledger(console: Console, run: DemoRun, timeline: Timeline) -> bool:
         tokens_of.update({f"cut off ({cause})": tokens for cause, tokens in replica.discarded.items()})
     generated = sum(replica.generated for replica in run.replicas)
     sums = [
-        _sum(console, "attempts issued", len(timeline.lives), attempts),
+        _sum(console, "attempts issued", len(timeline.attempts), attempts),
         _sum(console, "tokens generated", generated, tokens_of),
     ]
     return all(sums)
@@ -274,8 +274,10 @@ def _sum(console: Console, what: str, total: int, parts: Mapping[str, int]) -> b
 
 def _adventure(console: Console, run: DemoRun, timeline: Timeline) -> None:
     """One attempt that failed and the try after it, in the words of the scheduler."""
-    keys = [life.key for life in timeline.lives]
-    failed = [life.key for life in timeline.lives if life.fate == "failed" and _next_try(life.key) in keys]
+    keys = [attempt.key for attempt in timeline.attempts]
+    failed = [
+        attempt.key for attempt in timeline.attempts if attempt.fate == "failed" and _next_try(attempt.key) in keys
+    ]
     if not failed:
         return
     console.print("\n[bold]What happened to one attempt, and to the next try at it[/]")

@@ -39,7 +39,7 @@ from cadenza.algorithms import (
     token_weights,
     truncated_weights,
 )
-from cadenza.config import load
+from cadenza.config import load_object
 from cadenza.data import DataProto
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
 from cadenza.training.packing import Packed
@@ -417,5 +417,5 @@ def _policy_loss(config: ActorConfig) -> PolicyLoss:
         return clipped
     if not isinstance(config.loss, str):
         return config.loss
-    found: Any = LOSSES[config.loss] if config.loss in LOSSES else load(config.loss)
+    found: Any = LOSSES[config.loss] if config.loss in LOSSES else load_object(config.loss)
     return cast("PolicyLoss", found)

@@ -48,7 +48,7 @@ from cadenza.algorithms import (
     settle,
     step_advantages,
 )
-from cadenza.config import Config, load
+from cadenza.config import Config, load_object
 from cadenza.data import IS_PADDING, DataProto, Ragged
 from cadenza.training.rows import Array, Rows
 
@@ -413,7 +413,7 @@ def _estimate(config: EstimatorConfig) -> Callable[[Evidence], DataProto]:
     if isinstance(config.name, str) and config.name in ESTIMATORS:
         named = ESTIMATORS[config.name]
         return lambda evidence: _with_columns(evidence, named(evidence))
-    own = load(config.name) if isinstance(config.name, str) else config.name
+    own = load_object(config.name) if isinstance(config.name, str) else config.name
     if not callable(own):
         raise ValueError(f"{config.name!r} is a {type(own).__name__}: an estimator is a function of the batch")
     return lambda evidence: _with_own(evidence, own)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cadenza.config import load
+from cadenza.config import load_object
 from cadenza.envs.adapters import extra
 from cadenza.envs.protocol import Outcome
 
@@ -50,11 +50,11 @@ class Gymnasium:
         """
         if invalid_penalty < 0:
             raise ValueError(f"invalid_penalty must be >= 0, got {invalid_penalty}")
-        self._format: Format | None = load(format) if isinstance(format, str) else format
+        self._format: Format | None = load_object(format) if isinstance(format, str) else format
         self._env: Any = gymnasium.make(id, **(make_args or {}))
         spec = self._env.spec
         try:
-            self._parse: Parse = (load(parse) if isinstance(parse, str) else parse) or self._by_name(id, actions)
+            self._parse: Parse = (load_object(parse) if isinstance(parse, str) else parse) or self._by_name(id, actions)
         except ValueError:
             self._env.close()
             raise
