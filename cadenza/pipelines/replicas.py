@@ -44,7 +44,7 @@ class WeightDelivery(Protocol):
 
     name: str
 
-    async def weights(self) -> object:
+    async def deliver(self) -> object:
         """Bring them to the replicas; what `load_weights` takes."""
         ...
 
@@ -59,7 +59,7 @@ class Inference:
     resources: DeviceSource
     """Where it runs, and env workers too."""
 
-    async def weights(self) -> object:
+    async def deliver_weights(self) -> object:
         """What the actor has now, brought to the replicas; `sampler.load_weights` swaps it in."""
         return await self.delivery.deliver()
 
@@ -152,7 +152,7 @@ class InProcessDelivery:
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[TorchReplica]) -> None:
         self._actor, self._replicas = actor, replicas
 
-    async def weights(self) -> PreparedWeights:
+    async def deliver(self) -> PreparedWeights:
         return await self._replicas[0].prepare(await self._actor.module())
 
 
@@ -164,7 +164,7 @@ class ServerDelivery:
     def __init__(self, actor: Cluster[ActorWorker]) -> None:
         self._actor = actor
 
-    async def weights(self) -> dict[str, Tensor]:
+    async def deliver(self) -> dict[str, Tensor]:
         """The live tensors: they are loaded before the next train step."""
         weights: dict[str, Tensor] = (await self._actor.module()).state_dict()
         return weights
@@ -178,7 +178,7 @@ class ObjectStoreDelivery:
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
         self._actor, self._replicas = actor, replicas
 
-    async def weights(self) -> StoredWeights:
+    async def deliver(self) -> StoredWeights:
         """Whoever cannot prepare them is dealt with when they are loaded."""
         stored: StoredWeights = await self._actor.store_weights()
         living = [replica for replica in self._replicas if not replica.is_lost]
@@ -196,7 +196,7 @@ class BroadcastDelivery:
         self._object_store = ObjectStoreDelivery(actor, replicas)
         self._last: tuple[Sequence[RemoteReplica], WeightBroadcast] | None = None
 
-    async def weights(self) -> StoredWeights | WeightBroadcast:
+    async def deliver(self) -> StoredWeights | WeightBroadcast:
         living = [replica for replica in self._replicas if not replica.is_lost]
         if self._last is None or self._last[0] != living:
             self._last = living, await self._actor.open_broadcast(len(living))
