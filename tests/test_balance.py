@@ -25,8 +25,8 @@ from cadenza.testing import FakeReplica
 CAPACITY = 100_000
 
 
-def seat(index: int, *contexts: int, written: int = 10_000, waiting: bool = False) -> tuple[ReplicaEntry, list[Flight]]:
-    """A seat with requests of so many tokens, and what its replica tells of them."""
+def entry(index: int, *contexts: int, written: int = 10_000, waiting: bool = False) -> tuple[ReplicaEntry, list[Flight]]:
+    """A entry with requests of so many tokens, and what its replica tells of them."""
     replica = fake(name=f"r{index}", devices=(index,), kv_capacity=CAPACITY)
     found = ReplicaEntry(index, replica, asyncio.get_running_loop().create_future())
     router = Router()
@@ -49,44 +49,44 @@ def planned(make: Callable[[], list[tuple[ReplicaEntry, list[Flight]]]], prefill
 
 
 def test_the_request_nearest_to_half_the_difference_moves_to_the_lightest() -> None:
-    assert planned(lambda: [seat(0, 2_000, 15_000, 12_000), seat(1, 5_000), seat(2, 1_000)]) == [(1, 0, 2)]
+    assert planned(lambda: [entry(0, 2_000, 15_000, 12_000), entry(1, 5_000), entry(2, 1_000)]) == [(1, 0, 2)]
 
 
 def test_a_move_that_would_only_swap_the_roles_is_not_made() -> None:
-    assert planned(lambda: [seat(0, 30_000), seat(1)]) == []
+    assert planned(lambda: [entry(0, 30_000), entry(1)]) == []
 
 
 def test_a_move_that_gains_too_little_is_not_made() -> None:
-    assert planned(lambda: [seat(0, 20_000, 500), seat(1, 18_000)]) == []
-    assert planned(lambda: [seat(0, 20_000, 4_000), seat(1, 11_000)]) == [(1, 0, 1)]
+    assert planned(lambda: [entry(0, 20_000, 500), entry(1, 18_000)]) == []
+    assert planned(lambda: [entry(0, 20_000, 4_000), entry(1, 11_000)]) == [(1, 0, 1)]
 
 
 def test_a_request_whose_prefill_is_not_won_back_does_not_move() -> None:
-    assert planned(lambda: [seat(0, 20_000, 20_000, written=399), seat(1)]) == []
-    assert planned(lambda: [seat(0, 20_000, 20_000, written=400), seat(1)]) == [(0, 0, 1)]
+    assert planned(lambda: [entry(0, 20_000, 20_000, written=399), entry(1)]) == []
+    assert planned(lambda: [entry(0, 20_000, 20_000, written=400), entry(1)]) == [(0, 0, 1)]
 
 
 def test_a_request_that_waits_for_room_moves_for_nothing() -> None:
-    assert planned(lambda: [seat(0, 20_000, 20_000, written=0, waiting=True), seat(1)]) == [(0, 0, 1)]
+    assert planned(lambda: [entry(0, 20_000, 20_000, written=0, waiting=True), entry(1)]) == [(0, 0, 1)]
 
 
 def test_a_replica_takes_no_more_than_it_has_room_for() -> None:
     full = int(ROOM * CAPACITY) - SEQUENCE_WEIGHT
-    assert planned(lambda: [seat(0, *[20_000] * 7), seat(1, full - 20_000 - 2 * SEQUENCE_WEIGHT)]) == [(0, 0, 1)]
-    assert planned(lambda: [seat(0, *[20_000] * 7), seat(1, full - 20_000)]) == []
+    assert planned(lambda: [entry(0, *[20_000] * 7), entry(1, full - 20_000 - 2 * SEQUENCE_WEIGHT)]) == [(0, 0, 1)]
+    assert planned(lambda: [entry(0, *[20_000] * 7), entry(1, full - 20_000)]) == []
 
 
 def test_replicas_that_do_not_tell_are_left_alone() -> None:
-    silent = seat
-    assert planned(lambda: [seat(0, 20_000, 20_000), (silent(1, 5_000)[0], [])]) == []
-    assert planned(lambda: [(silent(0, 20_000, 20_000)[0], []), seat(1)]) == []
+    silent = entry
+    assert planned(lambda: [entry(0, 20_000, 20_000), (silent(1, 5_000)[0], [])]) == []
+    assert planned(lambda: [(silent(0, 20_000, 20_000)[0], []), entry(1)]) == []
 
 
 def test_a_replica_with_half_the_cache_gets_half_the_load() -> None:
     def make() -> list[tuple[ReplicaEntry, list[Flight]]]:
-        small = seat(1)
+        small = entry(1)
         small[0].capacity //= 2
-        return [seat(0, 12_000, 12_000, 12_000), small]
+        return [entry(0, 12_000, 12_000, 12_000), small]
 
     assert planned(make) == [(0, 0, 1)]
 
@@ -99,14 +99,14 @@ def test_moves_relieve_the_heaviest_and_never_make_a_replica_the_heavier_one(
     loads: list[list[int]], weight: float
 ) -> None:
     async def main() -> None:
-        found = [seat(index, *contexts) for index, contexts in enumerate(loads)]
+        found = [entry(index, *contexts) for index, contexts in enumerate(loads)]
         moves = plan(found, weight)
         assert len(moves) <= max(1, len(loads) // SHARE)
         touched = [place.index for move in moves for place in (move.source, move.target)]
         assert len(touched) == len(set(touched))
         for move in moves:
             moved = loads[move.source.index][move.request % 1000] + SEQUENCE_WEIGHT
-            source, target = (at.load + SEQUENCE_WEIGHT * at.inflight for at in (move.source, move.target))
+            source, target = (at.inflight_tokens + SEQUENCE_WEIGHT * at.inflight for at in (move.source, move.target))
             assert target + moved <= source - MIN_GAIN * source
             assert target + moved <= ROOM * CAPACITY
 
@@ -209,7 +209,7 @@ def test_moves_and_what_they_prefill_are_counted() -> None:
         prompts = sum(prefilled) - metrics["sampler/moved_tokens"]
         assert metrics["sampler/moves"] > 0
         assert 0 < prompts < 200
-        assert all(seat.load == seat.inflight == 0 for seat in scheduler.sampler._seats)
+        assert all(entry.inflight_tokens == entry.inflight == 0 for entry in scheduler.sampler._entries)
 
     simulate(main)
 
@@ -461,24 +461,24 @@ def spread_out(make: Callable[[], list[tuple[ReplicaEntry, list[Flight]]]], pref
 
 
 def test_replicas_that_come_get_their_share_at_once() -> None:
-    moves = spread_out(lambda: [seat(0, *[5_000] * 6), seat(1, *[5_000] * 6), seat(2), seat(3)])
+    moves = spread_out(lambda: [entry(0, *[5_000] * 6), entry(1, *[5_000] * 6), entry(2), entry(3)])
     assert sorted(moves) == [(0, 0, 2), (1, 0, 3), (2, 0, 2), (1000, 1, 3), (1001, 1, 2), (1002, 1, 3)]
 
 
 def test_those_that_wait_go_first_and_those_whose_prefill_is_lost_stay() -> None:
     def made() -> list[tuple[ReplicaEntry, list[Flight]]]:
-        busy, flights = seat(0, *[5_000] * 6)
+        busy, flights = entry(0, *[5_000] * 6)
         flights[4] = flights[4]._replace(computed=0)
         for young in (0, 1):
             flights[young] = flights[young]._replace(written=100)
-        return [(busy, flights), seat(1)]
+        return [(busy, flights), entry(1)]
 
     assert [request for request, _, _ in spread_out(made)] == [4, 2, 3]
 
 
 def test_nothing_moves_where_all_have_their_share() -> None:
-    assert spread_out(lambda: [seat(0, 5_000, 5_000), seat(1, 5_000, 5_000)]) == []
-    assert spread_out(lambda: [seat(0), seat(1)]) == []
+    assert spread_out(lambda: [entry(0, 5_000, 5_000), entry(1, 5_000, 5_000)]) == []
+    assert spread_out(lambda: [entry(0), entry(1)]) == []
 
 
 def test_a_replica_that_comes_back_takes_over_running_requests() -> None:

@@ -37,7 +37,7 @@ from cadenza.rollout.collate import FINISH
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate, Task, Trajectory
-from cadenza.simulation.cost import drawn
+from cadenza.simulation.cost import seeded_tokens
 
 # -- 1: a group is not welded to its envs ------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ def test_beat_05_an_interrupted_turn_reads_as_if_never_interrupted() -> None:
             await asyncio.sleep(0.3)
             await publish(scheduler, 1)
             batch = await got(scheduler, 4)
-        assert sorted(responses(batch)) == sorted(drawn(seed, 0, 100, 1000)[0].tolist() for seed in seeds)
+        assert sorted(responses(batch)) == sorted(seeded_tokens(seed, 0, 100, 1000)[0].tolist() for seed in seeds)
         for versions in batch.batch.ragged("versions"):
             assert versions[versions >= 0].tolist() == [0] * 30 + [1] * 70
 

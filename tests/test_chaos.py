@@ -162,8 +162,8 @@ class Chaos:
         assert [replica.name for replica in self.replicas if replica._running] == []
 
     def _nothing_is_held(self, here: Site) -> None:
-        for seat in here.sampler.seats:
-            assert (seat.inflight, seat.load, seat.kept, seat.held) == (0, 0, 0, {}), seat.name
+        for entry in here.sampler.entries:
+            assert (entry.inflight, entry.inflight_tokens, entry.cached_tokens, entry.cached_contexts) == (0, 0, 0, {}), entry.name
         for known in here.desk._worker_host._worker._clients.values():
             assert (known.clerk._held, known.clerk._asking, known.clerk._kept) == ({}, {}, {})
         assert [replica.name for replica in self.replicas if replica._running or replica._waiting] == []

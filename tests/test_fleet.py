@@ -113,7 +113,7 @@ def test_a_dead_env_worker_costs_its_own_attempts_only() -> None:
             assert causes(scheduler, Fate.FAILED) == {"env worker lost": 4}
             assert sorted(column(batch, "attempt")) == [0] * 4 + [1] * 4
             assert len(fleet(scheduler)._crews) == 2
-            assert scheduler.sampler.seats[0].inflight == 0
+            assert scheduler.sampler.entries[0].inflight == 0
             assert not replica._running
         assert fates(scheduler) == {"trained": 8, "failed": 4}
 

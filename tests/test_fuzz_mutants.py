@@ -209,12 +209,12 @@ def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> No
 def test_a_shrink_that_touches_other_replicas_is_found(monkeypatch: Patch) -> None:
     put_to_sleep = Sampler._put_to_sleep
 
-    async def clumsy(self: Sampler, seat: ReplicaEntry, epoch: int) -> None:
+    async def clumsy(self: Sampler, entry: ReplicaEntry, epoch: int) -> None:
         for other in self._active():
             await other.replica.pause(epoch, PauseMode.ABORT)
             if not self._suspended:
                 await other.replica.resume()
-        await put_to_sleep(self, seat, epoch)
+        await put_to_sleep(self, entry, epoch)
 
     monkeypatch.setattr(Sampler, "_put_to_sleep", clumsy)
     assert "unasked" in hunt(6)

@@ -49,8 +49,8 @@ class Pretended(TrialPool):
 
 
 def test_the_best_split_is_chosen_and_runs_longest() -> None:
-    crew = Pretended({1.0: 100.0}, best=44)
-    plan = make_plan(crew, replace(SMALL, gpus=64), [1.0])
+    pool = Pretended({1.0: 100.0}, best=44)
+    plan = make_plan(pool, replace(SMALL, gpus=64), [1.0])
     assert abs(plan.chosen.train_gpus - 44) <= 2
     assert plan.chosen.steps == max(prediction.steps for prediction in plan.predicted)
     assert plan.chosen.figures.step_seconds == min(p.figures.step_seconds for p in plan.predicted)
@@ -69,9 +69,9 @@ def test_a_larger_alpha_is_chosen_where_it_pays() -> None:
 
 
 def test_a_plan_simulates_a_bounded_number_of_steps() -> None:
-    crew = Pretended({0.0: 2.0, 1.0: 1.0}, best=30)
-    make_plan(crew, replace(SMALL, gpus=1024), [0.0, 1.0])
-    assert sum(trial.steps for trial in crew.asked) < 300
+    pool = Pretended({0.0: 2.0, 1.0: 1.0}, best=30)
+    make_plan(pool, replace(SMALL, gpus=1024), [0.0, 1.0])
+    assert sum(trial.steps for trial in pool.asked) < 300
     many_turns = replace(find("W5"), groups=64)
     frugal = Pretended({1.0: 1.0}, best=5)
     make_plan(frugal, many_turns, [1.0])

@@ -21,7 +21,7 @@ ROOM = int(FULL * CAPACITY)
 """Tokens that are given out."""
 
 
-def seats(count: int = 1) -> tuple[Router, list[ReplicaEntry]]:
+def entries(count: int = 1) -> tuple[Router, list[ReplicaEntry]]:
     loop = asyncio.get_running_loop()
     found = [ReplicaEntry(n, fake(name=f"r{n}", kv_capacity=CAPACITY), loop.create_future()) for n in range(count)]
     router = Router()
@@ -32,46 +32,46 @@ def seats(count: int = 1) -> tuple[Router, list[ReplicaEntry]]:
 
 def test_a_session_that_is_away_keeps_its_room() -> None:
     async def main() -> None:
-        router, [seat] = seats()
-        router.keep(seat, session=1, context=ROOM // 2, age=1, now=0.0)
-        assert router.admit(RouteRequest(2, 2, ROOM // 2, age=2), None, 0, 1.0) is seat
+        router, [entry] = entries()
+        router.keep(entry, session=1, context=ROOM // 2, age=1, now=0.0)
+        assert router.admit(RouteRequest(2, 2, ROOM // 2, age=2), None, 0, 1.0) is entry
         assert router.admit(RouteRequest(2, 2, ROOM // 2 + 10, age=2), None, 0, 1.0) is None
-        assert router.admit(RouteRequest(1, 1, ROOM, age=1), seat, ROOM // 2, 1.0) is seat  # it grew
-        assert router.forget(seat, 1)
-        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, 1.0) is seat
+        assert router.admit(RouteRequest(1, 1, ROOM, age=1), entry, ROOM // 2, 1.0) is entry  # it grew
+        assert router.forget(entry, 1)
+        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, 1.0) is entry
 
     simulate(main)
 
 
 def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_first() -> None:
     async def main() -> None:
-        router, [seat] = seats()
+        router, [entry] = entries()
         for age in (5, 7, 6):
-            router.keep(seat, session=age, context=ROOM // 3, age=age, now=0.0)
+            router.keep(entry, session=age, context=ROOM // 3, age=age, now=0.0)
         assert router.admit(RouteRequest(9, 9, 1_000, age=9), None, 0, 1.0) is None
-        assert set(seat.held) == {5, 6, 7}
-        assert router.admit(RouteRequest(1, 1, 1_000, age=1), None, 0, 1.0) is seat
-        assert set(seat.held) == {5, 6}
-        assert not router.forget(seat, 7)
+        assert set(entry.cached_contexts) == {5, 6, 7}
+        assert router.admit(RouteRequest(1, 1, 1_000, age=1), None, 0, 1.0) is entry
+        assert set(entry.cached_contexts) == {5, 6}
+        assert not router.forget(entry, 7)
 
     simulate(main)
 
 
 def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
     async def main() -> None:
-        router, [seat] = seats()
-        router.keep(seat, session=1, context=ROOM, age=1, now=0.0)
+        router, [entry] = entries()
+        router.keep(entry, session=1, context=ROOM, age=1, now=0.0)
         assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS) is None
-        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS + 1) is seat
+        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS + 1) is entry
 
     simulate(main)
 
 
 def test_a_replica_without_work_takes_a_context_of_any_size() -> None:
     async def main() -> None:
-        router, [seat] = seats()
-        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is seat
-        router.add(seat, 10)
+        router, [entry] = entries()
+        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is entry
+        router.add(entry, 10)
         assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is None
 
     simulate(main)
@@ -79,7 +79,7 @@ def test_a_replica_without_work_takes_a_context_of_any_size() -> None:
 
 def test_another_replica_with_room_is_better_than_waiting() -> None:
     async def main() -> None:
-        router, [full, other] = seats(2)
+        router, [full, other] = entries(2)
         router.add(full, ROOM)
         router.keep(full, session=1, context=10, age=1, now=0.0)
         assert router.admit(RouteRequest(1, 1, ROOM, age=1), full, 10, 0.0) is other
@@ -90,22 +90,22 @@ def test_another_replica_with_room_is_better_than_waiting() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, ROOM)), max_size=40))
 def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[int, int, int]]) -> None:
     async def main() -> None:
-        router, found = seats(2)
+        router, found = entries(2)
         where: dict[int, ReplicaEntry] = {}
         for now, (kind, session, context) in enumerate(story):
             if kind == 0 and session not in where:
-                seat = router.admit(RouteRequest(session, session, context, session), None, 0, float(now))
-                if seat is not None:
-                    assert seat.load + seat.kept + context <= ROOM
-                    router.add(seat, context)
-                    router.keep(seat, session, context, session, float(now))
-                    router.remove(seat, context)
-                    where[session] = seat
+                entry = router.admit(RouteRequest(session, session, context, session), None, 0, float(now))
+                if entry is not None:
+                    assert entry.inflight_tokens + entry.cached_tokens + context <= ROOM
+                    router.add(entry, context)
+                    router.keep(entry, session, context, session, float(now))
+                    router.remove(entry, context)
+                    where[session] = entry
             elif kind == 1 and session in where:
                 router.forget(where.pop(session), session)
-            for seat in found:
-                assert seat.kept == sum(held.context for held in seat.held.values())
-                assert seat.pressure == pytest.approx(seat.kept / CAPACITY, abs=1e-9)
+            for entry in found:
+                assert entry.cached_tokens == sum(held.context for held in entry.cached_contexts.values())
+                assert entry.pressure == pytest.approx(entry.cached_tokens / CAPACITY, abs=1e-9)
 
     simulate(main)
 
@@ -171,15 +171,15 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        seat = await sampler.grant(RouteRequest(1, 1, 5_000, age=1))
+        entry = await sampler.grant(RouteRequest(1, 1, 5_000, age=1))
         oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, ROOM, age=0)))
         await asyncio.sleep(0.1)
         behind = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 10, age=2)))
         await asyncio.sleep(0.1)
         oldest.cancel()
         await asyncio.sleep(0.1)
-        assert behind.result() is seat
-        assert await sampler.grant(RouteRequest(3, 3, 10, age=3)) is seat
+        assert behind.result() is entry
+        assert await sampler.grant(RouteRequest(3, 3, 10, age=3)) is entry
         assert asyncio.get_running_loop().time() < 1.0
         await sampler.close()
 
@@ -199,15 +199,15 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        seat = await sampler.grant(RouteRequest(1, 1, ROOM, age=1))
+        entry = await sampler.grant(RouteRequest(1, 1, ROOM, age=1))
         waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, age=2)))
         behind = asyncio.ensure_future(sampler.grant(RouteRequest(3, 3, 10, age=3)))
         await asyncio.sleep(2 * RETRY_SECONDS)
         assert not waiting.done()
         assert not behind.done()  # small as it is, it does not overtake
-        sampler.release(seat, RouteRequest(1, 1, ROOM, age=1), 0)
+        sampler.release(entry, RouteRequest(1, 1, ROOM, age=1), 0)
         await asyncio.wait([waiting, behind], timeout=1.0)
-        assert waiting.result() is behind.result() is seat
+        assert waiting.result() is behind.result() is entry
         await sampler.close()
 
     simulate(main)
@@ -223,7 +223,7 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
         await asyncio.sleep(0.1)
         await sampler.expand([1], skip_load=True)
         await asyncio.wait([waiting], timeout=0.1)
-        assert waiting.result() is sampler.seats[1]
+        assert waiting.result() is sampler.entries[1]
         await sampler.close()
 
     simulate(main)
@@ -257,7 +257,7 @@ def prefilled(kv_capacity: int) -> tuple[int, dict[str, int]]:
             [replica], env=stepping(step), group_size=2, batch_size=8, tasks=4, slots=8, max_turns=10
         ) as scheduler:
             await got(scheduler, 8)
-            kept = sum(seat.kept for seat in scheduler.sampler._seats)
+            kept = sum(entry.cached_tokens for entry in scheduler.sampler._entries)
             return (await replica.stats()).prefilled, {**fates(scheduler), "kept": kept}
 
     return simulate(main)
@@ -277,7 +277,7 @@ def test_requests_alone_are_not_kept() -> None:
         async with playing(group_size=2, batch_size=4) as scheduler:
             for _ in range(3):
                 await got(scheduler, 4)
-        assert all(not seat.held and not seat.kept for seat in scheduler.sampler._seats)
+        assert all(not entry.cached_contexts and not entry.cached_tokens for entry in scheduler.sampler._entries)
 
     simulate(main)
 

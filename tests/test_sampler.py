@@ -41,14 +41,14 @@ SAMPLING = Sampling()
 
 async def ask(sampler: Sampler, *, group: int = 0, context: int = 10, limit: int = 10_000) -> Generation:
     """A client: one request, whatever comes back."""
-    need = RouteRequest(group, group, context)
-    seat = await sampler.grant(need)
+    route_request = RouteRequest(group, group, context)
+    entry = await sampler.grant(route_request)
     id = sampler.next_id()
     request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, sampler.epoch)
     try:
-        return await seat.replica.generate(request)
+        return await entry.replica.generate(request)
     finally:
-        sampler.release(seat, need, id)
+        sampler.release(entry, route_request, id)
 
 
 def start(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
@@ -431,22 +431,22 @@ def test_a_group_with_a_short_prompt_spreads_when_its_home_is_loaded() -> None:
     simulate(main)
 
 
-def seats(*loads: int, capacity: int = 100_000, answer: float = 50.0) -> tuple[Router, list[ReplicaEntry]]:
-    """A router over seats that carry so many tokens, when answers have so many."""
+def entries(*loads: int, capacity: int = 100_000, answer: float = 50.0) -> tuple[Router, list[ReplicaEntry]]:
+    """A router over entries that carry so many tokens, when answers have so many."""
     loop = asyncio.get_running_loop()
     found = [ReplicaEntry(i, fake(name=f"r{i}", kv_capacity=capacity), loop.create_future()) for i in range(len(loads))]
     router = Router()
     router.answer = answer
     router.rebuild(found)
-    for seat, load in zip(found, loads, strict=True):
+    for entry, load in zip(found, loads, strict=True):
         if load:
-            router.add(seat, load - SEQUENCE_WEIGHT)
+            router.add(entry, load - SEQUENCE_WEIGHT)
     return router, found
 
 
 def test_a_request_stays_where_its_prefix_is_while_the_load_there_is_worth_it() -> None:
     async def main() -> None:
-        router, (home, idle) = seats(3_000, 0)
+        router, (home, idle) = entries(3_000, 0)
         assert router.pick(home, 0, context=1_100, cached=1_000) is home
         assert router.escapes == 0
         assert router.pick(None, 0, context=1_100, cached=0) is idle
@@ -456,7 +456,7 @@ def test_a_request_stays_where_its_prefix_is_while_the_load_there_is_worth_it() 
 
 def test_a_request_leaves_its_prefix_when_the_load_there_costs_more_than_computing_it_again() -> None:
     async def main() -> None:
-        router, (home, idle) = seats(50_000, 0)
+        router, (home, idle) = entries(50_000, 0)
         assert router.pick(home, 0, context=1_100, cached=1_000) is idle
         assert router.escapes == 1
 
@@ -465,7 +465,7 @@ def test_a_request_leaves_its_prefix_when_the_load_there_costs_more_than_computi
 
 def test_a_request_leaves_its_prefix_the_sooner_the_longer_answers_are() -> None:
     async def main() -> None:
-        router, (home, idle) = seats(3_000, 0)
+        router, (home, idle) = entries(3_000, 0)
         for _ in range(2_000):
             router.learn(10_000)
         assert router.answer == pytest.approx(10_000, rel=0.01)
@@ -476,11 +476,11 @@ def test_a_request_leaves_its_prefix_the_sooner_the_longer_answers_are() -> None
 
 def test_a_request_stays_with_its_prefix_the_longer_the_more_requests_its_prefill_would_hold_up() -> None:
     async def main() -> None:
-        router, (home, other) = seats(30_000, 0)
+        router, (home, other) = entries(30_000, 0)
         for _ in range(20):
             router.add(other, 0)
         assert router.pick(home, 0, context=1_100, cached=1_000) is home
-        router, (home, other) = seats(30_000, 0)
+        router, (home, other) = entries(30_000, 0)
         router.add(other, 20 * SEQUENCE_WEIGHT)
         assert router.pick(home, 0, context=1_100, cached=1_000) is other
 
@@ -489,9 +489,9 @@ def test_a_request_stays_with_its_prefix_the_longer_the_more_requests_its_prefil
 
 def test_a_request_leaves_its_prefix_when_the_kv_cache_there_has_no_room() -> None:
     async def main() -> None:
-        router, (home, idle) = seats(9_500, 0, capacity=10_000)
+        router, (home, idle) = entries(9_500, 0, capacity=10_000)
         assert router.pick(home, 0, context=3_000, cached=2_900) is idle
-        router, (home, _) = seats(6_500, 0, capacity=10_000)
+        router, (home, _) = entries(6_500, 0, capacity=10_000)
         assert router.pick(home, 0, context=3_000, cached=2_900) is home
 
     simulate(main)
@@ -499,7 +499,7 @@ def test_a_request_leaves_its_prefix_when_the_kv_cache_there_has_no_room() -> No
 
 def test_when_no_kv_cache_has_room_a_request_stays_with_its_prefix() -> None:
     async def main() -> None:
-        router, (home, _) = seats(9_500, 9_400, capacity=10_000)
+        router, (home, _) = entries(9_500, 9_400, capacity=10_000)
         assert router.pick(home, 0, context=3_000, cached=2_900) is home
 
     simulate(main)
@@ -530,25 +530,25 @@ def test_a_preemption_under_kv_pressure_loses_no_token() -> None:
 
 def test_what_the_router_keeps_does_not_grow_with_the_sessions_in_flight() -> None:
     async def main() -> None:
-        router, found = seats(0, 0, 0, 0)
+        router, found = entries(0, 0, 0, 0)
         flight = []
         for session in range(20_000):
-            seat = router.pick(None, session, context=10, cached=0)
-            assert seat is not None
-            router.add(seat, 10)
-            flight.append(seat)
+            entry = router.pick(None, session, context=10, cached=0)
+            assert entry is not None
+            router.add(entry, 10)
+            flight.append(entry)
             assert len(router._heap) <= 8 * len(found) + 65
-        for seat in flight:
-            router.remove(seat, 10)
+        for entry in flight:
+            router.remove(entry, 10)
             assert len(router._heap) <= 8 * len(found) + 65
-        assert [seat.load for seat in found] == [0] * 4
+        assert [entry.inflight_tokens for entry in found] == [0] * 4
 
     simulate(main)
 
 
 def test_the_homes_of_old_groups_are_forgotten() -> None:
     async def main() -> None:
-        router, _ = seats(0, 0)
+        router, _ = entries(0, 0)
         for group in range(MAX_HOMES + 100):
             router.pick(None, group, context=10, cached=0)
         assert len(router._homes) == MAX_HOMES

@@ -30,7 +30,7 @@ def test_batches_come_and_every_grant_is_given_back(workers: int) -> None:
                 await publish(scheduler, step + 1)
             await scheduler.shutdown()
             await asyncio.sleep(1.0)
-            assert [(seat.inflight, seat.load, seat.kept) for seat in here.sampler.seats] == [(0, 0, 0)] * 2
+            assert [(entry.inflight, entry.inflight_tokens, entry.cached_tokens) for entry in here.sampler.entries] == [(0, 0, 0)] * 2
 
     simulate(main)
 

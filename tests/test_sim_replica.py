@@ -27,7 +27,7 @@ from cadenza.inference.replica import (
     StaleEpoch,
 )
 from cadenza.simulation.clock import Deadlock, VirtualLoop, run
-from cadenza.simulation.cost import H100_QWEN3_8B, CostModel, drawn
+from cadenza.simulation.cost import H100_QWEN3_8B, CostModel, seeded_tokens
 from cadenza.simulation.replica import SimReplica
 
 T = TypeVar("T")
@@ -73,7 +73,7 @@ def simulate(main: Callable[[], Coroutine[Any, Any, T]], **options: Any) -> T:
 def assert_continues(request: Request, *parts: Generation) -> None:
     """The parts, in order, are the turn without a gap, a repetition or a restart."""
     total = sum(len(part.tokens) for part in parts)
-    tokens, logprobs = drawn(request.seed, 0, total, VOCAB)
+    tokens, logprobs = seeded_tokens(request.seed, 0, total, VOCAB)
     np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), tokens)
     np.testing.assert_array_equal(np.concatenate([part.logprobs for part in parts]), logprobs)
     for part in parts:
@@ -299,9 +299,9 @@ def test_an_id_in_flight_cannot_be_used_twice() -> None:
 
 @given(seed=st.integers(0, 2**63), cuts=st.lists(st.integers(0, 70_000), max_size=4))
 def test_tokens_depend_on_the_seed_and_the_position_only(seed: int, cuts: list[int]) -> None:
-    whole, logprobs = drawn(seed, 0, 70_000, VOCAB)
+    whole, logprobs = seeded_tokens(seed, 0, 70_000, VOCAB)
     places = [0, *sorted(cuts), 70_000]
-    parts = [drawn(seed, a, b - a, VOCAB) for a, b in pairwise(places)]
+    parts = [seeded_tokens(seed, a, b - a, VOCAB) for a, b in pairwise(places)]
     np.testing.assert_array_equal(np.concatenate([tokens for tokens, _ in parts]), whole)
     np.testing.assert_array_equal(np.concatenate([values for _, values in parts]), logprobs)
     assert whole.dtype == np.int32
@@ -312,8 +312,8 @@ def test_tokens_depend_on_the_seed_and_the_position_only(seed: int, cuts: list[i
 
 
 def test_a_response_may_be_longer_than_the_table_of_tokens() -> None:
-    whole, _ = drawn(11, 0, 1_200_000, VOCAB)
-    np.testing.assert_array_equal(drawn(11, 1_150_000, 50, VOCAB)[0], whole[1_150_000:1_150_050])
+    whole, _ = seeded_tokens(11, 0, 1_200_000, VOCAB)
+    np.testing.assert_array_equal(seeded_tokens(11, 1_150_000, 50, VOCAB)[0], whole[1_150_000:1_150_050])
 
 
 def test_a_continuation_gives_the_tokens_of_an_uninterrupted_turn() -> None:

@@ -1,4 +1,4 @@
-"""The virtual cluster: policies on one trace, their figures, and the command."""
+"""The virtual cluster: strategies on one trace, their figures, and the command."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cadenza.simulation import calibration, clock
 from cadenza.simulation.baselines import BarrierStrategy, GroupQueueStrategy
 from cadenza.simulation.bounds import Demand
 from cadenza.simulation.cost import H100_QWEN3_8B, CostModel
-from cadenza.simulation.experiment import STRATEGIES, StrategyResult, Trial, evaluate, first_guess, search, workers
+from cadenza.simulation.experiment import STRATEGIES, StrategyResult, Trial, evaluate, first_guess, search, trial_pool
 from cadenza.simulation.figures import BatchRow, FiguresBuilder, RunFigures, UsageTotals
 from cadenza.simulation.recorder import RunRecorder
-from cadenza.simulation.strategy import StrategySettings, drive
+from cadenza.simulation.strategy import StrategySettings, run_training
 from cadenza.simulation.traces import RunStep, TraceFileError, TraceGroup, TraceMember, read_run
 from cadenza.simulation.tuned_settings import TUNED_SETTINGS
 from cadenza.simulation.workloads import LogNormal, SingleTurnSpec, TraceEpisode, Workload, find, trace_of, w4
@@ -35,13 +35,13 @@ SMALL = replace(
     group_size=4,
     responses=SingleTurnSpec(LogNormal(400, 0.8), longest=2000),
 )
-ASYNCHRONOUS = [name for name, policy in STRATEGIES.items() if policy.asynchronous]
+ASYNCHRONOUS = [name for name, strategy in STRATEGIES.items() if strategy.asynchronous]
 SYNCHRONOUS = [name for name in STRATEGIES if name not in ASYNCHRONOUS]
 
 
-def trial(policy: str, alpha: float = 1.0, workload: Workload = SMALL, seed: int = 0, **settings: int) -> Trial:
-    chosen = StrategySettings(**({"train_gpus": 1} if policy in ASYNCHRONOUS and alpha else {}) | settings)
-    return Trial(workload, policy, alpha, seed, chosen, steps=10, warm_up=3)
+def trial(strategy: str, alpha: float = 1.0, workload: Workload = SMALL, seed: int = 0, **settings: int) -> Trial:
+    chosen = StrategySettings(**({"train_gpus": 1} if strategy in ASYNCHRONOUS and alpha else {}) | settings)
+    return Trial(workload, strategy, alpha, seed, chosen, steps=10, warm_up=3)
 
 
 def small_w5() -> Workload:
@@ -51,23 +51,23 @@ def small_w5() -> Workload:
     return replace(workload, name="small W5", gpus=4, groups=4, group_size=2, turns=turns)
 
 
-@pytest.mark.parametrize("policy", STRATEGIES)
-def test_the_same_trial_has_the_same_figures_to_the_last_digit(policy: str) -> None:
-    assert trial(policy).run() == trial(policy).run()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_same_trial_has_the_same_figures_to_the_last_digit(strategy: str) -> None:
+    assert trial(strategy).run() == trial(strategy).run()
 
 
 def test_another_process_finds_the_same() -> None:
     trials = [trial("queue"), trial("cadenza", seed=1)]
-    with workers(2) as crew:
-        there = crew.run(trials)
+    with trial_pool(2) as pool:
+        there = pool.run(trials)
     assert there == [one.run() for one in trials]
 
 
-@pytest.mark.parametrize("policy", STRATEGIES)
-def test_no_policy_beats_what_cannot_be_beaten(policy: str) -> None:
-    figures = trial(policy).run()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_strategy_beats_what_cannot_be_beaten(strategy: str) -> None:
+    figures = trial(strategy).run()
     assert 0.05 < figures.efficiency < 1
-    assert figures.step_seconds > figures.limit_seconds or policy == "admission"  # which has no hard bound
+    assert figures.step_seconds > figures.limit_seconds or strategy == "admission"  # which has no hard bound
 
 
 @pytest.mark.parametrize("alpha", [0.0, 1.0, 2.0])
@@ -78,13 +78,13 @@ def test_cadenza_keeps_the_bound_drops_nothing_and_is_not_biased(alpha: float) -
     assert figures.length_bias == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("policy", SYNCHRONOUS)
-def test_synchronous_policies_train_what_the_current_version_wrote(policy: str) -> None:
-    figures = trial(policy).run()
+@pytest.mark.parametrize("strategy", SYNCHRONOUS)
+def test_synchronous_strategies_train_what_the_current_version_wrote(strategy: str) -> None:
+    figures = trial(strategy).run()
     assert (figures.staleness_max, figures.length_bias) == (0, 1)
 
 
-def test_policies_stand_in_the_order_in_which_they_should() -> None:
+def test_strategies_stand_in_the_order_in_which_they_should() -> None:
     workload = replace(SMALL, gpus=8, groups=16)
     found = {name: trial(name, 2.0, workload).run().efficiency for name in ("barrier", "queue", "admission", "cadenza")}
     assert found["barrier"] < found["queue"] < min(found["admission"], found["cadenza"])
@@ -109,55 +109,55 @@ def test_redundant_members_end_when_their_group_is_whole() -> None:
 
 
 def test_an_env_whose_member_lost_goes_on_with_the_next_group_at_once() -> None:
-    policy = GroupQueueStrategy(SMALL, trace_of(SMALL, 0), 2.0, StrategySettings(1, extra_members=2))
+    strategy = GroupQueueStrategy(SMALL, trace_of(SMALL, 0), 2.0, StrategySettings(1, extra_members=2))
 
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
-            await policy.start(tasks)
-            await policy.changed()  # the first group is whole
-            assert sum(policy.running) == 6 * 6
-            await policy.close()
-            assert sum(policy.running) == 0
+            await strategy.start(tasks)
+            await strategy.changed()  # the first group is whole
+            assert sum(strategy.running) == 6 * 6
+            await strategy.close()
+            assert sum(strategy.running) == 0
 
     clock.run(main)
 
 
-@pytest.mark.parametrize("policy", STRATEGIES)
-def test_episodes_of_several_turns_survive_envs_that_fail(policy: str) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_episodes_of_several_turns_survive_envs_that_fail(strategy: str) -> None:
     workload = small_w5()
     trace = trace_of(workload, 0)
     failing = [trace.episode(g, m).fails_at >= 0 for g in range(40) for m in range(2)]
     assert any(failing)
-    figures = trial(policy, workload=workload).run()
+    figures = trial(strategy, workload=workload).run()
     assert sum(figures.waste.values()) > 0
-    assert figures.staleness_max <= 1 or policy == "admission"  # which has no hard bound
+    assert figures.staleness_max <= 1 or strategy == "admission"  # which has no hard bound
 
 
-@pytest.mark.parametrize("policy", ["queue", "cadenza"])
-def test_a_batch_waits_for_its_rewards(policy: str) -> None:
+@pytest.mark.parametrize("strategy", ["queue", "cadenza"])
+def test_a_batch_waits_for_its_rewards(strategy: str) -> None:
     slow = replace(find("W6"), name="slow", gpus=4, groups=6, group_size=4, responses=SMALL.responses)
     quick = replace(slow, rewards=None)
-    assert trial(policy, 0.0, slow).run().wait_seconds > trial(policy, 0.0, quick).run().wait_seconds + 5
+    assert trial(strategy, 0.0, slow).run().wait_seconds > trial(strategy, 0.0, quick).run().wait_seconds + 5
 
 
 def test_the_longest_alone_is_what_a_single_sample_takes() -> None:
     """One GPU, one sample in a batch: nothing can overlap, so the step is the sum of its parts."""
     lone = replace(SMALL, gpus=1, groups=1, group_size=1, recorded=((TraceEpisode((500,), (100,)),),), responses=None)
-    account = clock.run(lambda: drive(BarrierStrategy(lone, trace_of(lone, 0), 0.0, StrategySettings()), 4))
-    figures = account.figures(0, 1)
+    builder = clock.run(lambda: run_training(BarrierStrategy(lone, trace_of(lone, 0), 0.0, StrategySettings()), 4))
+    figures = builder.figures(0, 1)
     cost = lone.cost
     alone = 500 * (cost.a + cost.b + cost.c * (100 + 499 / 2)) + 100 * cost.p
     again = alone - 99 * cost.p  # the prompt of the only group is cached by then, but for its last token
-    assert account.lines[0].waited == pytest.approx(alone)
+    assert builder.steps[0].waited == pytest.approx(alone)
     assert figures.wait_seconds == pytest.approx(alone, abs=0.01)
     assert again < figures.wait_seconds
     assert figures.step_seconds == pytest.approx(figures.wait_seconds + 600 * 166e-6 + 2.0)
 
 
-# -- the account -------------------------------------------------------------------------------------------------------
+# -- the figures -------------------------------------------------------------------------------------------------------
 
 
-def account_of(rows: list[list[BatchRow]], settled: list[int], wasted: list[int]) -> FiguresBuilder:
+def figures_of_steps(rows: list[list[BatchRow]], settled: list[int], wasted: list[int]) -> FiguresBuilder:
     """Steps of ten seconds over a trace of two-member groups."""
     groups = tuple((TraceEpisode((10 + n,), (5,)), TraceEpisode((20 + n,), (5,))) for n in range(8))
     workload = replace(SMALL, groups=1, group_size=2, responses=None, recorded=groups)
@@ -169,12 +169,12 @@ def account_of(rows: list[list[BatchRow]], settled: list[int], wasted: list[int]
         def mean_response(self, first: int, last: int) -> float:
             return sum(e.response for group in groups[first:last] for e in group) / (2 * (last - first))
 
-    account = FiguresBuilder(workload, InOrder(), 1.0, 1)
+    builder = FiguresBuilder(workload, InOrder(), 1.0, 1)
     for step, batch in enumerate(rows):
-        account.train(batch, version=step)
-        meters = UsageTotals(100 * (step + 1), Counter({"stale": wasted[step]}), settled[step])
-        account.trained(10.0 * (step + 1), 4.0, meters)
-    return account
+        builder.add_chunk(batch, version=step)
+        totals = UsageTotals(100 * (step + 1), Counter({"stale": wasted[step]}), settled[step])
+        builder.end_step(10.0 * (step + 1), 4.0, totals)
+    return builder
 
 
 def rows(group: int, oldest: int) -> list[BatchRow]:
@@ -183,7 +183,7 @@ def rows(group: int, oldest: int) -> list[BatchRow]:
 
 def test_figures_are_those_of_the_counted_steps() -> None:
     batches = [rows(0, 0), rows(1, 0), rows(3, 1), rows(4, 3)]
-    figures = account_of(batches, settled=[1, 2, 4, 5], wasted=[7, 7, 30, 37]).figures(seed=3, warm_up=2)
+    figures = figures_of_steps(batches, settled=[1, 2, 4, 5], wasted=[7, 7, 30, 37]).figures(seed=3, warm_up=2)
     assert (figures.step_seconds, figures.wait_seconds) == (10, 4)
     assert (figures.staleness_mean, figures.staleness_max) == (0.5, 1)
     assert figures.tokens_per_second == (13 + 23 + 14 + 24) / 20
@@ -193,7 +193,7 @@ def test_figures_are_those_of_the_counted_steps() -> None:
 
 def test_a_batch_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a batch of small has 2 rows, got 1"):
-        account_of([rows(0, 0)[:1]], [1], [0])
+        figures_of_steps([rows(0, 0)[:1]], [1], [0])
 
 
 def figures_of(seed: int, efficiency: float, waste: dict[str, float]) -> RunFigures:
@@ -212,11 +212,11 @@ def test_a_result_is_the_median_and_names_the_worst_seed() -> None:
 
 
 def test_a_search_finds_nothing_worse_than_the_first_guess() -> None:
-    with workers(1) as crew:
-        found = search(crew, SMALL, "admission", 1.0)
+    with trial_pool(1) as pool:
+        found = search(pool, SMALL, "admission", 1.0)
         guess = first_guess(SMALL, "admission", 1.0)
         best, first = (
-            evaluate(crew, SMALL, "admission", 1.0, [10_007], settings=settings, steps=16, warm_up=6).typical
+            evaluate(pool, SMALL, "admission", 1.0, [10_007], settings=settings, steps=16, warm_up=6).typical
             for settings in (found, guess)
         )
     assert best.efficiency >= first.efficiency
@@ -226,7 +226,7 @@ def test_a_search_finds_nothing_worse_than_the_first_guess() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policy": "fifo"}, "policy 'fifo' is not known; take one of barrier"),
+        ({"strategy": "fifo"}, "policy 'fifo' is not known; take one of barrier"),
         ({"alpha": -1.0}, "alpha must be >= 0, got -1"),
         ({"settings": StrategySettings(train_gpus=4)}, "train_gpus must be from 0 to 3, got 4"),
         ({"settings": StrategySettings(concurrency=-1)}, "must be a number from 0 on"),
@@ -266,9 +266,9 @@ def test_gpus_that_take_long_to_change_hands_are_left_where_they_are() -> None:
 
 
 def test_an_asynchronous_run_needs_gpus_that_train() -> None:
-    policy = GroupQueueStrategy(SMALL, trace_of(SMALL, 0), 1.0, StrategySettings())
+    strategy = GroupQueueStrategy(SMALL, trace_of(SMALL, 0), 1.0, StrategySettings())
     with pytest.raises(ValueError, match="train_gpus must be >= 1, got 0"):
-        clock.run(lambda: drive(policy, 2))
+        clock.run(lambda: run_training(strategy, 2))
 
 
 # -- gates -------------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_lockstep_waits_for_the_slowest_env_of_every_turn() -> None:
     turns = max(len(episode.steps) for episode in drawn)
     envs = sum(max(e.steps[turn] for e in drawn if turn < len(e.steps)) for turn in range(turns))
     waited = (
-        clock.run(lambda: drive(calibration.LockstepStrategy(workload, trace, 0.0, StrategySettings()), 1))
+        clock.run(lambda: run_training(calibration.LockstepStrategy(workload, trace, 0.0, StrategySettings()), 1))
         .lines[0]
         .waited
     )
@@ -298,8 +298,8 @@ def test_a_gate_holds_within_a_fifth_and_in_shape(value: tuple[float, ...], shap
 
 
 def test_the_gates_hold() -> None:
-    with workers() as crew:
-        assert calibration.holding(crew) == dict.fromkeys(("admission", "env-level", "kv-bound", "sync-bound"), True)
+    with trial_pool() as pool:
+        assert calibration.holding(pool) == dict.fromkeys(("admission", "env-level", "kv-bound", "sync-bound"), True)
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -326,10 +326,10 @@ def test_a_limit_is_not_to_be_hit_but_kept() -> None:
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A small trace of a user's own, with settings that need not be searched."""
-    for policy in ("cadenza", "admission", "barrier"):
+    for strategy in ("cadenza", "admission", "barrier"):
         for alpha in (0.0, 1.0, 2.0):
-            gpus = int(policy in ASYNCHRONOUS)
-            monkeypatch.setitem(TUNED_SETTINGS, ("mine", policy, alpha), StrategySettings(train_gpus=gpus))
+            gpus = int(strategy in ASYNCHRONOUS)
+            monkeypatch.setitem(TUNED_SETTINGS, ("mine", strategy, alpha), StrategySettings(train_gpus=gpus))
     path = tmp_path / "mine.json"
     members = [{"lengths": [length]} for length in (300, 90)]
     groups = [{"prompt": 64, "members": members} for _ in range(5)]
@@ -348,7 +348,7 @@ def test_json_says_what_scripts_read(mine: str, capsys: pytest.CaptureFixture[st
     } <= told.keys()  # fmt: skip
 
 
-def test_policies_stand_side_by_side_and_the_synchronous_ones_once(
+def test_strategies_stand_side_by_side_and_the_synchronous_ones_once(
     mine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--policy", "barrier,admission", "--alpha", "1,2", "--seeds", "1", "--steps", "5", "--warm-up", "2"]
@@ -368,12 +368,12 @@ def test_workloads_of_one_name_are_told_apart(mine: str, tmp_path: Path, capsys:
     assert [result["workload"] for result in told] == [mine, *map(str, paths)]
 
 
-@pytest.mark.parametrize("policy", ["barrier", "cadenza"])
-def test_a_long_prompt_is_as_long_as_it_is(policy: str) -> None:
+@pytest.mark.parametrize("strategy", ["barrier", "cadenza"])
+def test_a_long_prompt_is_as_long_as_it_is(strategy: str) -> None:
     def seconds(prompt: int) -> float:
         recorded = ((TraceEpisode((10,), (prompt,)),),)
         workload = Workload("mine", "", H100_QWEN3_8B, 1, 1, 1, train_seconds=0.0, recorded=recorded)
-        return Trial(workload, policy, 0.0, 0, StrategySettings(), 3, 1).run().step_seconds
+        return Trial(workload, strategy, 0.0, 0, StrategySettings(), 3, 1).run().step_seconds
 
     assert seconds(150_000) - seconds(50_000) == pytest.approx(100_000 * H100_QWEN3_8B.p, rel=0.05)
 
@@ -458,45 +458,45 @@ def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["queue", "cadenza"])
-def test_a_run_that_is_filmed_is_the_same_run(policy: str) -> None:
-    plain = trial(policy)
-    filmed = STRATEGIES[policy](SMALL, trace_of(SMALL, 0), plain.alpha, plain.settings)
-    filmed.film = film = RunRecorder()
-    figures = clock.run(lambda: drive(filmed, plain.steps)).figures(0, plain.warm_up)
+@pytest.mark.parametrize("strategy", ["queue", "cadenza"])
+def test_a_run_that_is_filmed_is_the_same_run(strategy: str) -> None:
+    plain = trial(strategy)
+    recorded = STRATEGIES[strategy](SMALL, trace_of(SMALL, 0), plain.alpha, plain.settings)
+    recorded.recorder = recorder = RunRecorder()
+    figures = clock.run(lambda: run_training(recorded, plain.steps)).figures(0, plain.warm_up)
     assert figures == plain.run()
-    assert len(film.steps) == plain.steps
+    assert len(recorder.steps) == plain.steps
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_strip_shows_what_ran_and_when_the_trainer_worked(parts: int) -> None:
-    policy = STRATEGIES["cadenza"](SMALL, trace_of(SMALL, 0), 1.0, StrategySettings(train_gpus=1, parts=parts))
-    policy.film = film = RunRecorder()
-    account = clock.run(lambda: drive(policy, 6))
-    strip = film.strip(1, 1e9, 50)
-    written = sum(line.demand.written for line in account.lines[2:])
-    decoded = strip.running.sum() * (strip.end - strip.start) / 50
-    assert strip.running.shape == (3, 50)
-    assert [version for _, version in strip.published] == [2, 3, 4, 5]
-    assert 0 < strip.busy < 1
-    steps = strip.end - strip.start
-    shown = sum(end - start for start, end in (*strip.trained, *strip.waited))
+    strategy = STRATEGIES["cadenza"](SMALL, trace_of(SMALL, 0), 1.0, StrategySettings(train_gpus=1, parts=parts))
+    strategy.recorder = recorder = RunRecorder()
+    builder = clock.run(lambda: run_training(strategy, 6))
+    window = recorder.window(1, 1e9, 50)
+    written = sum(step.demand.written for step in builder.steps[2:])
+    decoded = window.running.sum() * (window.end - window.start) / 50
+    assert window.running.shape == (3, 50)
+    assert [version for _, version in window.published] == [2, 3, 4, 5]
+    assert 0 < window.busy < 1
+    steps = window.end - window.start
+    shown = sum(end - start for start, end in (*window.trained, *window.waited))
     assert shown == pytest.approx(steps - 4 * SMALL.sync_seconds, abs=0.1)  # else weights are handed out
     assert decoded == pytest.approx(written * SMALL.cost.a, rel=0.4)
 
 
 def test_more_replicas_than_rows_share_them() -> None:
-    film = RunRecorder()
+    recorder = RunRecorder()
     for replica in range(200):
-        film.camera(replica)
-    film.spans[0].append((0.0, 10.0))
-    film.versions = [0.0, 10.0]
-    strip = film.strip(0, 100.0, 4)
-    assert strip.running.shape == (64, 4)
-    assert strip.running.sum() == pytest.approx(4 / 4)  # four replicas share the first row
+        recorder.replica_listener(replica)
+    recorder.spans[0].append((0.0, 10.0))
+    recorder.versions = [0.0, 10.0]
+    window = recorder.window(0, 100.0, 4)
+    assert window.running.shape == (64, 4)
+    assert window.running.sum() == pytest.approx(4 / 4)  # four replicas share the first row
 
 
-def test_out_draws_the_policies_and_a_timeline(
+def test_out_draws_the_strategies_and_a_timeline(
     mine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -578,8 +578,8 @@ def test_simulate_takes_the_directory_of_a_run(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["workload"] == "mine"
 
 
-@pytest.mark.parametrize("policy", ["barrier", "cadenza"])
-def test_fresh_contexts_do_not_grow(policy: str) -> None:
+@pytest.mark.parametrize("strategy", ["barrier", "cadenza"])
+def test_fresh_contexts_do_not_grow(strategy: str) -> None:
     def seconds(fresh: bool) -> float:
         episode = TraceEpisode((50,) * 8, (100,) * 8, (0.0,) * 8, fresh=fresh)
         cost = replace(SMALL.cost, c=1e-4, p=0.0)
@@ -587,7 +587,7 @@ def test_fresh_contexts_do_not_grow(policy: str) -> None:
         assert Demand.of([[episode]]).context == sum(
             50 * (100 + (0 if fresh else 150 * turn)) + 50 * 49 // 2 for turn in range(8)
         )
-        return trial(policy, 0.0, load).run().wait_seconds
+        return trial(strategy, 0.0, load).run().wait_seconds
 
     context = 50 * 150 * sum(range(8))
     assert seconds(False) - seconds(True) == pytest.approx(1e-4 * context, rel=0.01)

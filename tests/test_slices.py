@@ -79,8 +79,8 @@ async def played(
         batch, when = await getting
         assert fates(scheduler) == {"trained": size}
         assert not scheduler.sampler._wait_queue
-        for seat in scheduler.sampler._seats:
-            assert (seat.load, seat.inflight, seat.held, seat.kept) == (0, 0, {}, 0)
+        for entry in scheduler.sampler._entries:
+            assert (entry.inflight_tokens, entry.inflight, entry.cached_contexts, entry.cached_tokens) == (0, 0, {}, 0)
     for replica in pool:
         replica.check()
         assert not replica.discarded
@@ -233,8 +233,8 @@ def test_one_who_is_stopped_between_two_slices_leaves_nothing_behind() -> None:
             await asyncio.sleep(SLICE * 0.01 + 0.1)
             assert (scheduler.metrics()["sampler/gave_way"], len(scheduler.sampler._wait_queue)) == (1, 1)
             getting.cancel()
-        [seat] = scheduler.sampler._seats
-        assert (seat.load, seat.held, seat.kept) == (0, {}, 0)
+        [entry] = scheduler.sampler._entries
+        assert (entry.inflight_tokens, entry.cached_contexts, entry.cached_tokens) == (0, {}, 0)
 
     simulate(main)
 
@@ -245,10 +245,10 @@ def test_one_who_is_stopped_between_two_slices_leaves_nothing_behind() -> None:
 def test_the_line_counts_slices_before_age() -> None:
     async def main() -> None:
         line = WaitQueue()
-        needs = [RouteRequest(0, 0, 1, age=1, slices=1), RouteRequest(1, 1, 1, age=3), RouteRequest(2, 2, 1, age=2)]
-        waits = [asyncio.ensure_future(line.wait(need)) for need in needs]
+        route_requests = [RouteRequest(0, 0, 1, age=1, slices=1), RouteRequest(1, 1, 1, age=3), RouteRequest(2, 2, 1, age=2)]
+        waits = [asyncio.ensure_future(line.wait(route_request)) for route_request in route_requests]
         await asyncio.sleep(0)
-        assert line.first is needs[2]
+        assert line.first is route_requests[2]
         for expected in (2, 1, 0):
             line.move()
             await asyncio.wait([waits[expected]], timeout=0.1)
@@ -272,7 +272,7 @@ def test_one_who_is_called_and_has_not_looked_yet_is_still_before_the_others() -
 
 def test_who_gives_way() -> None:
     async def main() -> None:
-        seat = ReplicaEntry(0, fake(), asyncio.get_running_loop().create_future())
+        entry = ReplicaEntry(0, fake(), asyncio.get_running_loop().create_future())
         first = RouteRequest(0, 0, 10, slices=1, slice_tokens=100)
         flights = [
             Flight(1, 500, 99, 500, 99),  # has not had its slice
@@ -281,9 +281,9 @@ def test_who_gives_way() -> None:
             Flight(4, 500, 450, 500, 450),
             Flight(5, 500, 120, 500, 120),
         ]
-        assert give_way([(seat, flights)], first) == [(seat, 4), (seat, 2), (seat, 5)]
-        assert give_way([(seat, flights)], first._replace(slices=2)) == [(seat, 4), (seat, 2)]
-        assert give_way([(seat, flights)], first._replace(slices=5)) == []
+        assert give_way([(entry, flights)], first) == [(entry, 4), (entry, 2), (entry, 5)]
+        assert give_way([(entry, flights)], first._replace(slices=2)) == [(entry, 4), (entry, 2)]
+        assert give_way([(entry, flights)], first._replace(slices=5)) == []
 
     simulate(main)
 
@@ -303,9 +303,9 @@ def test_no_more_give_way_than_wait(first: RouteRequest | None, waiting: int, ex
             aborted.append(request_id)
 
     async def main() -> None:
-        seat = ReplicaEntry(0, Telling(lambda request: [65]), asyncio.get_running_loop().create_future())
+        entry = ReplicaEntry(0, Telling(lambda request: [65]), asyncio.get_running_loop().create_future())
         balancer = Balancer(1.0)
-        balancer.tick([seat], first, waiting)
+        balancer.tick([entry], first, waiting)
         assert (aborted, balancer.gave_way) == (expected, len(expected))
 
     simulate(main)
@@ -315,16 +315,16 @@ def test_room_is_kept_for_what_slices_are_going_to_write() -> None:
     async def main() -> None:
         capacity = 10_000
         router = Router()
-        seat = ReplicaEntry(0, fake(kv_capacity=capacity), asyncio.get_running_loop().create_future())
-        router.rebuild([seat])
+        entry = ReplicaEntry(0, fake(kv_capacity=capacity), asyncio.get_running_loop().create_future())
+        router.rebuild([entry])
         router.answer = 2_000.0
         counts = {}
         for slice_tokens in (0, 1_000, 50_000):
-            while router.admit(need := RouteRequest(0, 0, 500, slice_tokens=slice_tokens), None, 0, 0.0) is seat:
-                router.add(seat, need.context)
-            counts[slice_tokens] = seat.inflight
-            while seat.inflight:
-                router.remove(seat, 500)
+            while router.admit(route_request := RouteRequest(0, 0, 500, slice_tokens=slice_tokens), None, 0, 0.0) is entry:
+                router.add(entry, route_request.context)
+            counts[slice_tokens] = entry.inflight
+            while entry.inflight:
+                router.remove(entry, 500)
         assert counts == {0: FULL * capacity // 500, 1_000: capacity // 1_000, 50_000: capacity // 1_500}
 
     simulate(main)
@@ -336,12 +336,12 @@ def test_an_answer_goes_on_where_its_context_is_and_else_where_there_is_least_to
         home, idle = (ReplicaEntry(n, fake(name=f"r{n}", kv_capacity=10_000), loop.create_future()) for n in range(2))
         router = Router(prefill_weight=0.0)
         router.rebuild([home, idle])
-        need = RouteRequest(1, 1, 1_000, slices=1, slice_tokens=100)
+        route_request = RouteRequest(1, 1, 1_000, slices=1, slice_tokens=100)
         assert router.admit(RouteRequest(0, 1, 10), None, 0, 0.0) is home  # the group's prompt is there
         router.add(home, 4_000)
-        assert router.admit(need, home, 1_000, 0.0) is idle
+        assert router.admit(route_request, home, 1_000, 0.0) is idle
         router.keep(home, session=1, context=1_000, age=0, now=0.0)
-        assert router.admit(need, home, 1_000, 0.0) is home
-        assert router.admit(need._replace(slices=0), home, 1_000, 0.0) is idle
+        assert router.admit(route_request, home, 1_000, 0.0) is home
+        assert router.admit(route_request._replace(slices=0), home, 1_000, 0.0) is idle
 
     simulate(main)

@@ -195,24 +195,24 @@ def us_per_route(sessions: int, calls: int = 100_000) -> float:
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
-        seats = [ReplicaEntry(i, BenchReplica(i, 1, 0), loop.create_future()) for i in range(64)]
+        entries = [ReplicaEntry(i, BenchReplica(i, 1, 0), loop.create_future()) for i in range(64)]
         router = Router()
-        router.rebuild(seats)
+        router.rebuild(entries)
         held: deque[ReplicaEntry] = deque()
 
         def route(number: int, sticky: ReplicaEntry | None) -> ReplicaEntry:
-            seat = router.pick(sticky, number // GROUP, 512, 512)
-            assert seat is not None
-            router.add(seat, 512)
-            return seat
+            entry = router.pick(sticky, number // GROUP, 512, 512)
+            assert entry is not None
+            router.add(entry, 512)
+            return entry
 
         for number in range(sessions):
             held.append(route(number, None))
         start = time.process_time()
         for number in range(calls):
-            seat = held.popleft()
-            router.remove(seat, 512)
-            held.append(route(sessions + number, seat if number % 2 else None))
+            entry = held.popleft()
+            router.remove(entry, 512)
+            held.append(route(sessions + number, entry if number % 2 else None))
         return (time.process_time() - start) / calls * 1e6
 
     return asyncio.run(main())

@@ -1,7 +1,7 @@
 """`cadenza bench schedule`: what ideas of the schedule gain in real processes, beside what the simulation says.
 
 Every replica is a process on Ray, the clock is the wall clock, and the scheduler and the program around it are those of
-the policy `cadenza`. What a GPU would do is slept: replicas and trainer take the times of the cost model, divided by
+the strategy `cadenza`. What a GPU would do is slept: replicas and trainer take the times of the cost model, divided by
 SPEED. So messages, processes and their delays are real, and no figure depends on what a CPU can compute.
 """
 
@@ -27,7 +27,7 @@ from cadenza.rollout.records import Task
 from cadenza.simulation.cadenza_strategy import CadenzaStrategy, reset_seed
 from cadenza.simulation.experiment import Trial
 from cadenza.simulation.figures import RunFigures, UsageTotals
-from cadenza.simulation.strategy import StrategySettings, drive
+from cadenza.simulation.strategy import StrategySettings, run_training
 from cadenza.simulation.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find, trace_of
 
 SPEED = 50.0
@@ -85,12 +85,14 @@ def sped_up(workload: Workload, speed: float) -> Workload:
 
 
 class RayCadenzaStrategy(CadenzaStrategy):
-    """The policy, with its replicas in processes of their own. An episode is one answer, whose length stands at the
+    """The strategy, with its replicas in processes of their own. An episode is one answer, whose length stands at the
     beginning of its prompt."""
 
     async def _engines(self) -> Sequence[Replica]:
         self._stack = AsyncExitStack()
-        engines = paced_replicas(self.generators, self.workload.cost, _length, load_seconds=self.workload.sync_seconds)
+        engines = paced_replicas(
+            self.generating_gpus, self.workload.cost, _length, load_seconds=self.workload.sync_seconds
+        )
         return await self._stack.enter_async_context(engines)
 
     async def _play(self, task: Task, env: EnvHandle, model: Model) -> None:
@@ -103,9 +105,9 @@ class RayCadenzaStrategy(CadenzaStrategy):
         await super().close()
         await self._stack.aclose()
 
-    def meters(self) -> UsageTotals:
+    def totals(self) -> UsageTotals:
         """Tokens are counted when they come."""
-        return replace(super().meters(), generated=sum(self.scheduler.ledger.tokens.values()))
+        return replace(super().totals(), generated=sum(self.scheduler.ledger.tokens.values()))
 
 
 def _length(request: Request) -> int:
@@ -116,8 +118,8 @@ def measured(case: ScheduleCase, idea: str, seed: int) -> RunFigures:
     """A real run, in the seconds of the cost model."""
     fast, settings = sped_up(case.workload, SPEED), case.ideas[idea]
     settings = replace(settings, balance_seconds=settings.balance_seconds / SPEED)
-    policy = RayCadenzaStrategy(fast, trace_of(fast, seed), case.alpha, settings)
-    figures = asyncio.run(drive(policy, case.steps)).figures(seed, case.warm_up)
+    strategy = RayCadenzaStrategy(fast, trace_of(fast, seed), case.alpha, settings)
+    figures = asyncio.run(run_training(strategy, case.steps)).figures(seed, case.warm_up)
     return replace(figures, step_seconds=figures.step_seconds * SPEED, wait_seconds=figures.wait_seconds * SPEED)
 
 

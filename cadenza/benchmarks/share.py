@@ -26,7 +26,7 @@ from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.model import GOLDEN, MASK64
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
-from cadenza.simulation.cost import CostModel, drawn
+from cadenza.simulation.cost import CostModel, seeded_tokens
 from cadenza.testing import LocalCluster
 
 REPLICAS, IN_FLIGHT = 4, 96
@@ -135,7 +135,7 @@ def _seen(trajectories: list[Trajectory], events: list[Event]) -> list[ObservedT
         [turn] = trajectory.turns
         where = asked[f"g{trajectory.group}.{trajectory.member}#{trajectory.attempt}"]
         seed = (trajectory.seed + GOLDEN) & MASK64
-        tokens, logprobs = drawn(seed, 0, ANSWER, VOCAB)
+        tokens, logprobs = seeded_tokens(seed, 0, ANSWER, VOCAB)
         is_exact = np.array_equal(turn.response, tokens) and np.array_equal(turn.logprobs, logprobs)
         seen.append(ObservedTurn(turn.asked, turn.answered, where[0], len(where) - 1, is_exact))
     return seen

@@ -17,7 +17,7 @@ from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.pipelines.config import ConfigError, RunConfig, read_config
 from cadenza.simulation import cli_args, plan_command
 from cadenza.simulation.cli_args import InvalidArgument
-from cadenza.simulation.experiment import TrialPool, workers
+from cadenza.simulation.experiment import TrialPool, trial_pool
 from cadenza.simulation.plan import Plan, make_plan, predict
 from cadenza.simulation.workloads import Workload
 
@@ -81,7 +81,7 @@ class RunLayout:
 def plan(path: Path, overrides: Sequence[str], args: PlanArgs, *, as_json: bool) -> int:
     """Lay out a run and show it; returns the exit code."""
     config = read_config(path, overrides)
-    with workers() as pool:
+    with trial_pool() as pool:
         layout = lay_out(config, args, pool)
     if as_json:
         print(json.dumps({"config": str(path), **layout.to_json()}, indent=2))
@@ -146,7 +146,9 @@ def _chosen_layout(
     )
 
 
-def _named_layout(device_map: DeviceMap, pool: TrialPool, workload: Workload, source: str, alphas: Sequence[float]) -> RunLayout:
+def _named_layout(
+    device_map: DeviceMap, pool: TrialPool, workload: Workload, source: str, alphas: Sequence[float]
+) -> RunLayout:
     """What the devices that are named make of a step."""
     sharing = device_map.sharing("actor", "inference")
     trains, generates = (set(device_map.roles[role].device_numbers) for role in ("actor", "inference"))
@@ -156,12 +158,16 @@ def _named_layout(device_map: DeviceMap, pool: TrialPool, workload: Workload, so
     wanted = [alpha for alpha in alphas if bool(alpha) == bool(train_gpus) or sharing is DeviceSharing.PARTIAL]
     if not wanted or (train_gpus and generates <= trains):
         listed = ", ".join(f"{alpha:g}" for alpha in alphas)
-        return RunLayout(device_map, None, f"{sharing} devices at alpha {listed} are not simulated: nothing is predicted.")
+        return RunLayout(
+            device_map, None, f"{sharing} devices at alpha {listed} are not simulated: nothing is predicted."
+        )
     made = predict(pool, replace(workload, gpus=len(trains | generates)), wanted, train_gpus, shared_gpus)
     return RunLayout(device_map, made, f"the devices are those of the config: {made.why} Costs and lengths: {source}.")
 
 
-def _split_devices(roles: Mapping[str, RoleConfig], train_gpus: int, shared_gpus: int, gpus: int) -> dict[str, RoleConfig]:
+def _split_devices(
+    roles: Mapping[str, RoleConfig], train_gpus: int, shared_gpus: int, gpus: int
+) -> dict[str, RoleConfig]:
     """The first devices train and the others generate, with those that are shared; with none that only trains, all do
     both alternately."""
     train = tuple(range(train_gpus or gpus))

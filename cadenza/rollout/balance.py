@@ -60,27 +60,27 @@ class Balancer:
         self._targets: dict[int, ReplicaEntry] = {}
         self._turn = 0
 
-    def tick(self, seats: Sequence[ReplicaEntry], first: RouteRequest | None = None, waiting: int = 0) -> None:
-        """Even out the load of these seats, or of the next MAX_LOOKS of them. A note is good until the next tick.
+    def tick(self, entries: Sequence[ReplicaEntry], first: RouteRequest | None = None, waiting: int = 0) -> None:
+        """Even out the load of these entries, or of the next MAX_LOOKS of them. A note is good until the next tick.
         So many wait in line, and `first` is the first of them."""
         self._targets.clear()
-        if len(seats) > MAX_LOOKS:
-            start = self._turn % len(seats)
+        if len(entries) > MAX_LOOKS:
+            start = self._turn % len(entries)
             self._turn = start + MAX_LOOKS
-            seats = [*seats[start : start + MAX_LOOKS], *seats[: max(0, start + MAX_LOOKS - len(seats))]]
-        found = [(seat, _flights(seat)) for seat in seats]
+            entries = [*entries[start : start + MAX_LOOKS], *entries[: max(0, start + MAX_LOOKS - len(entries))]]
+        found = [(entry, _flights(entry)) for entry in entries]
         if first is not None and first.slice_tokens and (leaving := give_way(found, first)[:waiting]):
-            for seat, request in leaving:
-                seat.replica.abort(request, "gave_way")
+            for entry, request in leaving:
+                entry.replica.abort(request, "gave_way")
             self.gave_way += len(leaving)
             gone = {request for _, request in leaving}
-            found = [(seat, [flight for flight in flights if flight.id not in gone]) for seat, flights in found]
+            found = [(entry, [flight for flight in flights if flight.id not in gone]) for entry, flights in found]
         self._make(plan(found, self.prefill_weight))
 
-    def spread(self, seats: Sequence[ReplicaEntry]) -> None:
+    def spread(self, entries: Sequence[ReplicaEntry]) -> None:
         """Even out the load of all of them at once: some have just come, with nothing to do."""
         self._targets.clear()
-        self._make(spread([(seat, _flights(seat)) for seat in seats], self.prefill_weight))
+        self._make(spread([(entry, _flights(entry)) for entry in entries], self.prefill_weight))
 
     def _make(self, moves: Sequence[Move]) -> None:
         for move in moves:
@@ -97,11 +97,11 @@ class Balancer:
         self.moved_tokens += context
 
 
-def _flights(seat: ReplicaEntry) -> Sequence[Flight]:
+def _flights(entry: ReplicaEntry) -> Sequence[Flight]:
     try:
-        return seat.replica.flights()
+        return entry.replica.flights()
     except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not balanced then
-        logger.debug("replica %s does not tell its requests: %r", seat.replica.name, error)
+        logger.debug("replica %s does not tell its requests: %r", entry.replica.name, error)
         return ()
 
 
@@ -109,23 +109,23 @@ def give_way(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], first: Rout
     """Who has had a slice where it is, and in all as many as the first in line; who has written most is first."""
     size = first.slice_tokens
     leaving = [
-        (-flight.written, flight.id, seat)
-        for seat, flights in found
+        (-flight.written, flight.id, entry)
+        for entry, flights in found
         for flight in flights
         if flight.fresh >= size and flight.written // size >= first.slices
     ]
-    return [(seat, id) for _, id, seat in sorted(leaving, key=lambda entry: entry[:2])]
+    return [(entry, id) for _, id, entry in sorted(leaving, key=lambda row: row[:2])]
 
 
 def plan(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
-    """Moves from the heaviest seats to the lightest, one each. Seats with work that they do not tell are left alone."""
-    told = [(seat, flights, _load(flights)) for seat, flights in found if flights or not seat.inflight]
-    told.sort(key=lambda entry: (entry[2] / entry[0].capacity, entry[0].index))
+    """Moves from the heaviest entries to the lightest, one each. Seats with work that they do not tell are left alone."""
+    told = [(entry, flights, _load(flights)) for entry, flights in found if flights or not entry.inflight]
+    told.sort(key=lambda row: (row[2] / row[0].capacity, row[0].index))
     moves = []
     for number in range(min(max(1, len(told) // SHARE), len(told) // 2)):
         light, _, light_load = told[number]
         heavy, flights, heavy_load = told[-1 - number]
-        room = int(ROOM * light.capacity) - light_load - light.kept
+        room = int(ROOM * light.capacity) - light_load - light.cached_tokens
         even = (heavy_load * light.capacity - light_load * heavy.capacity) / (heavy.capacity + light.capacity)
         least = MIN_GAIN * (heavy_load + STEP_SHARE * heavy.capacity)
         best = _nearest(flights, even, least, min(room, 2 * even - least), prefill_weight)
@@ -135,24 +135,24 @@ def plan(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], prefill_weight:
 
 
 def spread(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
-    """Moves that leave every seat with about its share of the load: whoever has more gives to whoever has least. First
+    """Moves that leave every entry with about its share of the load: whoever has more gives to whoever has least. First
     go those that wait, then those that have written most of their context, as far as their prefill is won back."""
-    told = [(seat, flights, _load(flights)) for seat, flights in found if flights or not seat.inflight]
-    fair = sum(load for _, _, load in told) / max(sum(seat.capacity for seat, _, _ in told), 1)
-    heap = [(load / seat.capacity, seat.index, load, seat) for seat, _, load in told]
+    told = [(entry, flights, _load(flights)) for entry, flights in found if flights or not entry.inflight]
+    fair = sum(load for _, _, load in told) / max(sum(entry.capacity for entry, _, _ in told), 1)
+    heap = [(load / entry.capacity, entry.index, load, entry) for entry, _, load in told]
     heapq.heapify(heap)
     moves = []
-    for seat, flights, load in told:
-        excess = load - fair * seat.capacity
+    for entry, flights, load in told:
+        excess = load - fair * entry.capacity
         for flight in sorted(flights, key=lambda flight: (flight.computed > 0, -flight.written / flight.context)):
             weight = flight.context + SEQUENCE_WEIGHT
             if weight > excess or flight.written * flight.context < prefill_weight * flight.computed:
                 continue
             _, index, taken, target = heap[0]
-            if taken + weight > min(fair, ROOM) * target.capacity - target.kept:
+            if taken + weight > min(fair, ROOM) * target.capacity - target.cached_tokens:
                 break
             heapq.heapreplace(heap, ((taken + weight) / target.capacity, index, taken + weight, target))
-            moves.append(Move(flight.id, seat, target))
+            moves.append(Move(flight.id, entry, target))
             excess -= weight
     return moves
 

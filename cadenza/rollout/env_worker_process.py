@@ -24,7 +24,7 @@ from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.grants import ReplicaAddress, GrantDenied, Granted, GrantClient, seats_of
+from cadenza.rollout.grants import ReplicaAddress, GrantDenied, Granted, GrantClient, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
 from cadenza.rollout.model import Codec
 from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
@@ -222,8 +222,8 @@ class EnvWorkerProcess(Worker):
 
     def _begin(self) -> None:
         orders = self._orders
-        seats = seats_of(orders.replicas, orders.name)
-        self._granter = GrantClient(seats, orders.namespace, self._box.send)
+        entries = make_replica_entries(orders.replicas, orders.name)
+        self._granter = GrantClient(entries, orders.namespace, self._box.send)
         self._envs = EnvWorker(
             orders.config,
             self._book,

@@ -38,13 +38,13 @@ class GrantSource(Protocol):
 
     def namespace(self) -> int: ...
 
-    async def grant(self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry: ...
+    async def grant(self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry: ...
 
     def release(
-        self, seat: ReplicaEntry, need: RouteRequest, request: int, verdict: RequestOutcome, error: ReplicaError | None, cached: int
+        self, entry: ReplicaEntry, route_request: RouteRequest, request: int, verdict: RequestOutcome, error: ReplicaError | None, cached: int
     ) -> Any: ...
 
-    def leave(self, seat: ReplicaEntry, session: int) -> None: ...
+    def leave(self, entry: ReplicaEntry, session: int) -> None: ...
 
     def learn(self, tokens: int) -> None: ...
 
@@ -60,25 +60,25 @@ class ReplicaAddress(NamedTuple):
 
 
 def addresses(sampler: Sampler) -> list[ReplicaAddress]:
-    """Of all replicas, in the order of their seats."""
+    """Of all replicas, in the order of their entries."""
     return [
         ReplicaAddress(r.name, r.devices, r.kv_capacity, r.worker_handle if isinstance(r, RemoteReplica) else r)
         for r in sampler.replicas
     ]
 
 
-def seats_of(addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
+def make_replica_entries(addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
     """Seats of one's own, to send requests to. Made inside the running loop."""
     loop = asyncio.get_running_loop()
-    seats = []
+    entries = []
     for index, (name, devices, kv_capacity, way) in enumerate(addresses):
         replica: Replica = (
             RemoteReplica(way, name, devices, kv_capacity, client=client, linger=LINGER_SECONDS)
             if isinstance(way, WorkerHandle)
             else way
         )
-        seats.append(ReplicaEntry(index, replica, loop.create_future()))
-    return seats
+        entries.append(ReplicaEntry(index, replica, loop.create_future()))
+    return entries
 
 
 class GrantRequest(NamedTuple):
@@ -86,7 +86,7 @@ class GrantRequest(NamedTuple):
 
     number: int
     """Of the question, among those of its granter."""
-    need: RouteRequest
+    route_request: RouteRequest
     sticky: int
     """ReplicaEntry, -1 for none."""
     cached: int
@@ -103,7 +103,7 @@ class CancelGrantRequest(NamedTuple):
 class Granted(NamedTuple):
     number: int
     request: int
-    seat: int
+    entry: int
     epoch: int
 
 
@@ -120,7 +120,7 @@ class ReleaseGrant(NamedTuple):
 
 
 class EndSession(NamedTuple):
-    seat: int
+    entry: int
     session: int
 
 
@@ -131,8 +131,8 @@ class ReportAnswerLength(NamedTuple):
 class GrantClient:
     """This end."""
 
-    def __init__(self, seats: Sequence[ReplicaEntry], namespace: int, say: Callable[[Any], None]) -> None:
-        self.seats = seats
+    def __init__(self, entries: Sequence[ReplicaEntry], namespace: int, say: Callable[[Any], None]) -> None:
+        self.entries = entries
         self.epoch = 0
         self._namespace = namespace
         self._say = say
@@ -149,13 +149,13 @@ class GrantClient:
     def namespace(self) -> int:
         return self._namespace
 
-    async def grant(self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry:
+    async def grant(self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry:
         if self._end:
             raise InfrastructureError(self._end)
         number = next(self._numbers)
         after = -1 if moved_to is None else moved_to
-        seat_number = -1 if sticky is None else sticky.index
-        self._say(GrantRequest(number, need, seat_number, cached, after))
+        entry_index = -1 if sticky is None else sticky.index
+        self._say(GrantRequest(number, route_request, entry_index, cached, after))
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
             granted = await future
@@ -168,18 +168,18 @@ class GrantClient:
         finally:
             self._waiting.pop(number, None)
         self.epoch, self._request = granted.epoch, granted.request
-        seat: ReplicaEntry = self.seats[granted.seat]
-        return seat
+        entry: ReplicaEntry = self.entries[granted.entry]
+        return entry
 
     def release(
-        self, seat: ReplicaEntry, need: RouteRequest, request: int, verdict: RequestOutcome, error: ReplicaError | None, cached: int
+        self, entry: ReplicaEntry, route_request: RouteRequest, request: int, verdict: RequestOutcome, error: ReplicaError | None, cached: int
     ) -> int:
         """The request itself stands for where its turn should go on: the clerk knows."""
         self._say(ReleaseGrant(request, verdict, str(error) if error is not None else "", cached))
         return request
 
-    def leave(self, seat: ReplicaEntry, session: int) -> None:
-        self._say(EndSession(seat.index, session))
+    def leave(self, entry: ReplicaEntry, session: int) -> None:
+        self._say(EndSession(entry.index, session))
 
     def learn(self, tokens: int) -> None:
         self._say(ReportAnswerLength(tokens))
@@ -225,7 +225,7 @@ class GrantServer:
             self._release(message)
         elif isinstance(message, EndSession):
             self._kept.pop(message.session, None)
-            self._sampler.leave(self._sampler.seats[message.seat], message.session)
+            self._sampler.leave(self._sampler.entries[message.entry], message.session)
         elif isinstance(message, ReportAnswerLength):
             self._sampler.learn(message.tokens)
         elif isinstance(message, CancelGrantRequest):
@@ -241,55 +241,55 @@ class GrantServer:
             task.cancel()
         self._asking.clear()
         held, self._held = self._held, {}
-        for request, (seat, need) in held.items():
-            seat.replica.abort(request, cause)
-            self._sampler.release(seat, need, request, RequestOutcome.UNSENT)
+        for request, (entry, route_request) in held.items():
+            entry.replica.abort(request, cause)
+            self._sampler.release(entry, route_request, request, RequestOutcome.UNSENT)
         kept, self._kept = self._kept, {}
-        for session, seat in kept.items():
-            self._sampler.leave(seat, session)
+        for session, entry in kept.items():
+            self._sampler.leave(entry, session)
 
     def _ask(self, ask: GrantRequest) -> None:
-        sticky = None if ask.sticky < 0 else self._sampler.seats[ask.sticky]
-        about = (ask.need, sticky, ask.cached, self._moves.pop(ask.after, None))
+        sticky = None if ask.sticky < 0 else self._sampler.entries[ask.sticky]
+        about = (ask.route_request, sticky, ask.cached, self._moves.pop(ask.after, None))
         try:
-            seat = self._sampler.grant_now(*about)
+            entry = self._sampler.grant_now(*about)
         except InfrastructureError as error:
             self._say(GrantDenied(ask.number, str(error)))
             return
-        if seat is not None:
-            self._give(ask, seat)
+        if entry is not None:
+            self._give(ask, entry)
         else:
             task = asyncio.get_running_loop().create_task(self._wait(ask, about), name="sampler clerk")
             self._asking[ask.number] = task
 
     async def _wait(self, ask: GrantRequest, about: tuple[Any, ...]) -> None:
         try:
-            seat = await self._sampler.grant(*about)
+            entry = await self._sampler.grant(*about)
         except InfrastructureError as error:
             self._say(GrantDenied(ask.number, str(error)))
         else:
-            self._give(ask, seat)
+            self._give(ask, entry)
         finally:
             self._asking.pop(ask.number, None)
 
-    def _give(self, ask: GrantRequest, seat: ReplicaEntry) -> None:
+    def _give(self, ask: GrantRequest, entry: ReplicaEntry) -> None:
         request = self._sampler.next_id()
-        self._held[request] = (seat, ask.need)
-        self._say(Granted(ask.number, request, seat.index, self._sampler.epoch))
+        self._held[request] = (entry, ask.route_request)
+        self._say(Granted(ask.number, request, entry.index, self._sampler.epoch))
 
     def _release(self, message: ReleaseGrant) -> None:
         held = self._held.pop(message.request, None)
         if held is None:
             return
-        seat, need = held
+        entry, route_request = held
         error: ReplicaError | None = None
         if message.verdict is RequestOutcome.LOST:
             error = ReplicaLost(message.error)
         elif message.verdict is RequestOutcome.FAILED:
             error = ReplicaError(message.error)
         if message.cached:
-            self._kept[need.session] = seat
-        moved_to = self._sampler.release(seat, need, message.request, message.verdict, error, message.cached)
+            self._kept[route_request.session] = entry
+        moved_to = self._sampler.release(entry, route_request, message.request, message.verdict, error, message.cached)
         if moved_to is not None:
             self._moves[message.request] = moved_to
             if len(self._moves) > MAX_MOVES:

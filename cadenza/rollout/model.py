@@ -115,7 +115,7 @@ class RolloutContext:
 class Model:
     """The model, as one attempt sees it."""
 
-    __slots__ = ("_around", "_attempt", "_busy", "_cached", "_chunks", "_context", "_moved_to", "_seat", "trajectory")
+    __slots__ = ("_around", "_attempt", "_busy", "_cached", "_chunks", "_context", "_moved_to", "_entry", "trajectory")
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, around: RolloutContext) -> None:
         self.trajectory = trajectory
@@ -123,7 +123,7 @@ class Model:
         self._around = around
         self._chunks: tuple[Tokens, ...] = ()
         self._context = 0
-        self._seat: ReplicaEntry | None = None
+        self._entry: ReplicaEntry | None = None
         self._cached = 0
         self._moved_to: Any = None
         self._busy = False
@@ -180,8 +180,8 @@ class Model:
 
     def leave(self) -> None:
         """The rollout is over: whatever is cached of it may go."""
-        if self._seat is not None:
-            self._around.sampler.leave(self._seat, self._attempt.id + self._around.namespace)
+        if self._entry is not None:
+            self._around.sampler.leave(self._entry, self._attempt.id + self._around.namespace)
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
@@ -205,7 +205,7 @@ class Model:
         attempt, around = self._attempt, self._around
         sampler, namespace, size = around.sampler, around.namespace, around.slice_tokens
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
-        need = RouteRequest(
+        route_request = RouteRequest(
             attempt.id + namespace if namespace else attempt.id,
             attempt.group.id + namespace if namespace else attempt.group.id,
             context, attempt.group.id, done // size if size else 0, size,
@@ -213,17 +213,17 @@ class Model:
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            seat = await sampler.grant(need, self._seat, self._cached, self._moved_to)
+            entry = await sampler.grant(route_request, self._entry, self._cached, self._moved_to)
             self._moved_to = None
             request = Request(
                 sampler.next_id(), chunks, context, limit, around.sampling, seed, done,
-                need.session, need.group, sampler.epoch,
+                route_request.session, route_request.group, sampler.epoch,
             )  # fmt: skip
-            self._tell("ask", seat.replica.name)
+            self._tell("ask", entry.replica.name)
             answer: asyncio.Future[Generation] | None = None
             verdict, blame, cached = RequestOutcome.UNSENT, None, 0
             try:
-                answer = seat.replica.generate(request)
+                answer = entry.replica.generate(request)
                 part = await answer
                 if len(part.logprobs) != len(part.tokens) or sum(s.length for s in part.spans) != len(part.tokens):
                     raise ReplicaError("'generate' gave tokens, logprobs and spans of different lengths")
@@ -237,7 +237,7 @@ class Model:
                 if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
                     around.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
                 else:
-                    seat.replica.abort(request.id, attempt.cause or "cancelled")
+                    entry.replica.abort(request.id, attempt.cause or "cancelled")
                 raise
             except RequestRefused:
                 self._tell("answer", "refused")
@@ -256,9 +256,9 @@ class Model:
                 verdict, blame = RequestOutcome.FAILED, ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
                 continue
             finally:
-                moved_to = sampler.release(seat, need, request.id, verdict, blame, cached)
+                moved_to = sampler.release(entry, route_request, request.id, verdict, blame, cached)
             self._tell("answer", part.finish.value, len(part.tokens))
-            self._seat = seat
+            self._entry = entry
             self._moved_to = moved_to if part.finish is Finish.ABORT else None
             around.ledger.add_tokens(attempt, len(part.tokens))
             return part

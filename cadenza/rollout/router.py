@@ -12,7 +12,7 @@ contexts do not fit any more, sessions that are away give way to older groups, a
 (line.py). An engine would throw contexts out in the order of their last use, which is the order in which they come
 back, so that everybody would prefill everything with every turn.
 
-The least loaded replica is on top of a heap whose entries may be old; an entry whose pressure is not its seat's
+The least loaded replica is on top of a heap whose entries may be old; an entry whose pressure is not its entry's
 any more is dropped when it surfaces. So a decision costs O(log replicas) and nothing per session.
 """
 
@@ -79,8 +79,8 @@ class ReplicaEntry:
     """A replica's place in the sampler: its state, what is in flight on it, and how much that weighs."""
 
     __slots__ = (
-        "asked", "capacity", "failures", "gone", "held", "index", "inflight", "kept", "load", "loading", "pressure",
-        "progress", "replica", "served", "state", "strikes", "version",
+        "cached_contexts", "cached_tokens", "capacity", "failures", "gone", "index", "inflight", "inflight_tokens",
+        "loading_weights", "pressure", "progress", "replica", "sent", "served", "state", "strikes", "version",
     )  # fmt: skip
 
     def __init__(self, index: int, replica: Replica, gone: asyncio.Future[str]) -> None:
@@ -89,13 +89,13 @@ class ReplicaEntry:
         self.capacity = max(replica.kv_capacity, 1)
         self.state = ReplicaState.ACTIVE
         self.version = 0
-        self.loading = False
+        self.loading_weights = False
         """Weights are being loaded, under a deadline of their own."""
-        self.load = 0
+        self.inflight_tokens = 0
         """Tokens of context in flight when they were granted."""
-        self.held: dict[int, CachedContext] = {}
+        self.cached_contexts: dict[int, CachedContext] = {}
         """Sessions that are away and left their context here."""
-        self.kept = 0
+        self.cached_tokens = 0
         """Tokens of these."""
         self.pressure = 0.0
         """All of it, with what each request weighs besides and is going to write, as a share of the capacity."""
@@ -103,7 +103,7 @@ class ReplicaEntry:
         """Requests granted and not released."""
         self.gone = gone
         """Resolves with the cause when the replica is given up."""
-        self.asked = 0
+        self.sent = 0
         self.served = 0
         """Requests sent and answered since the last health check, which looks closer when none was answered."""
         self.failures = 0
@@ -114,7 +114,7 @@ class ReplicaEntry:
 
 
 class Router:
-    """Chooses among the active seats."""
+    """Chooses among the active entries."""
 
     def __init__(self, prefill_weight: float = PREFILL_WEIGHT) -> None:
         self.prefill_weight = prefill_weight
@@ -123,59 +123,59 @@ class Router:
         self.escapes = 0
         """Requests that left the replica with their prefix because it was loaded."""
         self._heap: list[tuple[float, int, ReplicaEntry]] = []
-        self._seats = 0
+        self._entries = 0
         self._homes: dict[int, ReplicaEntry] = {}
 
-    def rebuild(self, seats: list[ReplicaEntry]) -> None:
-        """The set of seats changed. What slept or died forgot its contexts."""
-        for seat in seats:
-            if seat.state is not ReplicaState.ACTIVE and seat.held:
-                seat.held.clear()
-                seat.kept = 0
-        self._heap = [(seat.pressure, seat.index, seat) for seat in seats if seat.state is ReplicaState.ACTIVE]
+    def rebuild(self, entries: list[ReplicaEntry]) -> None:
+        """The set of entries changed. What slept or died forgot its contexts."""
+        for entry in entries:
+            if entry.state is not ReplicaState.ACTIVE and entry.cached_contexts:
+                entry.cached_contexts.clear()
+                entry.cached_tokens = 0
+        self._heap = [(entry.pressure, entry.index, entry) for entry in entries if entry.state is ReplicaState.ACTIVE]
         heapq.heapify(self._heap)
-        self._seats = len(self._heap)
+        self._entries = len(self._heap)
 
     @property
     def is_empty(self) -> bool:
-        """No seat is active."""
+        """No entry is active."""
         return self._least() is None
 
-    def admit(self, need: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float) -> ReplicaEntry | None:
-        """The seat for the next turn of a session; None if there is none with room for it."""
-        own = sticky.held.get(need.session) if sticky is not None and cached else None
+    def admit(self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float) -> ReplicaEntry | None:
+        """The entry for the next turn of a session; None if there is none with room for it."""
+        own = sticky.cached_contexts.get(route_request.session) if sticky is not None and cached else None
         if own is None:
             sticky = None
-        if not need.slices:
-            seat = self.pick(sticky, need.group, need.context, cached)
+        if not route_request.slices:
+            entry = self.pick(sticky, route_request.group, route_request.context, cached)
         else:  # in the middle of an answer its prompt is the least, and to move it is for balance.py to decide
-            seat = sticky if sticky is not None and sticky.state is ReplicaState.ACTIVE else self._least()
-        if seat is None:
+            entry = sticky if sticky is not None and sticky.state is ReplicaState.ACTIVE else self._least()
+        if entry is None:
             return None
-        if not self._make_room(seat, need, own.context if own is not None and seat is sticky else 0, now):
+        if not self._make_room(entry, route_request, own.context if own is not None and entry is sticky else 0, now):
             best = self._least()
-            if best is None or best is seat or not self._make_room(best, need, 0, now):
+            if best is None or best is entry or not self._make_room(best, route_request, 0, now):
                 return None
-            seat = best
-        return seat
+            entry = best
+        return entry
 
-    def keep(self, seat: ReplicaEntry, session: int, context: int, age: int, now: float) -> None:
+    def keep(self, entry: ReplicaEntry, session: int, context: int, age: int, now: float) -> None:
         """A session goes away and leaves its context there, as its request leaves: `remove` weighs both."""
-        if seat.state is ReplicaState.ACTIVE:
-            seat.held[session] = CachedContext(context, age, now + HOLD_SECONDS)
-            seat.kept += context
+        if entry.state is ReplicaState.ACTIVE:
+            entry.cached_contexts[session] = CachedContext(context, age, now + HOLD_SECONDS)
+            entry.cached_tokens += context
 
-    def forget(self, seat: ReplicaEntry, session: int) -> bool:
+    def forget(self, entry: ReplicaEntry, session: int) -> bool:
         """It came back, or never will. Whether its context was still there."""
-        held = seat.held.pop(session, None)
+        held = entry.cached_contexts.pop(session, None)
         if held is None:
             return False
-        seat.kept -= held.context
-        self._weigh(seat, 0)
+        entry.cached_tokens -= held.context
+        self._weigh(entry, 0)
         return True
 
     def pick(self, sticky: ReplicaEntry | None, group: int, context: int, cached: int) -> ReplicaEntry | None:
-        """The seat for a request of `context` tokens, `cached` of which the sticky seat holds."""
+        """The entry for a request of `context` tokens, `cached` of which the sticky entry holds."""
         best = self._least()
         if best is None:
             return None
@@ -196,68 +196,68 @@ class Router:
         """An answer had so many tokens."""
         self.answer += (tokens - self.answer) / MEMORY
 
-    def add(self, seat: ReplicaEntry, context: int) -> None:
+    def add(self, entry: ReplicaEntry, context: int) -> None:
         """A request goes there."""
-        seat.asked += 1
-        seat.inflight += 1
-        self._weigh(seat, context)
+        entry.sent += 1
+        entry.inflight += 1
+        self._weigh(entry, context)
 
-    def remove(self, seat: ReplicaEntry, context: int) -> None:
+    def remove(self, entry: ReplicaEntry, context: int) -> None:
         """A request left."""
-        seat.inflight -= 1
-        self._weigh(seat, -context)
+        entry.inflight -= 1
+        self._weigh(entry, -context)
 
-    def _make_room(self, seat: ReplicaEntry, need: RouteRequest, own: int, now: float) -> bool:
+    def _make_room(self, entry: ReplicaEntry, route_request: RouteRequest, own: int, now: float) -> bool:
         """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
         they must, the youngest first. An empty replica has room for anything. What is going to be written counts only
         where answers give way after a slice, half a slice each, or half a mean answer, and then the whole cache is
         given out: so the others wait in line, where who has had fewer slices goes first. Else it does not: sequences
         that begin together grow together, and by then others have ended."""
-        missing: float = seat.load + seat.kept + need.context - own
-        if need.slice_tokens:
-            missing += (seat.inflight + 1) * min(self.answer, need.slice_tokens) / 2 - seat.capacity
+        missing: float = entry.inflight_tokens + entry.cached_tokens + route_request.context - own
+        if route_request.slice_tokens:
+            missing += (entry.inflight + 1) * min(self.answer, route_request.slice_tokens) / 2 - entry.capacity
         else:
-            missing -= FULL * seat.capacity
+            missing -= FULL * entry.capacity
         if missing <= 0:
             return True
-        age = need.age
-        away = [(held.age, session, held) for session, held in seat.held.items() if held.age > age or held.until < now]
+        age = route_request.age
+        away = [(held.age, session, held) for session, held in entry.cached_contexts.items() if held.age > age or held.until < now]
         there = sum([held.context for _, _, held in away])
-        if there < missing and (seat.inflight or seat.kept - own > there):
+        if there < missing and (entry.inflight or entry.cached_tokens - own > there):
             return False
         for _, session, held in sorted(away, reverse=True):
-            del seat.held[session]
-            seat.kept -= held.context
+            del entry.cached_contexts[session]
+            entry.cached_tokens -= held.context
             missing -= held.context
             if missing <= 0:
                 break
         return True
 
-    def _weigh(self, seat: ReplicaEntry, tokens: int) -> None:
-        seat.load += tokens
-        expected = seat.load + seat.kept + seat.inflight * (SEQUENCE_WEIGHT + self.answer / 2)
-        seat.pressure = expected / seat.capacity
-        if seat.state is ReplicaState.ACTIVE:
-            if len(self._heap) > 8 * self._seats + 64:
-                self.rebuild(list({seat.index: seat for _, _, seat in self._heap}.values()))
+    def _weigh(self, entry: ReplicaEntry, tokens: int) -> None:
+        entry.inflight_tokens += tokens
+        expected = entry.inflight_tokens + entry.cached_tokens + entry.inflight * (SEQUENCE_WEIGHT + self.answer / 2)
+        entry.pressure = expected / entry.capacity
+        if entry.state is ReplicaState.ACTIVE:
+            if len(self._heap) > 8 * self._entries + 64:
+                self.rebuild(list({entry.index: entry for _, _, entry in self._heap}.values()))
             else:
-                heapq.heappush(self._heap, (seat.pressure, seat.index, seat))
+                heapq.heappush(self._heap, (entry.pressure, entry.index, entry))
 
-    def _worth_it(self, seat: ReplicaEntry, best: ReplicaEntry, context: int, cached: int) -> bool:
-        if seat.state is not ReplicaState.ACTIVE:
+    def _worth_it(self, entry: ReplicaEntry, best: ReplicaEntry, context: int, cached: int) -> bool:
+        if entry.state is not ReplicaState.ACTIVE:
             return False
-        if seat.load + context > seat.capacity and best.load + context <= best.capacity:
+        if entry.inflight_tokens + context > entry.capacity and best.inflight_tokens + context <= best.capacity:
             return False
         weight = SEQUENCE_WEIGHT + self.answer / 2
-        theirs = (best.load + best.inflight * weight) / best.capacity * seat.capacity
-        excess = seat.load + seat.inflight * weight - theirs
+        theirs = (best.inflight_tokens + best.inflight * weight) / best.capacity * entry.capacity
+        excess = entry.inflight_tokens + entry.inflight * weight - theirs
         return self.answer * excess <= self.prefill_weight * cached * (1 + best.inflight)
 
     def _least(self) -> ReplicaEntry | None:
         heap = self._heap
         while heap:
-            pressure, _, seat = heap[0]
-            if seat.state is ReplicaState.ACTIVE and seat.pressure == pressure:
-                return seat
+            pressure, _, entry = heap[0]
+            if entry.state is ReplicaState.ACTIVE and entry.pressure == pressure:
+                return entry
             heapq.heappop(heap)
         return None

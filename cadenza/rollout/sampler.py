@@ -98,7 +98,7 @@ class Sampler:
         self.opened = 0.0
         """When the gate was last opened."""
         self.replicas = tuple(replicas)
-        self._seats: list[ReplicaEntry] = []
+        self._entries: list[ReplicaEntry] = []
         self._weights: object = None
         self._gate = Gate()
         self._suspended = False
@@ -123,25 +123,25 @@ class Sampler:
         return next(self._namespaces)
 
     async def grant(
-        self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: ReplicaEntry | None = None
+        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: ReplicaEntry | None = None
     ) -> ReplicaEntry:
         """A replica for a request, `cached` tokens of which the sticky one may hold, as soon as the gate is open and
         there is room. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever gets it
-        calls `release` with the same need."""
+        calls `release` with the same route_request."""
         waited = False
-        while (seat := self.grant_now(need, sticky, cached, moved_to)) is None:
+        while (entry := self.grant_now(route_request, sticky, cached, moved_to)) is None:
             if self._gate.is_open:
-                await self._wait_queue.wait(need)
+                await self._wait_queue.wait(route_request)
                 waited = True
             else:
                 await self._gate.opening()
                 moved_to = None
         if waited:
             self._wait_queue.move()
-        return seat
+        return entry
 
     def grant_now(
-        self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: ReplicaEntry | None = None
+        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: ReplicaEntry | None = None
     ) -> ReplicaEntry | None:
         """The same for whoever does not want to wait; None when the gate is closed, or when there is no room. An answer
         that has had a slice and gets None gives up the room that it had."""
@@ -150,29 +150,29 @@ class Sampler:
         if not self._gate.is_open:
             return None
         if moved_to is not None and moved_to.state is ReplicaState.ACTIVE:
-            self.balancer.count(need.context)
-            seat = moved_to
+            self.balancer.count(route_request.context)
+            entry = moved_to
         else:
             found = None
-            home = sticky if sticky is not None and need.session in sticky.held else None
-            if not self._wait_queue.is_behind(need) or (home is not None and not need.slices):  # who has a place keeps it
-                found = self.router.admit(need, sticky, cached, asyncio.get_running_loop().time())
+            home = sticky if sticky is not None and route_request.session in sticky.cached_contexts else None
+            if not self._wait_queue.is_behind(route_request) or (home is not None and not route_request.slices):  # who has a place keeps it
+                found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
             if found is None:
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
-                if home is not None and need.slices:
-                    self.leave(home, need.session)  # an answer that gives way keeps no room
+                if home is not None and route_request.slices:
+                    self.leave(home, route_request.session)  # an answer that gives way keeps no room
                 return None
-            seat = found
+            entry = found
         if sticky is not None:
-            self.router.forget(sticky, need.session)
-        self.router.add(seat, need.context)
-        return seat
+            self.router.forget(sticky, route_request.session)
+        self.router.add(entry, route_request.context)
+        return entry
 
     def release(
         self,
-        seat: ReplicaEntry,
-        need: RouteRequest,
+        entry: ReplicaEntry,
+        route_request: RouteRequest,
         request: int,
         verdict: RequestOutcome = RequestOutcome.UNSENT,
         error: ReplicaError | None = None,
@@ -181,42 +181,42 @@ class Sampler:
         """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on.
         The session goes on later, behind `cached` tokens that this replica has of it now; 0 if it does not."""
         if verdict is RequestOutcome.SERVED:
-            seat.failures = 0
-            seat.served += 1
+            entry.failures = 0
+            entry.served += 1
         elif verdict is RequestOutcome.REFUSED:
-            seat.served += 1
+            entry.served += 1
         elif error is not None:
-            self._blame(seat, error)
+            self._blame(entry, error)
         if cached:
-            self.router.keep(seat, need.session, cached, need.age, asyncio.get_running_loop().time())
-        self.router.remove(seat, need.context)
+            self.router.keep(entry, route_request.session, cached, route_request.age, asyncio.get_running_loop().time())
+        self.router.remove(entry, route_request.context)
         if self._wait_queue:
             self._wait_queue.move()
         return self.balancer.take(request)
 
-    def leave(self, seat: ReplicaEntry, session: int) -> None:
+    def leave(self, entry: ReplicaEntry, session: int) -> None:
         """The session is over."""
-        if self.router.forget(seat, session) and self._wait_queue:
+        if self.router.forget(entry, session) and self._wait_queue:
             self._wait_queue.move()
 
     def learn(self, tokens: int) -> None:
         """An answer had so many tokens."""
         self.router.learn(tokens)
 
-    def _blame(self, seat: ReplicaEntry, error: ReplicaError) -> None:
+    def _blame(self, entry: ReplicaEntry, error: ReplicaError) -> None:
         if isinstance(error, ReplicaLost):
-            self._give_up(seat, str(error) or "lost")
+            self._give_up(entry, str(error) or "lost")
             return
-        seat.failures += 1
-        if seat.failures >= self.config.max_strikes:
-            self._give_up(seat, f"{seat.failures} requests failed in a row: {error}")
+        entry.failures += 1
+        if entry.failures >= self.config.max_strikes:
+            self._give_up(entry, f"{entry.failures} requests failed in a row: {error}")
 
     # -- the gate ------------------------------------------------------------------------------------------------
 
     @property
-    def seats(self) -> Sequence[ReplicaEntry]:
+    def entries(self) -> Sequence[ReplicaEntry]:
         """Of all replicas, in their order."""
-        return self._seats
+        return self._entries
 
     def counters(self) -> dict[str, float]:
         """For metrics."""
@@ -236,7 +236,7 @@ class Sampler:
 
     async def refresh(self) -> None:
         """What is known here is what is; a client of a sampler elsewhere has to ask."""
-        self._seat_all()
+        self._create_entries()
 
     @property
     def suspended(self) -> bool:
@@ -246,7 +246,7 @@ class Sampler:
     async def suspend(self, mode: PauseMode = PauseMode.ABORT, holder: object = None) -> None:
         """Close the gate; returns when no token is being generated. It stays closed until `holder`, and whoever
         else holds it, resumes."""
-        self._seat_all()
+        self._create_entries()
         self._gate.close()
         self._holders.add(holder)
         await self._to_its_end(self._suspend(mode))
@@ -259,7 +259,7 @@ class Sampler:
 
     def let_go(self, holder: object = None) -> asyncio.Task[None] | None:
         """`resume` for whoever does not want to wait: the task that opens the gate, None when it is open."""
-        self._seat_all()
+        self._create_entries()
         if not self._watches:
             loop = asyncio.get_running_loop()
             self._watches.append(loop.create_task(self._watch(), name="sampler health"))
@@ -282,7 +282,7 @@ class Sampler:
     async def load_weights(self, version: int, weights: object = None) -> None:
         """Publish a version. Behind a closed gate all replicas load at once; with the gate open they are updated
         one by one, and what runs on them is kept in place."""
-        self._seat_all()
+        self._create_entries()
         await self._to_its_end(self._publish(version, weights))
 
     # -- devices -------------------------------------------------------------------------------------------------
@@ -290,8 +290,8 @@ class Sampler:
     @property
     def devices(self) -> dict[int, str]:
         """Every device and the state of its replica."""
-        self._seat_all()
-        return {device: seat.state.value for seat in self._seats for device in seat.replica.devices}
+        self._create_entries()
+        return {device: entry.state.value for entry in self._entries for device in entry.replica.devices}
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
         """Take replicas off these devices; their requests move, with their tokens, to the others."""
@@ -314,28 +314,28 @@ class Sampler:
     async def stats(self) -> dict[str, ReplicaStats]:
         """What every replica that answers says about itself, the dead ones too where they still can."""
         found: dict[str, ReplicaStats] = {}
-        for seat in self._seats:
+        for entry in self._entries:
             with contextlib.suppress(ReplicaError, TimeoutError):
                 seconds = self.config.control_seconds
-                found[seat.replica.name] = await asyncio.wait_for(seat.replica.stats(), seconds)
+                found[entry.replica.name] = await asyncio.wait_for(entry.replica.stats(), seconds)
         return found
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _seat_all(self) -> None:
+    def _create_entries(self) -> None:
         """Seats are made when the loop runs: a sampler may be built before it."""
-        if self._seats:
+        if self._entries:
             return
         loop = asyncio.get_running_loop()
-        self._seats = [ReplicaEntry(index, replica, loop.create_future()) for index, replica in enumerate(self.replicas)]
-        self.router.rebuild(self._seats)
+        self._entries = [ReplicaEntry(index, replica, loop.create_future()) for index, replica in enumerate(self.replicas)]
+        self.router.rebuild(self._entries)
 
     def _active(self) -> list[ReplicaEntry]:
-        return [seat for seat in self._seats if seat.state is ReplicaState.ACTIVE]
+        return [entry for entry in self._entries if entry.state is ReplicaState.ACTIVE]
 
     def _open_gate(self) -> None:
         if not self._active():
-            if any(seat.state is ReplicaState.ASLEEP for seat in self._seats):
+            if any(entry.state is ReplicaState.ASLEEP for entry in self._entries):
                 return  # an expand brings one, and opens
             raise NoReplicas(f"no replica is left: {self._losses()}")
         self.opened = asyncio.get_running_loop().time()
@@ -363,7 +363,7 @@ class Sampler:
             self._tell("suspend", "sampler", mode.value)
             self.epoch += 1
             epoch = self.epoch
-            await self._each(self._active(), lambda seat: self._pause(seat, epoch, mode))
+            await self._each(self._active(), lambda entry: self._pause(entry, epoch, mode))
             self._suspended = True
             self._tell("suspended", "sampler", "")
 
@@ -373,7 +373,7 @@ class Sampler:
                 return
             if self._suspended:
                 seconds = self.config.control_seconds
-                await self._each(self._active(), lambda seat: _within(seconds, "resume", seat.replica.resume()))
+                await self._each(self._active(), lambda entry: _within(seconds, "resume", entry.replica.resume()))
                 self._suspended = False
                 self._tell("resume", "sampler", "")
             if not self._holders:  # somebody may have suspended meanwhile, and waits for the lock
@@ -384,10 +384,10 @@ class Sampler:
             if version <= self.version:
                 raise ValueError(f"version must grow: it is {self.version}, got {version}")
             if self._suspended:
-                await self._each(self._active(), lambda seat: self._load(seat, version, weights))
+                await self._each(self._active(), lambda entry: self._load(entry, version, weights))
             else:
-                for seat in self._active():
-                    await self._each([seat], lambda seat: self._roll(seat, version, weights))
+                for entry in self._active():
+                    await self._each([entry], lambda entry: self._roll(entry, version, weights))
             if not self._active():
                 raise NoReplicas(f"no replica took version {version}: {self._losses()}")
             self.version = version
@@ -403,15 +403,15 @@ class Sampler:
             if len(leaving) == len(self._active()):
                 raise ValueError(
                     f"shrink of devices {sorted(devices)} would leave no replica; keep at least one of "
-                    f"{[seat.replica.devices for seat in self._active()]}, or suspend instead"
+                    f"{[entry.replica.devices for entry in self._active()]}, or suspend instead"
                 )
             self.epoch += 1
             epoch = self.epoch
-            moved, moved_tokens = sum(seat.inflight for seat in leaving), sum(seat.load for seat in leaving)
-            for seat in leaving:
-                seat.state = ReplicaState.LEAVING
-            self.router.rebuild(self._seats)
-            await self._each(leaving, lambda seat: self._put_to_sleep(seat, epoch))
+            moved, moved_tokens = sum(entry.inflight for entry in leaving), sum(entry.inflight_tokens for entry in leaving)
+            for entry in leaving:
+                entry.state = ReplicaState.LEAVING
+            self.router.rebuild(self._entries)
+            await self._each(leaving, lambda entry: self._put_to_sleep(entry, epoch))
             self._tell("shrink", "sampler", str(sorted(devices)))
         return self._report(leaving, ReplicaState.ASLEEP, started, moved=moved, moved_tokens=moved_tokens)
 
@@ -419,10 +419,10 @@ class Sampler:
         started = asyncio.get_running_loop().time()
         async with self._control:
             coming = self._on_devices(devices, ReplicaState.ASLEEP, "expand")
-            await self._each(coming, lambda seat: self._wake(seat, skip_load))
-            self.router.rebuild(self._seats)
-            if behind := [seat for seat in coming if seat.state is ReplicaState.ASLEEP]:
-                versions = {seat.replica.name: seat.version for seat in behind}
+            await self._each(coming, lambda entry: self._wake(entry, skip_load))
+            self.router.rebuild(self._entries)
+            if behind := [entry for entry in coming if entry.state is ReplicaState.ASLEEP]:
+                versions = {entry.replica.name: entry.version for entry in behind}
                 raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
             if not self._suspended and not self._holders:
                 self._open_gate()
@@ -431,32 +431,32 @@ class Sampler:
             self._tell("expand", "sampler", str(sorted(devices)))
         return self._report(coming, ReplicaState.ACTIVE, started)
 
-    async def _each(self, seats: list[ReplicaEntry], call: Callable[[ReplicaEntry], Coroutine[Any, Any, None]]) -> None:
+    async def _each(self, entries: list[ReplicaEntry], call: Callable[[ReplicaEntry], Coroutine[Any, Any, None]]) -> None:
         """Call all at once; a replica that fails or is late is given up, and the others go on."""
 
-        async def one(seat: ReplicaEntry) -> None:
+        async def one(entry: ReplicaEntry) -> None:
             try:
-                await _while_it_lives(seat, call(seat))
+                await _while_it_lives(entry, call(entry))
             except ReplicaError as error:
-                self._give_up(seat, str(error) or type(error).__name__)
+                self._give_up(entry, str(error) or type(error).__name__)
             except asyncio.CancelledError as error:
                 raise_if_cancelled(error)
-                self._give_up(seat, "was cancelled in a control call")
+                self._give_up(entry, "was cancelled in a control call")
             except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it costs itself
-                self._give_up(seat, f"raised {type(error).__name__}: {error}")
+                self._give_up(entry, f"raised {type(error).__name__}: {error}")
 
         async with asyncio.TaskGroup() as group:
-            for seat in seats:
-                group.create_task(one(seat), name=f"sampler control of {seat.replica.name}")
+            for entry in entries:
+                group.create_task(one(entry), name=f"sampler control of {entry.replica.name}")
 
-    async def _pause(self, seat: ReplicaEntry, epoch: int, mode: PauseMode) -> None:
+    async def _pause(self, entry: ReplicaEntry, epoch: int, mode: PauseMode) -> None:
         """Pause one replica. A drain may take as long as its requests do, and the health check watches over those; its
         deadline counts from the last of them."""
         seconds = self.config.control_seconds
-        pausing = asyncio.ensure_future(seat.replica.pause(epoch, mode))
+        pausing = asyncio.ensure_future(entry.replica.pause(epoch, mode))
         try:
             while True:
-                busy = mode is PauseMode.DRAIN and seat.inflight > 0
+                busy = mode is PauseMode.DRAIN and entry.inflight > 0
                 done, _ = await asyncio.wait([pausing], timeout=seconds)
                 if done:
                     return pausing.result()
@@ -466,92 +466,92 @@ class Sampler:
             pausing.cancel()
             pausing.add_done_callback(_unheard)
 
-    async def _load(self, seat: ReplicaEntry, version: int, weights: object) -> None:
+    async def _load(self, entry: ReplicaEntry, version: int, weights: object) -> None:
         """Load into a replica that does not generate; a failure is tried once more."""
         seconds = self.config.load_seconds
-        seat.loading = True
+        entry.loading_weights = True
         try:
-            await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
+            await _within(seconds, "load_weights", entry.replica.load_weights(version, weights))
         except (ReplicaLost, ReplicaTimeout):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the engine raised, the second time is given up
-            logger.warning("replica %s failed to load version %d, once more: %s", seat.replica.name, version, error)
-            await _within(seconds, "load_weights", seat.replica.load_weights(version, weights))
+            logger.warning("replica %s failed to load version %d, once more: %s", entry.replica.name, version, error)
+            await _within(seconds, "load_weights", entry.replica.load_weights(version, weights))
         finally:
-            seat.loading = False
-        seat.version = version
+            entry.loading_weights = False
+        entry.version = version
 
-    async def _roll(self, seat: ReplicaEntry, version: int, weights: object) -> None:
+    async def _roll(self, entry: ReplicaEntry, version: int, weights: object) -> None:
         seconds = self.config.control_seconds
-        await self._pause(seat, self.epoch, PauseMode.KEEP)
-        await self._load(seat, version, weights)
-        await _within(seconds, "resume", seat.replica.resume())
+        await self._pause(entry, self.epoch, PauseMode.KEEP)
+        await self._load(entry, version, weights)
+        await _within(seconds, "resume", entry.replica.resume())
 
-    async def _put_to_sleep(self, seat: ReplicaEntry, epoch: int) -> None:
+    async def _put_to_sleep(self, entry: ReplicaEntry, epoch: int) -> None:
         seconds = self.config.control_seconds
-        await self._pause(seat, epoch, PauseMode.ABORT)
-        await _within(seconds, "sleep", seat.replica.sleep())
-        if seat.state is not ReplicaState.LOST:
-            seat.state = ReplicaState.ASLEEP
+        await self._pause(entry, epoch, PauseMode.ABORT)
+        await _within(seconds, "sleep", entry.replica.sleep())
+        if entry.state is not ReplicaState.LOST:
+            entry.state = ReplicaState.ASLEEP
 
-    async def _wake(self, seat: ReplicaEntry, skip_load: bool) -> None:
+    async def _wake(self, entry: ReplicaEntry, skip_load: bool) -> None:
         seconds = self.config.control_seconds
-        await _within(seconds, "wake", seat.replica.wake())
+        await _within(seconds, "wake", entry.replica.wake())
         if skip_load:
-            seat.version = (await _within(seconds, "stats", seat.replica.stats())).version
-        elif self.version > seat.version:
-            await self._load(seat, self.version, self._weights)
-        if seat.version != self.version:
-            await self._put_to_sleep(seat, self.epoch)
+            entry.version = (await _within(seconds, "stats", entry.replica.stats())).version
+        elif self.version > entry.version:
+            await self._load(entry, self.version, self._weights)
+        if entry.version != self.version:
+            await self._put_to_sleep(entry, self.epoch)
             return
         if self._suspended:
-            await self._pause(seat, self.epoch, PauseMode.ABORT)
-        if seat.state is not ReplicaState.LOST:
-            seat.state = ReplicaState.ACTIVE
+            await self._pause(entry, self.epoch, PauseMode.ABORT)
+        if entry.state is not ReplicaState.LOST:
+            entry.state = ReplicaState.ACTIVE
 
     def _on_devices(self, devices: Sequence[int], state: ReplicaState, what: str) -> list[ReplicaEntry]:
-        """The seats on exactly these devices, all in the state that the operation needs."""
-        self._seat_all()
+        """The entries on exactly these devices, all in the state that the operation needs."""
+        self._create_entries()
         wanted = set(devices)
         known = self.devices
         if not wanted:
             raise ValueError(f"{what} needs at least one device, got none; the sampler has {known}")
         if unknown := sorted(wanted - known.keys()):
             raise ValueError(f"{what}: no replica on devices {unknown}; the sampler has {sorted(known)}")
-        seats = [seat for seat in self._seats if wanted & set(seat.replica.devices)]
-        for seat in seats:
-            if missing := sorted(set(seat.replica.devices) - wanted):
+        entries = [entry for entry in self._entries if wanted & set(entry.replica.devices)]
+        for entry in entries:
+            if missing := sorted(set(entry.replica.devices) - wanted):
                 raise ValueError(
-                    f"{what}: replica {seat.replica.name} sits on devices {list(seat.replica.devices)}; "
+                    f"{what}: replica {entry.replica.name} sits on devices {list(entry.replica.devices)}; "
                     f"name {missing} too, a replica moves as a whole"
                 )
         if wrong := {device: known[device] for device in sorted(wanted) if known[device] != state.value}:
             raise ValueError(f"{what} needs devices that are {state.value}, got {wrong}; the sampler has {known}")
-        return seats
+        return entries
 
-    def _report(self, seats: list[ReplicaEntry], state: ReplicaState, started: float, **more: int) -> dict[str, Any]:
+    def _report(self, entries: list[ReplicaEntry], state: ReplicaState, started: float, **more: int) -> dict[str, Any]:
         return {
-            "replicas": [seat.replica.name for seat in seats if seat.state is state],
-            "lost": [seat.replica.name for seat in seats if seat.state is ReplicaState.LOST],
+            "replicas": [entry.replica.name for entry in entries if entry.state is state],
+            "lost": [entry.replica.name for entry in entries if entry.state is ReplicaState.LOST],
             "devices": self.devices,
             "seconds": asyncio.get_running_loop().time() - started,
             **more,
         }
 
-    def _give_up(self, seat: ReplicaEntry, cause: str) -> None:
+    def _give_up(self, entry: ReplicaEntry, cause: str) -> None:
         """The replica is dead to us, and is made dead in fact; its requests find another."""
-        if seat.state is ReplicaState.LOST:
+        if entry.state is ReplicaState.LOST:
             return
-        logger.warning("replica %s is given up: %s", seat.replica.name, cause)
-        seat.state = ReplicaState.LOST
-        self._tell("lost", seat.replica.name, cause)
-        self.lost[seat.replica.name] = cause
-        self.router.rebuild(self._seats)
-        seat.replica.kill("replica_lost")
-        if not seat.gone.done():
-            seat.gone.set_result(cause)
+        logger.warning("replica %s is given up: %s", entry.replica.name, cause)
+        entry.state = ReplicaState.LOST
+        self._tell("lost", entry.replica.name, cause)
+        self.lost[entry.replica.name] = cause
+        self.router.rebuild(self._entries)
+        entry.replica.kill("replica_lost")
+        if not entry.gone.done():
+            entry.gone.set_result(cause)
         for callback in self.on_lost:
-            callback(seat.replica.name, cause)
+            callback(entry.replica.name, cause)
         if not self._active():
             self._gate.close()
 
@@ -564,21 +564,21 @@ class Sampler:
         while True:
             await asyncio.sleep(self.config.heartbeat_seconds)
             quiet = []
-            for seat in self._seats:
-                working = seat.state in (ReplicaState.ACTIVE, ReplicaState.LEAVING) and (seat.inflight or seat.asked)
-                if working and not seat.served and not seat.loading:
-                    quiet.append(seat)
+            for entry in self._entries:
+                working = entry.state in (ReplicaState.ACTIVE, ReplicaState.LEAVING) and (entry.inflight or entry.sent)
+                if working and not entry.served and not entry.loading_weights:
+                    quiet.append(entry)
                 else:
-                    seat.strikes = 0
-                seat.asked = seat.served = 0
+                    entry.strikes = 0
+                entry.sent = entry.served = 0
             if quiet:
                 await self._each(quiet, self._look)
 
     def _watch_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("'%s' died, the sampler closes", task.get_name(), exc_info=error)
-            for seat in self._seats:
-                self._give_up(seat, f"'{task.get_name()}' died: {error!r}")
+            for entry in self._entries:
+                self._give_up(entry, f"'{task.get_name()}' died: {error!r}")
             self._closed = True
             self._gate.open()
             self._wait_queue.end()
@@ -590,17 +590,17 @@ class Sampler:
             if self._gate.is_open and not self._control.locked():
                 self.balancer.tick(self._active(), self._wait_queue.first, len(self._wait_queue))
 
-    async def _look(self, seat: ReplicaEntry) -> None:
+    async def _look(self, entry: ReplicaEntry) -> None:
         try:
-            stats = await _within(self.config.heartbeat_seconds, "stats", seat.replica.stats())
+            stats = await _within(self.config.heartbeat_seconds, "stats", entry.replica.stats())
         except ReplicaTimeout:
             moves = False
         else:
-            moves = stats.paused or stats.progress != seat.progress
-            seat.progress = stats.progress
-        seat.strikes = 0 if moves else seat.strikes + 1
-        if seat.strikes >= self.config.max_strikes:
-            self._give_up(seat, f"no progress in {seat.strikes} looks, {self.config.heartbeat_seconds} s apart")
+            moves = stats.paused or stats.progress != entry.progress
+            entry.progress = stats.progress
+        entry.strikes = 0 if moves else entry.strikes + 1
+        if entry.strikes >= self.config.max_strikes:
+            self._give_up(entry, f"no progress in {entry.strikes} looks, {self.config.heartbeat_seconds} s apart")
 
 
 async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
@@ -611,18 +611,18 @@ async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
         raise ReplicaTimeout(f"did not answer '{what}' within {seconds} s") from None
 
 
-async def _while_it_lives(seat: ReplicaEntry, call: Coroutine[Any, Any, None]) -> None:
+async def _while_it_lives(entry: ReplicaEntry, call: Coroutine[Any, Any, None]) -> None:
     """Await a call to a replica, but not longer than the replica lives."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(_unheard)  # the replica may end, or this be cancelled, at the moment at which it fails
-    either: list[asyncio.Future[Any]] = [task, seat.gone]
+    either: list[asyncio.Future[Any]] = [task, entry.gone]
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
             task.cancel()
     if not task.done():
-        raise ReplicaLost(seat.gone.result())
+        raise ReplicaLost(entry.gone.result())
     task.result()
 
 

@@ -22,7 +22,7 @@ from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
 from cadenza.off_loop import within
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import ReplicaAddress, GrantClient, seats_of
+from cadenza.rollout.grants import ReplicaAddress, GrantClient, make_replica_entries
 from cadenza.rollout.model import Codec
 from cadenza.rollout.router import RouteRequest, ReplicaEntry
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig, RequestOutcome
@@ -63,8 +63,8 @@ class SamplerClient:
     # -- grants ----------------------------------------------------------------------------------------------------
 
     @property
-    def seats(self) -> Sequence[ReplicaEntry]:
-        return self._granter.seats
+    def entries(self) -> Sequence[ReplicaEntry]:
+        return self._granter.entries
 
     @property
     def epoch(self) -> int:
@@ -81,22 +81,22 @@ class SamplerClient:
     def grant_now(self, *about: Any) -> None:
         """It takes a question and an answer."""
 
-    async def grant(self, need: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry:
-        return await self._granter.grant(need, sticky, cached, moved_to)
+    async def grant(self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry:
+        return await self._granter.grant(route_request, sticky, cached, moved_to)
 
-    def leave(self, seat: ReplicaEntry, session: int) -> None:
-        self._granter.leave(seat, session)
+    def leave(self, entry: ReplicaEntry, session: int) -> None:
+        self._granter.leave(entry, session)
 
     def release(
         self,
-        seat: ReplicaEntry,
-        need: RouteRequest,
+        entry: ReplicaEntry,
+        route_request: RouteRequest,
         request: int,
         verdict: RequestOutcome = RequestOutcome.UNSENT,
         error: ReplicaError | None = None,
         cached: int = 0,
     ) -> int:
-        return self._granter.release(seat, need, request, verdict, error, cached)
+        return self._granter.release(entry, route_request, request, verdict, error, cached)
 
     def learn(self, tokens: int) -> None:
         self._granter.learn(tokens)
@@ -182,7 +182,7 @@ class SamplerClient:
                     raise NoReplicas(f"the sampler does not answer: {error}") from error
                 self._end = asyncio.get_running_loop().create_future()
                 self._wire = wire = Channel(self._exchange, self._hear, self._gone)
-                self._granter = GrantClient(seats_of(self.addresses, self.name), self._namespace, wire.send)
+                self._granter = GrantClient(make_replica_entries(self.addresses, self.name), self._namespace, wire.send)
                 wire.open()
 
     async def _ask(self, method: str, *args: Any) -> Any:

@@ -58,18 +58,18 @@ class WaitQueue:
         """The first of those who have not been called."""
         return self._heap[0][2] if self._heap else None
 
-    def is_behind(self, need: RouteRequest) -> bool:
+    def is_behind(self, route_request: RouteRequest) -> bool:
         """Whether somebody waits who goes before this one."""
-        if self._called and min(called.place for called in self._called.values()) < need.place:
+        if self._called and min(called.place for called in self._called.values()) < route_request.place:
             return True
-        return bool(self._heap) and self._heap[0][0] < need.place
+        return bool(self._heap) and self._heap[0][0] < route_request.place
 
-    async def wait(self, need: RouteRequest) -> None:
+    async def wait(self, route_request: RouteRequest) -> None:
         """Until it is worth a look."""
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._count = number = self._count + 1
-        heapq.heappush(self._heap, (need.place, number, need, turn))
+        heapq.heappush(self._heap, (route_request.place, number, route_request, turn))
         if self._timer is None:
             self._timer = loop.call_later(RETRY_SECONDS, self._retry)
         try:
@@ -84,9 +84,9 @@ class WaitQueue:
     def move(self) -> None:
         """There may be room for one."""
         while self._heap:
-            _, number, need, turn = heapq.heappop(self._heap)
+            _, number, route_request, turn = heapq.heappop(self._heap)
             if not turn.done():
-                self._called[number] = need
+                self._called[number] = route_request
                 turn.set_result(None)
                 return
 

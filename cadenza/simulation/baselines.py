@@ -21,7 +21,13 @@ from heapq import heappop, heappush
 from cadenza.inference.replica import Finish, PauseMode, Request, Sampling
 from cadenza.simulation.figures import BatchRow, UsageTotals
 from cadenza.simulation.replica import SimReplica
-from cadenza.simulation.strategy import ENGINE_LIMIT, ScheduleStrategy, discarded, shown, written
+from cadenza.simulation.strategy import (
+    ENGINE_LIMIT,
+    ScheduleStrategy,
+    observation_of,
+    tokens_discarded,
+    tokens_generated,
+)
 from cadenza.simulation.workloads import NEVER, TraceEpisode
 
 SAMPLING = Sampling(max_tokens=1 << 20)
@@ -58,11 +64,11 @@ class BaselineStrategy(ScheduleStrategy):
                 _length,
                 load_seconds=self.workload.sync_seconds,
                 keep_kv=self.keep_kv,
-                on_event=self.film.camera(number) if self.film is not None else None,
+                on_event=self.recorder.replica_listener(number) if self.recorder is not None else None,
             )
-            for number in range(self.generators)
+            for number in range(self.generating_gpus)
         ]
-        self.running = [0] * self.generators
+        self.running = [0] * self.generating_gpus
         """Samples by replica."""
         self.trained = self.given_up = 0
         self._tasks = tasks
@@ -80,11 +86,11 @@ class BaselineStrategy(ScheduleStrategy):
         for sample in list(self._samples):
             self.stop(sample, "the end")
 
-    def meters(self) -> UsageTotals:
-        wasted = self._waste + discarded(self.replicas)
-        return UsageTotals(written(self.replicas), wasted, self.trained + self.given_up)
+    def totals(self) -> UsageTotals:
+        wasted = self._waste + tokens_discarded(self.replicas)
+        return UsageTotals(tokens_generated(self.replicas), wasted, self.trained + self.given_up)
 
-    # -- for the policies ----------------------------------------------------------------------------------------------
+    # -- for the strategies ----------------------------------------------------------------------------------------------
 
     def members(self, group: int) -> list[BaselineSample]:
         count = self.workload.group_size + self.settings.extra_members
@@ -169,7 +175,7 @@ class BaselineStrategy(ScheduleStrategy):
 
     async def _turn(self, sample: BaselineSample, session: int, context: int, length: int) -> None:
         replica, done = self.replicas[sample.replica], 0
-        prompt = (shown(sample.episode.observations[0]),)
+        prompt = (observation_of(sample.episode.observations[0]),)
         while done < length:
             self._ids += 1
             request = Request(
@@ -204,7 +210,7 @@ class BarrierStrategy(BaselineStrategy):
             members = self.members(self.version * groups + number)
             samples += members
             for sample in members:
-                self.play(sample, number % self.generators)
+                self.play(sample, number % self.generating_gpus)
         while not all(sample.done for sample in samples):
             await self.changed()
         return self.rows(samples)
@@ -338,7 +344,7 @@ class GroupQueueStrategy(BaselineStrategy):
     def left(self, sample: BaselineSample) -> None:
         self._go_on(self._where[sample.group], sample.member)
         if self.settings.concurrency:  # others of this replica may have waited for the place
-            for number in range(sample.replica, len(self._queues) * self._envs, self.generators):
+            for number in range(sample.replica, len(self._queues) * self._envs, self.generating_gpus):
                 self._go_on(*divmod(number, self._envs))
 
     def finished(self, sample: BaselineSample) -> None:
@@ -372,7 +378,7 @@ class GroupQueueStrategy(BaselineStrategy):
         for group in self._queues[number].groups:
             sample = group[env]
             if sample.task is None and not self._decided(group):
-                replica = (number * self._envs + env) % self.generators
+                replica = (number * self._envs + env) % self.generating_gpus
                 if self.running[replica] < (self.settings.concurrency or ENGINE_LIMIT):
                     self.play(sample, replica)
                 return

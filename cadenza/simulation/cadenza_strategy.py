@@ -1,4 +1,4 @@
-"""The policy `cadenza`: the production scheduler, sampler and router themselves, over simulated replicas and envs.
+"""The strategy `cadenza`: the production scheduler, sampler and router themselves, over simulated replicas and envs.
 
 Nothing of them is modelled or replaced. What is simulated is what they are given: replicas, an env and a reward whose
 times come from the trace, a collator that keeps no tokens, and a program that trains by sleeping.
@@ -23,7 +23,7 @@ from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.sharing import SharedDevices
 from cadenza.simulation.figures import BatchRow, UsageTotals
 from cadenza.simulation.replica import SimReplica
-from cadenza.simulation.strategy import ScheduleStrategy, discarded, shown, written
+from cadenza.simulation.strategy import ScheduleStrategy, observation_of, tokens_discarded, tokens_generated
 from cadenza.simulation.workloads import NEVER, TraceEpisode, TraceLike
 from cadenza.testing import LocalCluster
 
@@ -73,7 +73,7 @@ class CadenzaStrategy(ScheduleStrategy):
                         reward=self._reward if workload.rewards is not None or workload.recorded else None,
                     )
                 },
-                slots=min(settings.concurrency * self.generators, most) or most,
+                slots=min(settings.concurrency * self.generating_gpus, most) or most,
                 rollout=self._play,
                 sampling=Sampling(max_tokens=1 << 20),
                 lease_seconds=PATIENCE,
@@ -86,11 +86,11 @@ class CadenzaStrategy(ScheduleStrategy):
         )
         self.shared: SharedDevices | None = None
         if settings.shared:
-            last = range(self.generators - settings.shared, self.generators)
+            last = range(self.generating_gpus - settings.shared, self.generating_gpus)
             self.shared = SharedDevices(self.scheduler, last, workload.groups, reload=self._switch)
             await self.shared.lend()
 
-    def parts(self) -> list[int]:
+    def chunks(self) -> list[int]:
         groups, parts = self.workload.groups, min(self.settings.parts, self.workload.groups)
         return [groups * (part + 1) // parts - groups * part // parts for part in range(parts)]
 
@@ -113,11 +113,11 @@ class CadenzaStrategy(ScheduleStrategy):
         await self.scheduler.shutdown()
         await self.scheduler.sampler.close()
 
-    def meters(self) -> UsageTotals:
+    def totals(self) -> UsageTotals:
         queue, ledger = self.scheduler.queue, self.scheduler.ledger
-        wasted = Counter(ledger.lost_tokens) + discarded(self.replicas)
+        wasted = Counter(ledger.lost_tokens) + tokens_discarded(self.replicas)
         given_up = sum(count for fate, count in ledger.groups_closed.items() if fate is not Fate.TRAINED)
-        return UsageTotals(written(self.replicas), wasted, queue.consumed + given_up)
+        return UsageTotals(tokens_generated(self.replicas), wasted, queue.consumed + given_up)
 
     async def _switch(self) -> None:
         await asyncio.sleep(self.workload.switch_seconds)
@@ -134,9 +134,9 @@ class CadenzaStrategy(ScheduleStrategy):
                 devices=(number,),
                 load_seconds=workload.sync_seconds,
                 wake_seconds=workload.switch_seconds,
-                on_event=self.film.camera(number) if self.film is not None else None,
+                on_event=self.recorder.replica_listener(number) if self.recorder is not None else None,
             )
-            for number in range(self.generators)
+            for number in range(self.generating_gpus)
         ]
         return self.replicas
 
@@ -192,7 +192,7 @@ class TraceEnv:
         self._fails_at = episode.fails_at if seed & 1 else NEVER
         if episode.reset:
             await asyncio.sleep(episode.reset)
-        return shown(episode.observations[0])
+        return observation_of(episode.observations[0])
 
     async def step(self, action: str) -> tuple[Tokens, float, bool, bool, dict[str, object]]:
         episode, turn = self._episode, self._turn
@@ -202,7 +202,7 @@ class TraceEnv:
         if turn == self._fails_at:
             raise InfrastructureError("env failed")
         done = self._turn == len(episode.lengths)
-        return shown(0 if done else episode.observations[self._turn]), 0.0, done, False, {}
+        return observation_of(0 if done else episode.observations[self._turn]), 0.0, done, False, {}
 
 
 class _TokensOnlyCodec:

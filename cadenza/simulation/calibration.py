@@ -1,4 +1,4 @@
-"""The calibration gates: a comparison of policies is to be believed only while the simulation reproduces what was
+"""The calibration gates: a comparison of strategies is to be believed only while the simulation reproduces what was
 published about them, in shape and within 20 %.
 
     admission     throughput of `admission` over `barrier` at eta 1, 2, 4, 8 (AReaL), on W2
@@ -20,7 +20,7 @@ from cadenza.simulation import bounds, clock
 from cadenza.simulation.baselines import BarrierStrategy, BaselineSample, OracleStrategy, QueueStrategy
 from cadenza.simulation.experiment import SEARCH_STEPS, SEARCH_WARM_UP, Trial, TrialPool
 from cadenza.simulation.figures import BatchRow
-from cadenza.simulation.strategy import ScheduleStrategy, StrategySettings, drive
+from cadenza.simulation.strategy import ScheduleStrategy, StrategySettings, run_training
 from cadenza.simulation.workloads import WORKLOADS, Workload, trace_of, w4
 
 TOLERANCE = 0.2
@@ -55,27 +55,27 @@ class CalibrationCheck:
         return {**asdict(self), "holds": self.holds}
 
 
-def check(crew: TrialPool, seeds: Sequence[int]) -> list[CalibrationCheck]:
+def check(pool: TrialPool, seeds: Sequence[int]) -> list[CalibrationCheck]:
     """All gates, each figure the median over the seeds."""
-    return [_admission(crew, seeds), _env_level(seeds), _kv_bound(seeds), _sync_bound(seeds)]
+    return [_admission(pool, seeds), _env_level(seeds), _kv_bound(seeds), _sync_bound(seeds)]
 
 
 _HOLDING: dict[str, bool] = {}
 
 
-def holding(crew: TrialPool) -> dict[str, bool]:
+def holding(pool: TrialPool) -> dict[str, bool]:
     """Which gates hold on the first seed: a function of the code alone, so that a process asks once."""
     if not _HOLDING:
-        _HOLDING.update({gate.name: gate.holds for gate in check(crew, [0])})
+        _HOLDING.update({gate.name: gate.holds for gate in check(pool, [0])})
     return dict(_HOLDING)
 
 
-def _admission(crew: TrialPool, seeds: Sequence[int]) -> CalibrationCheck:
+def _admission(pool: TrialPool, seeds: Sequence[int]) -> CalibrationCheck:
     workload = WORKLOADS["W2"]
 
-    def speeds(policy: str, alpha: float, settings: StrategySettings) -> list[float]:
-        trials = (Trial(workload, policy, alpha, seed, settings, SEARCH_STEPS, SEARCH_WARM_UP) for seed in seeds)
-        return [figures.tokens_per_second for figures in crew.run(trials)]
+    def speeds(strategy: str, alpha: float, settings: StrategySettings) -> list[float]:
+        trials = (Trial(workload, strategy, alpha, seed, settings, SEARCH_STEPS, SEARCH_WARM_UP) for seed in seeds)
+        return [figures.tokens_per_second for figures in pool.run(trials)]
 
     base = speeds("barrier", 0.0, StrategySettings())
     split = StrategySettings(train_gpus=5, concurrency=40)
@@ -112,7 +112,9 @@ def _sync_bound(seeds: Sequence[int]) -> CalibrationCheck:
     shares = []
     for seed in seeds:
         trace = trace_of(workload, seed)
-        line = clock.run(lambda trace=trace: drive(QueueStrategy(workload, trace, 0.0, StrategySettings()), 1)).lines[0]  # type: ignore[misc]
+        step = clock.run(
+            lambda trace=trace: run_training(QueueStrategy(workload, trace, 0.0, StrategySettings()), 1)
+        ).steps[0]  # type: ignore[misc]
         members = range(workload.group_size)
         longest = max(
             bounds.alone_seconds(trace.episode(group, member), workload.cost)
@@ -122,11 +124,11 @@ def _sync_bound(seeds: Sequence[int]) -> CalibrationCheck:
         bound = bounds.step_seconds_bound(
             workload.batch,
             workload.gpus,
-            bounds.generation_seconds(line.demand, workload.cost) / workload.batch,
-            bounds.training_seconds(line.demand, workload.train_seconds) / workload.batch,
+            bounds.generation_seconds(step.demand, workload.cost) / workload.batch,
+            bounds.training_seconds(step.demand, workload.train_seconds) / workload.batch,
             longest,
         )
-        shares.append(line.ended / bound)
+        shares.append(step.ended / bound)
     what = "a synchronous step (queue) over the bound of ROLL Flash Prop. 2 (W2); at most"
     return CalibrationCheck("sync-bound", what, (1.05,), (median(shares),), True, at_most=True)
 
@@ -135,10 +137,10 @@ def _ratio(above: list[float], below: list[float]) -> float:
     return median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _rollout_seconds(policy: Callable[..., ScheduleStrategy], workload: Workload, seed: int, **settings: int) -> float:
+def _rollout_seconds(strategy: Callable[..., ScheduleStrategy], workload: Workload, seed: int, **settings: int) -> float:
     """Of one batch that all GPUs generate."""
-    made = policy(workload, trace_of(workload, seed), 0.0, StrategySettings(**settings))
-    return clock.run(lambda: drive(made, 1)).lines[0].waited
+    made = strategy(workload, trace_of(workload, seed), 0.0, StrategySettings(**settings))
+    return clock.run(lambda: run_training(made, 1)).steps[0].waited
 
 
 def _listed(values: Sequence[float]) -> str:
@@ -152,7 +154,7 @@ class LockstepStrategy(BarrierStrategy):
         numbers = range(self.version * groups, (self.version + 1) * groups)
         samples = [sample for number in numbers for sample in self.members(number)]
         for place, sample in enumerate(samples):
-            sample.replica = place % self.generators
+            sample.replica = place % self.generating_gpus
         await asyncio.sleep(max(sample.episode.reset for sample in samples))
         for turn in range(max(len(sample.episode.lengths) for sample in samples)):
             going = [sample for sample in samples if turn < len(sample.episode.lengths)]

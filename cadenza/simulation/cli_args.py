@@ -1,4 +1,4 @@
-"""What a command line asks of the simulation: workloads, policies, asynchronous ratios, costs."""
+"""What a command line asks of the simulation: workloads, strategies, asynchronous ratios, costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _ships(name: str) -> bool:
     return True
 
 
-def policies(names: str) -> list[str]:
+def strategies(names: str) -> list[str]:
     chosen = list(STRATEGIES) if names == "all" else split(names, "policy")
     if unknown := [name for name in chosen if name not in STRATEGIES]:
         raise InvalidArgument(f"policy '{unknown[0]}' is not known; take some of {', '.join(STRATEGIES)}, or all")

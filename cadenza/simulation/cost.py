@@ -57,7 +57,7 @@ H100_QWEN3_8B = CostModel(a=7.94e-3, b=4.4e-6, c=85.7e-9, p=27.6e-6, kv_capacity
 A100_QWEN25_7B = CostModel(a=11.2e-3, b=4.4e-6, c=54.8e-9, p=81e-6, kv_capacity=920_000)
 
 
-def drawn(seed: int, offset: int, count: int, vocab: int) -> tuple[Tokens, Logprobs]:
+def seeded_tokens(seed: int, offset: int, count: int, vocab: int) -> tuple[Tokens, Logprobs]:
     """Tokens `offset` to `offset + count` of a turn, and their logprobs: read-only views of a table, so they are free.
 
     They depend on seed and position only: a turn continued elsewhere reads like one that was never interrupted.

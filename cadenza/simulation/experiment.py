@@ -1,4 +1,4 @@
-"""One policy on one workload: a trial per seed, the settings searched, the seeds side by side in processes.
+"""One strategy on one workload: a trial per seed, the settings searched, the seeds side by side in processes.
 
 Invariant: a trial is a function of its fields. Whatever else runs, in whichever process, it has the same figures to the
 last digit, and a result is the median of the same trials in the same order.
@@ -27,7 +27,7 @@ from cadenza.simulation.baselines import (
 from cadenza.simulation.bounds import Demand, generation_seconds, training_seconds
 from cadenza.simulation.cadenza_strategy import CadenzaStrategy
 from cadenza.simulation.figures import RunFigures
-from cadenza.simulation.strategy import ScheduleStrategy, StrategySettings, drive
+from cadenza.simulation.strategy import ScheduleStrategy, StrategySettings, run_training
 from cadenza.simulation.tuned_settings import TUNED_SETTINGS
 from cadenza.simulation.workloads import Workload, trace_of
 
@@ -52,7 +52,7 @@ class Trial:
     """One run."""
 
     workload: Workload
-    policy: str
+    strategy: str
     alpha: float
     seed: int
     settings: StrategySettings
@@ -60,14 +60,14 @@ class Trial:
     warm_up: int = WARM_UP
 
     def __post_init__(self) -> None:
-        if self.policy not in STRATEGIES:
-            raise ValueError(f"policy '{self.policy}' is not known; take one of {', '.join(STRATEGIES)}")
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"policy '{self.strategy}' is not known; take one of {', '.join(STRATEGIES)}")
         if not 0 <= self.alpha < math.inf:
             raise ValueError(f"alpha must be >= 0, got {self.alpha}")
         if not 1 <= self.warm_up < self.steps:
             raise ValueError(f"the warm-up must be from 1 to steps - 1 = {self.steps - 1} steps, got {self.warm_up}")
         self.settings.check(self.workload)
-        self.settings.check_policy(self.policy)
+        self.settings.check_strategy(self.strategy)
         longest, kv = self.workload.longest_context, self.workload.cost.kv_capacity
         if longest is not None and longest > kv:
             raise ValueError(f"a context of {self.workload.name} has {longest} tokens, but a KV cache holds {kv}")
@@ -75,16 +75,16 @@ class Trial:
     def run(self) -> RunFigures:
         """Under virtual time."""
         trace = trace_of(self.workload, self.seed)
-        policy = STRATEGIES[self.policy](self.workload, trace, self.alpha, self.settings)
-        return clock.run(lambda: drive(policy, self.steps)).figures(self.seed, self.warm_up)
+        strategy = STRATEGIES[self.strategy](self.workload, trace, self.alpha, self.settings)
+        return clock.run(lambda: run_training(strategy, self.steps)).figures(self.seed, self.warm_up)
 
 
 @dataclass(frozen=True, slots=True)
 class StrategyResult:
-    """A policy on a workload over some seeds."""
+    """A strategy on a workload over some seeds."""
 
     workload: str
-    policy: str
+    strategy: str
     alpha: float
     settings: StrategySettings
     seeds: tuple[RunFigures, ...]
@@ -112,7 +112,7 @@ class StrategyResult:
         del typical["seed"]
         return {
             "workload": self.workload,
-            "policy": self.policy,
+            "policy": self.strategy,
             "alpha": self.alpha,
             "seeds": len(self.seeds),
             **typical,
@@ -140,7 +140,7 @@ class TrialPool:
 
 
 @contextmanager
-def workers(processes: int | None = None) -> Iterator[TrialPool]:
+def trial_pool(processes: int | None = None) -> Iterator[TrialPool]:
     count = processes or os.cpu_count() or 1
     if count == 1:
         yield TrialPool(None)
@@ -154,9 +154,9 @@ def workers(processes: int | None = None) -> Iterator[TrialPool]:
 
 
 def evaluate(
-    crew: TrialPool,
+    pool: TrialPool,
     workload: Workload,
-    policy: str,
+    strategy: str,
     alpha: float,
     seeds: Sequence[int],
     *,
@@ -166,46 +166,46 @@ def evaluate(
     warm_up: int = WARM_UP,
     search_anew: bool = False,
 ) -> StrategyResult:
-    """Run a policy over the seeds, at its best settings unless others, or some of them, are given."""
-    alpha = alpha if STRATEGIES[policy].asynchronous else 0.0
+    """Run a strategy over the seeds, at its best settings unless others, or some of them, are given."""
+    alpha = alpha if STRATEGIES[strategy].asynchronous else 0.0
     if settings is None and not search_anew:
-        settings = TUNED_SETTINGS.get((workload.name, policy, alpha))
+        settings = TUNED_SETTINGS.get((workload.name, strategy, alpha))
     if settings is None:
-        settings = search(crew, workload, policy, alpha)
+        settings = search(pool, workload, strategy, alpha)
     settings = replace(settings, **(given or {}))
-    figures = crew.run(Trial(workload, policy, alpha, seed, settings, steps, warm_up) for seed in seeds)
-    return StrategyResult(workload.name, policy, alpha, settings, tuple(figures))
+    figures = pool.run(Trial(workload, strategy, alpha, seed, settings, steps, warm_up) for seed in seeds)
+    return StrategyResult(workload.name, strategy, alpha, settings, tuple(figures))
 
 
 # -- the best settings -------------------------------------------------------------------------------------------------
 
 
-def search(crew: TrialPool, workload: Workload, policy: str, alpha: float) -> StrategySettings:
+def search(pool: TrialPool, workload: Workload, strategy: str, alpha: float) -> StrategySettings:
     """The settings with the highest efficiency, by moving along one axis after the other until nothing gains."""
-    best = first_guess(workload, policy, alpha)
+    best = first_guess(workload, strategy, alpha)
     known: dict[StrategySettings, float] = {}
 
     def measure(candidates: list[StrategySettings]) -> None:
         new = [settings for settings in dict.fromkeys(candidates) if settings not in known]
         trials = [
-            Trial(workload, policy, alpha, SEARCH_SEED, settings, SEARCH_STEPS, SEARCH_WARM_UP) for settings in new
+            Trial(workload, strategy, alpha, SEARCH_SEED, settings, SEARCH_STEPS, SEARCH_WARM_UP) for settings in new
         ]
-        known.update(zip(new, (figures.efficiency for figures in crew.run(trials)), strict=True))
+        known.update(zip(new, (figures.efficiency for figures in pool.run(trials)), strict=True))
 
     measure([best])
     while True:
         before = best
-        for candidates in _axes(workload, policy, alpha):
-            here = [best, *(settings for settings in candidates(best) if _fits(settings, workload, policy, alpha))]
+        for candidates in _axes(workload, strategy, alpha):
+            here = [best, *(settings for settings in candidates(best) if _fits(settings, workload, strategy, alpha))]
             measure(here)
             best = max(here, key=lambda settings: known[settings])
         if best == before:
             return best
 
 
-def first_guess(workload: Workload, policy: str, alpha: float) -> StrategySettings:
+def first_guess(workload: Workload, strategy: str, alpha: float) -> StrategySettings:
     """GPUs by the share of the work, all trajectories at once."""
-    if not STRATEGIES[policy].asynchronous or not alpha:
+    if not STRATEGIES[strategy].asynchronous or not alpha:
         return StrategySettings()
     trace = trace_of(workload, SEARCH_SEED)
     members = range(workload.group_size)
@@ -215,27 +215,27 @@ def first_guess(workload: Workload, policy: str, alpha: float) -> StrategySettin
     return StrategySettings(train_gpus=min(max(round(share * workload.gpus), 1), workload.gpus - 1))
 
 
-def _fits(settings: StrategySettings, workload: Workload, policy: str, alpha: float) -> bool:
-    asynchronous = STRATEGIES[policy].asynchronous and alpha > 0
+def _fits(settings: StrategySettings, workload: Workload, strategy: str, alpha: float) -> bool:
+    asynchronous = STRATEGIES[strategy].asynchronous and alpha > 0
     return 0 <= settings.train_gpus < workload.gpus and (settings.train_gpus > 0) == asynchronous
 
 
-def _axes(workload: Workload, policy: str, alpha: float) -> list[Any]:
+def _axes(workload: Workload, strategy: str, alpha: float) -> list[Any]:
     """Functions from settings to what may be tried next to them."""
     axes: list[Any] = []
-    if STRATEGIES[policy].asynchronous and alpha:
+    if STRATEGIES[strategy].asynchronous and alpha:
         unit = max(1, workload.gpus // 32)
         axes.append(lambda s: [replace(s, train_gpus=s.train_gpus + unit * d) for d in (-4, -2, -1, 1, 2, 4)])
-    if policy != "barrier":
+    if strategy != "barrier":
         most = workload.batch * (1 + math.ceil(alpha)) / workload.gpus
         axes.append(
             lambda s: [
                 replace(s, concurrency=c) for c in (0, *(round(most * share) for share in (0.25, 0.35, 0.5, 0.7, 0.85)))
             ]
         )
-    if policy == "cadenza" and alpha:
+    if strategy == "cadenza" and alpha:
         axes.append(lambda s: [replace(s, parts=n) for n in (1, 4, 8)])
-    if policy == "group-queue":
+    if strategy == "group-queue":
         axes.append(lambda s: [replace(s, extra_groups=workload.groups * n // 16) for n in (0, 1, 2)])
         axes.append(lambda s: [replace(s, extra_members=n) for n in (0, 1, 2)])
     return axes

@@ -1,7 +1,7 @@
-"""What came of a simulated run, in the figures by which policies are compared.
+"""What came of a simulated run, in the figures by which strategies are compared.
 
 Invariant: every figure is taken from the counted steps alone, between the end of the last step of the warm-up and the
-end of the last step, and each of them from the trace and the versions of the tokens, not from what a policy says of
+end of the last step, and each of them from the trace and the versions of the tokens, not from what a strategy says of
 itself.
 """
 
@@ -29,7 +29,7 @@ class BatchRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UsageTotals:
-    """What a policy has used up, since the start."""
+    """What a strategy has used up, since the start."""
 
     generated: int
     """Tokens that the replicas wrote."""
@@ -49,9 +49,9 @@ class StepRecord:
     """When its training ended."""
     demand: Demand
     rows: int
-    ages: Counter[int]
+    staleness: Counter[int]
     """Rows by staleness: the version that is trained minus the oldest that wrote any token."""
-    meters: UsageTotals
+    totals: UsageTotals
     """At the end."""
 
 
@@ -70,16 +70,16 @@ class RunFigures:
     staleness_max: int
     length_bias: float
     """Mean response of what was trained / mean response of the trace. The trace is read at as many groups as the
-    counted steps settled: a policy that had settled n0 groups (trained or given up) at the end of the warm-up and n1
+    counted steps settled: a strategy that had settled n0 groups (trained or given up) at the end of the warm-up and n1
     at the end is compared with the groups number n0 to n1 of the trace. What it takes out of order comes in at one end
-    of this window as it goes out at the other, so that a policy which drops nothing has 1 on average; and the noise of
+    of this window as it goes out at the other, so that a strategy which drops nothing has 1 on average; and the noise of
     the drawing, which both means share, cancels."""
     waste: dict[str, float]
     """Tokens that were generated and can never be trained, by cause, as shares of all generated."""
     wait_seconds: float
     """For which the trainer waited, per step."""
     balanced_seconds: float
-    """T_bal: what one batch takes under perfect balance on the GPUs that generate; where the policy is synchronous and
+    """T_bal: what one batch takes under perfect balance on the GPUs that generate; where the strategy is synchronous and
     turns have no env, `wait_seconds` compares with it."""
 
     def to_json(self) -> dict[str, Any]:
@@ -94,57 +94,57 @@ class FiguresBuilder:
         self.trace = trace
         self.alpha = alpha
         self.train_gpus = train_gpus
-        self.lines: list[StepRecord] = []
+        self.steps: list[StepRecord] = []
         self._demand = Demand()
-        self._ages: Counter[int] = Counter()
+        self._staleness: Counter[int] = Counter()
 
-    def train(self, rows: Sequence[BatchRow], version: int) -> float:
+    def add_chunk(self, rows: Sequence[BatchRow], version: int) -> float:
         """A batch, or a part of it, is trained on this version; returns the seconds it takes."""
         size = self.workload.group_size
         groups = [[row.episode for row in rows[at : at + size]] for at in range(0, len(rows), size)]
         demand = Demand.of(groups)
         self._demand += demand
-        self._ages.update(version - row.oldest for row in rows)
+        self._staleness.update(version - row.oldest for row in rows)
         return bounds.training_seconds(demand, self.workload.train_seconds) / self.train_gpus
 
-    def trained(self, now: float, waited: float, meters: UsageTotals) -> None:
+    def end_step(self, now: float, waited: float, totals: UsageTotals) -> None:
         """All of the batch is trained."""
-        rows = self._ages.total()
+        rows = self._staleness.total()
         if rows != self.workload.batch:
             raise ValueError(f"a batch of {self.workload.name} has {self.workload.batch} rows, got {rows}")
-        self.lines.append(StepRecord(waited, now, self._demand, rows, self._ages, meters))
-        self._demand, self._ages = Demand(), Counter()
+        self.steps.append(StepRecord(waited, now, self._demand, rows, self._staleness, totals))
+        self._demand, self._staleness = Demand(), Counter()
 
     def figures(self, seed: int, warm_up: int) -> RunFigures:
         """What the steps after the warm-up say."""
-        before, lines = self.lines[warm_up - 1], self.lines[warm_up:]
-        last = lines[-1]
-        demand, ages = Demand(), Counter[int]()
-        for line in lines:
-            demand += line.demand
-            ages.update(line.ages)
+        before, counted = self.steps[warm_up - 1], self.steps[warm_up:]
+        last = counted[-1]
+        demand, staleness = Demand(), Counter[int]()
+        for step in counted:
+            demand += step.demand
+            staleness.update(step.staleness)
         seconds = last.ended - before.ended
-        workload, steps, rows = self.workload, len(lines), ages.total()
+        workload, steps, rows = self.workload, len(counted), staleness.total()
         per_token = workload.train_seconds
-        first, end = before.meters.settled, last.meters.settled
+        first, end = before.totals.settled, last.totals.settled
         longest = self._longest_alone(end)
         work = bounds.limit_seconds(demand, workload.cost, per_token, workload.gpus, 0.0, 0.0) / steps
-        generated = max(last.meters.generated - before.meters.generated, 1)
-        wasted = last.meters.wasted - before.meters.wasted
+        generated = max(last.totals.generated - before.totals.generated, 1)
+        wasted = last.totals.wasted - before.totals.wasted
         return RunFigures(
             seed=seed,
             efficiency=bounds.efficiency(demand, workload.cost, per_token, workload.gpus, seconds),
             step_seconds=seconds / steps,
             limit_seconds=max(work, longest / (self.alpha + 1)),
             tokens_per_second=demand.written / seconds,
-            staleness_mean=sum(age * count for age, count in ages.items()) / rows,
-            staleness_max=max(ages),
+            staleness_mean=sum(versions * count for versions, count in staleness.items()) / rows,
+            staleness_max=max(staleness),
             length_bias=demand.written / rows / self.trace.mean_response(first, end),
             waste={cause: tokens / generated for cause, tokens in sorted(wasted.items())},
-            wait_seconds=sum(line.waited for line in lines) / steps,
+            wait_seconds=sum(step.waited for step in counted) / steps,
             balanced_seconds=sum(
-                bounds.balanced_seconds(line.demand, workload.cost, workload.gpus - self.train_gpus or workload.gpus)
-                for line in lines
+                bounds.balanced_seconds(step.demand, workload.cost, workload.gpus - self.train_gpus or workload.gpus)
+                for step in counted
             )
             / steps,
         )

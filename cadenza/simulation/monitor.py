@@ -40,7 +40,7 @@ from cadenza.inference.replica import Finish, Generation, PauseMode, Request
 from cadenza.observe.events import Event
 from cadenza.rollout.failures import StalenessError
 from cadenza.rollout.ledger import LedgerError
-from cadenza.simulation.cost import drawn
+from cadenza.simulation.cost import seeded_tokens
 from cadenza.simulation.envs import SimWorld
 from cadenza.simulation.faults import FaultyReplica
 from cadenza.simulation.scenario import Scenario
@@ -214,7 +214,9 @@ class Monitor:
                     self.violate(6, f"{where} goes on with a turn that had ended")
                 if request.offset != done:
                     self.violate(6, f"{where} continues from token {request.offset}, but {done} were returned before")
-                elif done and not np.array_equal(request.chunks[-1], drawn(request.seed, 0, done, replica.vocab)[0]):
+                elif done and not np.array_equal(
+                    request.chunks[-1], seeded_tokens(request.seed, 0, done, replica.vocab)[0]
+                ):
                     self.violate(6, f"{where} does not continue from the tokens that were returned before")
                 if future.done() and not future.cancelled() and future.exception() is None:
                     answer = future.result()

@@ -25,7 +25,7 @@ from cadenza.simulation.figures import RunFigures
 from cadenza.simulation.strategy import StrategySettings
 from cadenza.simulation.workloads import TraceEpisode, Workload, trace_of
 
-POLICY = "cadenza"
+STRATEGY = "cadenza"
 SPLITS = (0.6, 0.8, 1.0, 1.25, 1.6)
 """Training GPUs that are tried first, as multiples of their share of the work."""
 FEW_SPLITS = (0.75, 1.0, 1.35)
@@ -120,7 +120,7 @@ Fits = Callable[[int, int], bool]
 
 
 def make_plan(
-    crew: TrialPool,
+    pool: TrialPool,
     workload: Workload,
     alphas: Sequence[float],
     fits: Fits = lambda train, shared: True,
@@ -133,7 +133,7 @@ def make_plan(
         raise ValueError("a plan needs at least one alpha")
     if workload.gpus == 1 and any(alphas):
         raise ValueError("with one GPU nothing can train while something generates: give more GPUs, or alpha 0")
-    search = _PlanSearch(crew, workload, fits)
+    search = _PlanSearch(pool, workload, fits)
     lines = [CandidateFamily(alpha) for alpha in alphas if search.possible(CandidateFamily(alpha))]
     lines += [
         CandidateFamily(alpha, True)
@@ -150,9 +150,9 @@ def make_plan(
     return search.plan(lines)
 
 
-def predict(crew: TrialPool, workload: Workload, alphas: Sequence[float], train_gpus: int, shared_gpus: int) -> Plan:
+def predict(pool: TrialPool, workload: Workload, alphas: Sequence[float], train_gpus: int, shared_gpus: int) -> Plan:
     """What comes of GPUs that are given, for every alpha."""
-    search = _PlanSearch(crew, workload, lambda train, shared: train == train_gpus, shared_gpus)
+    search = _PlanSearch(pool, workload, lambda train, shared: train == train_gpus, shared_gpus)
     lines = [CandidateFamily(alpha, bool(shared_gpus)) for alpha in alphas]
     search.run([(line, train_gpus) for line in lines], 1 if search.frugal else 2)
     return search.plan(lines)
@@ -161,11 +161,11 @@ def predict(crew: TrialPool, workload: Workload, alphas: Sequence[float], train_
 class _PlanSearch:
     """What is known of the candidates so far."""
 
-    def __init__(self, crew: TrialPool, workload: Workload, fits: Fits, shared_gpus: int | None = None) -> None:
+    def __init__(self, pool: TrialPool, workload: Workload, fits: Fits, shared_gpus: int | None = None) -> None:
         """All GPUs that train are shared where any are, unless it is given how many."""
         self.found: dict[tuple[CandidateFamily, int], Prediction] = {}
         """By line and training GPUs, from the longest run of each."""
-        self._crew = crew
+        self._pool = pool
         self._workload = workload
         self._shared_gpus = shared_gpus
         self._outlook = StepLimits.of(workload)
@@ -185,7 +185,7 @@ class _PlanSearch:
             return [0]
         if line.is_shared:
             return self._nearest(line, (self._workload.gpus * f for f in (FEW_SHARED if self.frugal else SHARED)))
-        guess = first_guess(self._workload, POLICY, line.alpha).train_gpus
+        guess = first_guess(self._workload, STRATEGY, line.alpha).train_gpus
         return self._nearest(line, (guess * f for f in (FEW_SPLITS if self.frugal else SPLITS)))
 
     def around(self, line: CandidateFamily) -> list[int]:
@@ -231,8 +231,8 @@ class _PlanSearch:
             warm_up = min(2 * (round + 1) + math.ceil(line.alpha), MOST_WARM_UP)
             shares.append((gpus if self._shared_gpus is None else self._shared_gpus) if line.is_shared else 0)
             settings = StrategySettings(train_gpus=gpus, shared=shares[-1])
-            trials.append(Trial(self._workload, POLICY, line.alpha, SEARCH_SEED, settings, warm_up + counted, warm_up))
-        for (line, gpus), shared, figures in zip(candidates, shares, self._crew.run(trials), strict=True):
+            trials.append(Trial(self._workload, STRATEGY, line.alpha, SEARCH_SEED, settings, warm_up + counted, warm_up))
+        for (line, gpus), shared, figures in zip(candidates, shares, self._pool.run(trials), strict=True):
             limits = self._outlook.limits(line.alpha, gpus, shared)
             generating = self._workload.gpus - gpus + shared
             self.found[line, gpus] = Prediction(line.alpha, gpus, shared, generating, figures, counted, limits)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from cadenza.simulation import cli_args
 from cadenza.simulation.cli_args import InvalidArgument
-from cadenza.simulation.experiment import workers
+from cadenza.simulation.experiment import trial_pool
 from cadenza.simulation.plan import Plan, make_plan
 from cadenza.simulation.simulate import wide_console
 
@@ -38,8 +38,8 @@ def plan(
         load = cli_args.with_cost(load, model_cost)
     if load.gpus == 1 and any(alphas):
         raise InvalidArgument("with one GPU nothing can train while something generates: give --gpus 2, or --alpha 0")
-    with workers() as crew:
-        made = make_plan(crew, load, alphas, shared=shared)
+    with trial_pool() as pool:
+        made = make_plan(pool, load, alphas, shared=shared)
     if as_json:
         print(json.dumps(made.to_json(), indent=2))
     else:

@@ -1,7 +1,7 @@
-"""Policies side by side, and a strip of time of each of them, as pictures and as one page.
+"""Strategies side by side, and a strip of time of each of them, as pictures and as one page.
 
 DIR/NAME-policies.png    efficiency, step time against its limit, staleness, waste
-DIR/NAME-timeline.png    the same seconds of every policy: what the replicas carried, when the trainer worked
+DIR/NAME-timeline.png    the same seconds of every strategy: what the replicas carried, when the trainer worked
 DIR/index.html           both, for all workloads, to hover over; one file, no network
 """
 
@@ -24,7 +24,7 @@ from cadenza.observe.timeline_png import FAINT, INK
 from cadenza.simulation import clock
 from cadenza.simulation.experiment import STRATEGIES, StrategyResult, TrialPool
 from cadenza.simulation.recorder import RunRecorder, TimelineWindow
-from cadenza.simulation.strategy import drive
+from cadenza.simulation.strategy import run_training
 from cadenza.simulation.workloads import Workload, trace_of
 
 if TYPE_CHECKING:
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 400
-"""Of a strip."""
+"""Of a window."""
 STEPS_SHOWN = 2.6
-"""Steps of the slowest policy that a strip shows."""
+"""Steps of the slowest strategy that a strip shows."""
 MOST_STEPS = 60
-"""That are simulated for a strip after the warm-up, however fast a policy is."""
+"""That are simulated for a strip after the warm-up, however fast a strategy is."""
 OURS, OTHERS, LIMIT, WORKS, WAITS = "#3568b0", "#9db4d3", "#d63a3a", "#2f9e6e", "#e0a92e"
 WASTE = ("#b5713a", "#d63a3a", "#a86fc0", "#e0a92e", "#9097a0")
 
 
 @dataclass(frozen=True, slots=True)
 class PlottedRun:
-    """One policy on one workload."""
+    """One strategy on one workload."""
 
     result: StrategyResult
-    strip: TimelineWindow
+    window: TimelineWindow
 
     @property
     def name(self) -> str:
         shared = f", {shared} GPUs shared" if (shared := self.result.settings.shared) else ""
         alpha = f", alpha {self.result.alpha:g}" if self.is_asynchronous else ""
-        return f"{self.result.policy}{alpha}{shared}"
+        return f"{self.result.strategy}{alpha}{shared}"
 
     @property
     def is_asynchronous(self) -> bool:
-        return STRATEGIES[self.result.policy].asynchronous
+        return STRATEGIES[self.result.strategy].asynchronous
 
     @property
     def gpus(self) -> str:
@@ -73,78 +73,80 @@ class _RecordingJob:
     warm_up: int
     seconds: float
 
-    def take(self) -> PlottedRun:
+    def record(self) -> PlottedRun:
         result, first = self.result, self.result.seeds[0]
         steps = self.warm_up + min(math.ceil(self.seconds / first.step_seconds) + 2, MOST_STEPS)
         trace = trace_of(self.workload, first.seed)
-        policy = STRATEGIES[result.policy](self.workload, trace, result.alpha, result.settings)
-        policy.film = RunRecorder()
-        clock.run(lambda: drive(policy, steps))
-        return PlottedRun(result, policy.film.strip(self.warm_up - 1, self.seconds, COLUMNS))
+        strategy = STRATEGIES[result.strategy](self.workload, trace, result.alpha, result.settings)
+        strategy.recorder = RunRecorder()
+        clock.run(lambda: run_training(strategy, steps))
+        return PlottedRun(result, strategy.recorder.window(self.warm_up - 1, self.seconds, COLUMNS))
 
 
-def film(crew: TrialPool, workload: Workload, results: Sequence[StrategyResult], warm_up: int) -> list[PlottedRun]:
+def record_runs(
+    pool: TrialPool, workload: Workload, results: Sequence[StrategyResult], warm_up: int
+) -> list[PlottedRun]:
     """The same seconds after the warm-up of every result."""
     seconds = STEPS_SHOWN * max(result.typical.step_seconds for result in results)
-    return crew.map(_RecordingJob.take, [_RecordingJob(workload, result, warm_up, seconds) for result in results])
+    return pool.map(_RecordingJob.record, [_RecordingJob(workload, result, warm_up, seconds) for result in results])
 
 
-def write(out: Path, scenes: Sequence[PlottedRun]) -> tuple[list[Path], str]:
+def write(out: Path, plotted: Sequence[PlottedRun]) -> tuple[list[Path], str]:
     """Draw everything; the files, and what is missing."""
     out.mkdir(parents=True, exist_ok=True)
     page = out / "index.html"
-    page.write_text(render(scenes), encoding="utf-8")
+    page.write_text(render(plotted), encoding="utf-8")
     try:
         from matplotlib import rc_context
     except ImportError:
         return [page], "no PNG: it needs matplotlib: pip install 'cadenza[plot]'"
     files = []
     with rc_context({"text.parse_math": False, "font.size": 9, "text.color": INK, "axes.labelcolor": INK}):
-        for name, own in _by_workload(scenes).items():
+        for name, own in _by_workload(plotted).items():
             stem = re.sub(r"[^\w.]+", "-", name).strip("-")
-            for figure, kind in ((_policies(name, own), "policies"), (_timeline(name, own), "timeline")):
+            for figure, kind in ((_strategies(name, own), "policies"), (_timeline(name, own), "timeline")):
                 files.append(out / f"{stem}-{kind}.png")
                 figure.savefig(files[-1])
     return [*files, page], ""
 
 
-def _by_workload(scenes: Sequence[PlottedRun]) -> dict[str, list[PlottedRun]]:
-    names = dict.fromkeys(scene.result.workload for scene in scenes)
-    return {name: [scene for scene in scenes if scene.result.workload == name] for name in names}
+def _by_workload(plotted: Sequence[PlottedRun]) -> dict[str, list[PlottedRun]]:
+    names = dict.fromkeys(run.result.workload for run in plotted)
+    return {name: [run for run in plotted if run.result.workload == name] for name in names}
 
 
-# -- policies side by side ---------------------------------------------------------------------------------------------
+# -- strategies side by side ---------------------------------------------------------------------------------------------
 
 
-def _policies(name: str, scenes: Sequence[PlottedRun]) -> Figure:
-    """One row per policy, one panel per figure."""
+def _strategies(name: str, plotted: Sequence[PlottedRun]) -> Figure:
+    """One row per strategy, one panel per figure."""
     from matplotlib.figure import Figure
 
-    height = 0.36 * len(scenes)
+    height = 0.36 * len(plotted)
     figure = Figure(figsize=(14, height + 1.5), dpi=120, facecolor="white")
     axes = figure.subplots(1, 4, sharey=True)
     figure.subplots_adjust(
         left=0.13, right=0.985, bottom=0.62 / (height + 1.5), top=1 - 0.85 / (height + 1.5), wspace=0.1
     )
-    seeds = len(scenes[0].result.seeds)
+    seeds = len(plotted[0].result.seeds)
     figure.text(
-        0.012, 1 - 0.12 / (height + 1.5), f"{name}: policies side by side", va="top", fontsize=13, weight="bold"
+        0.012, 1 - 0.12 / (height + 1.5), f"{name}: strategies side by side", va="top", fontsize=13, weight="bold"
     )
     figure.text(
         0.012, 1 - 0.37 / (height + 1.5), f"medians over {seeds} {'seed' if seeds == 1 else 'seeds'}",
         va="top", color=FAINT,
     )  # fmt: skip
-    typical = [scene.result.typical for scene in scenes]
-    colours = [OURS if scene.result.policy == "cadenza" else OTHERS for scene in scenes]
-    rows = range(len(scenes))
+    typical = [run.result.typical for run in plotted]
+    colours = [OURS if run.result.strategy == "cadenza" else OTHERS for run in plotted]
+    rows = range(len(plotted))
     for ax in axes:
         _bare(ax)
-        ax.set_ylim(len(scenes) - 0.4, -0.6)
+        ax.set_ylim(len(plotted) - 0.4, -0.6)
         ax.grid(axis="x", color="#e6e9ed", linewidth=0.7)
         ax.set_axisbelow(True)
-    axes[0].set_yticks(list(rows), [scene.name for scene in scenes], fontsize=9, color=INK)
+    axes[0].set_yticks(list(rows), [run.name for run in plotted], fontsize=9, color=INK)
     axes[0].barh(rows, [figures.efficiency for figures in typical], color=colours, height=0.62)
-    axes[0].plot([scene.result.worst.efficiency for scene in scenes], rows, "|", color=INK, markersize=9)
+    axes[0].plot([run.result.worst.efficiency for run in plotted], rows, "|", color=INK, markersize=9)
     _caption(axes[0], "efficiency", "mark: the worst seed", [f"{figures.efficiency:.2f}" for figures in typical])
     axes[0].set_xlim(0, max(1.0, axes[0].get_xlim()[1]))
     axes[1].barh(rows, [figures.step_seconds for figures in typical], color=colours, height=0.62)
@@ -205,19 +207,19 @@ def _bare(ax: Axes) -> None:
 # -- the timeline ------------------------------------------------------------------------------------------------------
 
 
-def _timeline(name: str, scenes: Sequence[PlottedRun]) -> Figure:
-    """A strip per policy, all of the same length in seconds."""
+def _timeline(name: str, plotted: Sequence[PlottedRun]) -> Figure:
+    """A strip per strategy, all of the same length in seconds."""
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     colours = LinearSegmentedColormap.from_list("load", ["#f3f5f8", "#86a9d6", "#3568b0", "#16305c"])
     top, bottom, block = 0.8, 0.75, 1.3
-    height = top + bottom + block * len(scenes)
+    height = top + bottom + block * len(plotted)
     figure = Figure(figsize=(14, height), dpi=120, facecolor="white")
-    most = max(float(scene.strip.running.max()) for scene in scenes) or 1.0
+    most = max(float(run.window.running.max()) for run in plotted) or 1.0
     norm = PowerNorm(0.5, vmin=0, vmax=most)  # one sequence is to be told from none
-    seconds = max(scene.strip.end - scene.strip.start for scene in scenes)
+    seconds = max(run.window.end - run.window.start for run in plotted)
     figure.text(
         0.012,
         1 - 0.12 / height,
@@ -232,19 +234,19 @@ def _timeline(name: str, scenes: Sequence[PlottedRun]) -> Figure:
         "Lines: versions; the more there are, the faster.",
         va="top", color=FAINT,
     )  # fmt: skip
-    for number, scene in enumerate(scenes):
+    for number, run in enumerate(plotted):
         below = height - top - block * (number + 1)
         lanes = [
             figure.add_axes((0.13, (below + at) / height, 0.855, lane / height))
             for at, lane in ((block - 0.22, 0.16), (0.12, block - 0.36))
         ]
-        image = _strip(lanes[0], lanes[1], scene, seconds, norm, colours)
+        image = _strip(lanes[0], lanes[1], run, seconds, norm, colours)
         middle = (below + 0.12 + (block - 0.36) / 2) / height
-        figure.text(0.122, middle + 0.14 / height, scene.name, ha="right", va="center", weight="bold")
-        figure.text(0.122, middle - 0.06 / height, scene.gpus, ha="right", va="center", fontsize=7.5, color=FAINT)
-        trains = f"trainer busy {scene.strip.busy:.0%}"
+        figure.text(0.122, middle + 0.14 / height, run.name, ha="right", va="center", weight="bold")
+        figure.text(0.122, middle - 0.06 / height, run.gpus, ha="right", va="center", fontsize=7.5, color=FAINT)
+        trains = f"trainer busy {run.window.busy:.0%}"
         figure.text(0.122, middle - 0.24 / height, trains, ha="right", va="center", fontsize=7.5, color=FAINT)
-        lanes[1].tick_params(labelbottom=number == len(scenes) - 1)
+        lanes[1].tick_params(labelbottom=number == len(plotted) - 1)
     lanes[1].set_xlabel("seconds after the warm-up", fontsize=9)
     bar = figure.colorbar(
         image, cax=figure.add_axes((0.84, 0.22 / height, 0.14, 0.1 / height)), orientation="horizontal"
@@ -259,8 +261,8 @@ def _timeline(name: str, scenes: Sequence[PlottedRun]) -> Figure:
     return figure
 
 
-def _strip(trainer: Axes, replicas: Axes, scene: PlottedRun, seconds: float, norm: Any, colours: Any) -> Any:
-    strip = scene.strip
+def _strip(trainer: Axes, replicas: Axes, run: PlottedRun, seconds: float, norm: Any, colours: Any) -> Any:
+    window = run.window
     for ax in (trainer, replicas):
         _bare(ax)
         ax.set_xlim(0, seconds)
@@ -268,19 +270,19 @@ def _strip(trainer: Axes, replicas: Axes, scene: PlottedRun, seconds: float, nor
     trainer.set_ylim(0, 1)
     trainer.tick_params(labelbottom=False)
     trainer.spines["bottom"].set_visible(False)
-    for spans, colour in ((strip.waited, WAITS), (strip.trained, WORKS)):
-        trainer.broken_barh([(a - strip.start, b - a) for a, b in spans], (0.1, 0.8), color=colour, linewidth=0)
-    extent = (0.0, strip.end - strip.start, 0.0, 1.0)
+    for spans, colour in ((window.waited, WAITS), (window.trained, WORKS)):
+        trainer.broken_barh([(a - window.start, b - a) for a, b in spans], (0.1, 0.8), color=colour, linewidth=0)
+    extent = (0.0, window.end - window.start, 0.0, 1.0)
     image = replicas.imshow(
-        strip.running, aspect="auto", extent=extent, cmap=colours, norm=norm, interpolation="nearest"
+        window.running, aspect="auto", extent=extent, cmap=colours, norm=norm, interpolation="nearest"
     )
     replicas.set_xlim(0, seconds)
-    every = max(1, len(strip.published) // 24)
-    for number, (time, version) in enumerate(strip.published):
-        replicas.axvline(time - strip.start, color=LIMIT, linewidth=0.8, alpha=0.75)
-        if number % every == 0 and time - strip.start < 0.985 * seconds:
+    every = max(1, len(window.published) // 24)
+    for number, (time, version) in enumerate(window.published):
+        replicas.axvline(time - window.start, color=LIMIT, linewidth=0.8, alpha=0.75)
+        if number % every == 0 and time - window.start < 0.985 * seconds:
             replicas.text(
-                time - strip.start + seconds * 0.002, 0.97, f"v{version}", va="top", fontsize=7.5, color=LIMIT,
+                time - window.start + seconds * 0.002, 0.97, f"v{version}", va="top", fontsize=7.5, color=LIMIT,
                 bbox={"facecolor": "white", "alpha": 0.8, "pad": 0.6, "linewidth": 0},
             )  # fmt: skip
     return image
@@ -289,36 +291,36 @@ def _strip(trainer: Axes, replicas: Axes, scene: PlottedRun, seconds: float, nor
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def render(scenes: Sequence[PlottedRun]) -> str:
+def render(plotted: Sequence[PlottedRun]) -> str:
     """The page as text."""
     template = resources.files("cadenza.simulation").joinpath("simulate.html").read_text(encoding="utf-8")
-    title = f"cadenza simulate: {', '.join(_by_workload(scenes))}"
+    title = f"cadenza simulate: {', '.join(_by_workload(plotted))}"
     head, middle, tail = template.replace("__TITLE__", html.escape(title)).partition("__DATA__")
     assert middle, "simulate.html has lost its place for the data"
     data = {
         "workloads": [
-            {"name": name, "scenes": [_scene(scene) for scene in own]} for name, own in _by_workload(scenes).items()
+            {"name": name, "scenes": [_run_data(run) for run in own]} for name, own in _by_workload(plotted).items()
         ]
     }
     return head + script_json(data) + tail
 
 
-def _scene(scene: PlottedRun) -> dict[str, Any]:
-    strip = scene.strip
-    span = strip.end - strip.start
+def _run_data(run: PlottedRun) -> dict[str, Any]:
+    window = run.window
+    span = window.end - window.start
 
     def moved(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-        return [(round(a - strip.start, 2), round(b - strip.start, 2)) for a, b in spans]
+        return [(round(a - window.start, 2), round(b - window.start, 2)) for a, b in spans]
 
     return {
-        "name": scene.name,
-        "ours": scene.result.policy == "cadenza",
-        "gpus": scene.gpus,
-        "figures": json.loads(json.dumps(scene.result.to_json())),
+        "name": run.name,
+        "ours": run.result.strategy == "cadenza",
+        "gpus": run.gpus,
+        "figures": json.loads(json.dumps(run.result.to_json())),
         "seconds": span,
-        "busy": strip.busy,
-        "running": [[round(value, 1) for value in row] for row in strip.running.tolist()],
-        "trained": moved(strip.trained),
-        "waited": moved(strip.waited),
-        "published": [(round(time - strip.start, 2), version) for time, version in strip.published],
+        "busy": window.busy,
+        "running": [[round(value, 1) for value in row] for row in window.running.tolist()],
+        "trained": moved(window.trained),
+        "waited": moved(window.waited),
+        "published": [(round(time - window.start, 2), version) for time, version in window.published],
     }

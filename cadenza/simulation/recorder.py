@@ -1,6 +1,6 @@
 """What a run looks like: when every replica generated how much, and when the trainer worked or waited.
 
-A film only watches: a run that is filmed is the same run.
+A recorder only watches: a run that is recorded is the same run.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class RunRecorder:
     running: dict[int, dict[int, float]] = field(default_factory=dict)
     """By replica and request: since when what is not finished is decoded."""
 
-    def camera(self, replica: int) -> Callable[[float, str, object], None]:
+    def replica_listener(self, replica: int) -> Callable[[float, str, object], None]:
         """What hears of the events of a replica."""
         spans = self.spans.setdefault(replica, [])
         running = self.running.setdefault(replica, {})
 
-        def see(time: float, kind: str, request: object) -> None:
+        def on_event(time: float, kind: str, request: object) -> None:
             number = cast(Request, request).id
             if kind == "join":
                 running[number] = time
             elif kind != "start" and (since := running.pop(number, None)) is not None:
                 spans.append((since, time))
 
-        return see
+        return on_event
 
     def step(self, asked: float, began: float, ended: float) -> None:
         self.steps.append((asked, began, ended))
@@ -73,7 +73,7 @@ class RunRecorder:
     def version(self, time: float) -> None:
         self.versions.append(time)
 
-    def strip(self, first: int, seconds: float, columns: int) -> TimelineWindow:
+    def window(self, first: int, seconds: float, columns: int) -> TimelineWindow:
         """So many seconds from a version on, or all that is left."""
         start = self.versions[first]
         end = min(start + seconds, self.versions[-1])
@@ -84,8 +84,8 @@ class RunRecorder:
         ]
         rows = np.array([concurrency(own, edges) for own in spans])
         if len(rows) > MOST_ROWS:
-            parts = np.array_split(np.arange(len(rows)), MOST_ROWS)
-            rows = np.array([rows[part].mean(axis=0) for part in parts])
+            shared_rows = np.array_split(np.arange(len(rows)), MOST_ROWS)
+            rows = np.array([rows[rows_of_one].mean(axis=0) for rows_of_one in shared_rows])
         return TimelineWindow(
             start,
             end,

@@ -36,7 +36,7 @@ from cadenza.inference.replica import (
     Span,
     StaleEpoch,
 )
-from cadenza.simulation.cost import CostModel, drawn
+from cadenza.simulation.cost import CostModel, seeded_tokens
 from cadenza.simulation.prefix_cache import PrefixCache
 
 
@@ -489,7 +489,7 @@ class SimReplica:
             self._discard(cause, written)
         else:
             self.returned += written
-            tokens, logprobs = drawn(request.seed, request.offset, written, self.vocab)
+            tokens, logprobs = seeded_tokens(request.seed, request.offset, written, self.vocab)
             sequence.future.set_result(Generation(tokens, logprobs, spans, finish))
         if self.on_event is not None:
             self._emit("abort" if finish is Finish.ABORT else "finish", sequence)

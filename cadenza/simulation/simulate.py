@@ -1,4 +1,4 @@
-"""`cadenza simulate`: policies side by side on the same traces, and the gates that say whether to believe it."""
+"""`cadenza simulate`: strategies side by side on the same traces, and the gates that say whether to believe it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 from cadenza.simulation import calibration, cli_args, plots
 from cadenza.simulation.calibration import CalibrationCheck
 from cadenza.simulation.cli_args import InvalidArgument
-from cadenza.simulation.experiment import STRATEGIES, StrategyResult, TrialPool, evaluate, workers
+from cadenza.simulation.experiment import STRATEGIES, StrategyResult, TrialPool, evaluate, trial_pool
 from cadenza.simulation.workloads import WORKLOADS, Workload
 
 GATE_SEEDS = 3
@@ -26,7 +26,7 @@ WIDTH = 160
 
 def simulate(
     workload: str,
-    policy: str,
+    strategy: str,
     alpha: str,
     *,
     seeds: int,
@@ -47,18 +47,18 @@ def simulate(
     given = cli_args.settings(settings)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # rather now than after the simulation
-    wanted = [(w, p, a) for w in loads for a in cli_args.alphas(alpha) for p in cli_args.policies(policy)]
+    wanted = [(w, p, a) for w in loads for a in cli_args.alphas(alpha) for p in cli_args.strategies(strategy)]
     synchronous = {p for _, p, _ in wanted if not STRATEGIES[p].asynchronous}
     console = wide_console()
-    with workers() as crew:
-        checked = calibration.check(crew, range(min(seeds, GATE_SEEDS))) if gates else []
+    with trial_pool() as pool:
+        checked = calibration.check(pool, range(min(seeds, GATE_SEEDS))) if gates else []
         results: list[StrategyResult] = []
         done: dict[tuple[str, str], StrategyResult] = {}
         for w, p, a in [] if gates else wanted:
             if (w.name, p) not in done:
                 try:
                     result = evaluate(
-                        crew, w, p, a, range(seeds), given=given, steps=steps, warm_up=warm_up, search_anew=search
+                        pool, w, p, a, range(seeds), given=given, steps=steps, warm_up=warm_up, search_anew=search
                     )
                 except ValueError as error:  # the settings do not fit the workload
                     why = f"settings '{settings}', " if settings else ""
@@ -66,28 +66,28 @@ def simulate(
                 results.append(result)
                 if p in synchronous:  # they have no alpha: once is enough
                     done[w.name, p] = result
-        is_comparison = len({result.policy for result in results}) > 1
-        holding = calibration.holding(crew) if is_comparison else None
-        scenes = [] if out is None or gates else _film(crew, loads, results, warm_up)
+        is_comparison = len({result.strategy for result in results}) > 1
+        holding = calibration.holding(pool) if is_comparison else None
+        plotted = [] if out is None or gates else _record_runs(pool, loads, results, warm_up)
     if as_json:
         print(jsonlib.dumps(_to_json(results, checked, holding), indent=2))
     else:
         _show(console, results, checked, holding)
     if out is not None and results:
-        _draw(console, out, scenes, quiet=as_json)
+        _draw(console, out, plotted, quiet=as_json)
     return 0 if all(gate.holds for gate in checked) else 1
 
 
-def _film(
-    crew: TrialPool, loads: list[Workload], results: list[StrategyResult], warm_up: int
+def _record_runs(
+    pool: TrialPool, loads: list[Workload], results: list[StrategyResult], warm_up: int
 ) -> list[plots.PlottedRun]:
     by_load = [(load, [result for result in results if result.workload == load.name]) for load in loads]
-    return [scene for load, own in by_load for scene in plots.film(crew, load, own, warm_up)]
+    return [run for load, own in by_load for run in plots.record_runs(pool, load, own, warm_up)]
 
 
-def _draw(console: Console, out: Path, scenes: list[plots.PlottedRun], *, quiet: bool) -> None:
+def _draw(console: Console, out: Path, plotted: list[plots.PlottedRun], *, quiet: bool) -> None:
     """Pictures of everything."""
-    files, missing = plots.write(out, scenes)
+    files, missing = plots.write(out, plotted)
     if missing:
         print(missing, file=sys.stderr)
     for file in [] if quiet else files:
@@ -159,7 +159,7 @@ def _table(name: str, results: list[StrategyResult]) -> Table:
     for result in results:
         typical = result.typical
         table.add_row(
-            Text(result.policy, style="bold cyan" if result.policy == "cadenza" else ""),
+            Text(result.strategy, style="bold cyan" if result.strategy == "cadenza" else ""),
             f"{result.alpha:g}",
             Text(f"{typical.efficiency:.3f}", style="bold" if typical.efficiency == best else ""),
             f"{result.worst.efficiency:.3f}",
@@ -194,7 +194,7 @@ def _settings(result: StrategyResult) -> str:
         told.append(f"+{settings.extra_groups} groups +{settings.extra_members} members{late}")
     if settings.parts > 1:
         told.append(f"{settings.parts} parts")
-    if result.policy == "cadenza" and not settings.balance_seconds:
+    if result.strategy == "cadenza" and not settings.balance_seconds:
         told.append("no balance")
     if settings.slice_tokens >= 0:
         told.append(f"slices of {settings.slice_tokens:,}" if settings.slice_tokens else "no slices")

@@ -1,8 +1,8 @@
-"""What all policies share: the settings, the program that trains, and the players of episodes.
+"""What all strategies share: the settings, the program that trains, and the players of episodes.
 
-    drive(): batch -> train (a sleep) -> publish, over and over, whatever the policy is
+    run_training(): batch -> train (a sleep) -> publish, over and over, whatever the strategy is
 
-A policy decides what `batch` waits for and what is generated meanwhile. Where it is synchronous, all GPUs generate and
+A strategy decides what `batch` waits for and what is generated meanwhile. Where it is synchronous, all GPUs generate and
 then all of them train; else `train_gpus` of them train while the others generate, and those that are `shared` generate
 too while nothing is trained.
 """
@@ -23,12 +23,12 @@ from cadenza.simulation.recorder import RunRecorder
 from cadenza.simulation.replica import SimReplica
 from cadenza.simulation.workloads import TraceLike, Workload
 
-_SHOWN = np.zeros(1 << 15, np.int32)
+_ZEROS = np.zeros(1 << 15, np.int32)
 ENGINE_LIMIT = 1 << 20
 """More trajectories than a replica ever has."""
 
 
-OWNERS = {
+SETTING_OWNERS = {
     "shared": ("cadenza",),
     "parts": ("cadenza",),
     "balance_seconds": ("cadenza",),
@@ -37,29 +37,29 @@ OWNERS = {
     "extra_members": ("cadenza", "group-queue"),
     "extra_groups": ("cadenza", "group-queue"),
 }
-"""The policies that have a setting, where not all have it."""
+"""The strategies that have a setting, where not all have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategySettings:
-    """What may be chosen for a policy; the best choice is searched."""
+    """What may be chosen for a strategy; the best choice is searched."""
 
     train_gpus: int = 0
     """GPUs that train. 0: all GPUs generate, and all of them train in turn."""
     shared: int = 0
-    """So many of them generate between two train steps, under the policy `cadenza`."""
+    """So many of them generate between two train steps, under the strategy `cadenza`."""
     concurrency: int = 0
     """Trajectories under way per replica; 0 is no limit."""
     extra_members: int = 0
     extra_after: float = 0.0
     extra_groups: int = 0
-    """Redundancy, of those policies that have it."""
+    """Redundancy, of those strategies that have it."""
     parts: int = 1
-    """A batch is taken and trained in so many parts, by the policy `cadenza`, and is one update."""
+    """A batch is taken and trained in so many parts, by the strategy `cadenza`, and is one update."""
     balance_seconds: float = 5.0
-    """Of the sampler, of the policy `cadenza`."""
+    """Of the sampler, of the strategy `cadenza`."""
     slice_tokens: int = -1
-    """Of the rollout, of the policy `cadenza`; -1 is what it takes by itself."""
+    """Of the rollout, of the strategy `cadenza`; -1 is what it takes by itself."""
 
     def check(self, workload: Workload) -> None:
         if not 0 <= self.train_gpus < workload.gpus:
@@ -82,17 +82,17 @@ class StrategySettings:
                 f"shared {self.shared}"
             )
 
-    def check_policy(self, policy: str) -> None:
-        """Refuse what this policy does not have, where it differs from what nothing is."""
-        nothing = StrategySettings()
-        for name, owners in OWNERS.items():
-            if policy not in owners and (value := getattr(self, name)) != getattr(nothing, name):
-                raise ValueError(f"{name} is a setting of {' and '.join(owners)}, got {value} for '{policy}'")
+    def check_strategy(self, strategy: str) -> None:
+        """Refuse what this strategy does not have, where it differs from what nothing is."""
+        defaults = StrategySettings()
+        for name, owners in SETTING_OWNERS.items():
+            if strategy not in owners and (value := getattr(self, name)) != getattr(defaults, name):
+                raise ValueError(f"{name} is a setting of {' and '.join(owners)}, got {value} for '{strategy}'")
 
 
-def shown(tokens: int) -> Tokens:
+def observation_of(tokens: int) -> Tokens:
     """An observation of so many tokens: only its length matters, and most of them share one array."""
-    return _SHOWN[:tokens] if tokens <= len(_SHOWN) else np.zeros(tokens, np.int32)
+    return _ZEROS[:tokens] if tokens <= len(_ZEROS) else np.zeros(tokens, np.int32)
 
 
 class ScheduleStrategy(ABC):
@@ -109,16 +109,16 @@ class ScheduleStrategy(ABC):
         self.settings = settings
         self.version = 0
         self.replicas: list[SimReplica] = []
-        self.film: RunRecorder | None = None
+        self.recorder: RunRecorder | None = None
         """Who watches the run, if anybody does."""
 
     @property
-    def generators(self) -> int:
+    def generating_gpus(self) -> int:
         """GPUs that generate, all the time or between two train steps."""
         return self.workload.gpus - self.settings.train_gpus + self.settings.shared
 
     @property
-    def trainers(self) -> int:
+    def training_gpus(self) -> int:
         """GPUs that train."""
         return self.settings.train_gpus or self.workload.gpus
 
@@ -126,7 +126,7 @@ class ScheduleStrategy(ABC):
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Build everything, on the running loop."""
 
-    def parts(self) -> list[int]:
+    def chunks(self) -> list[int]:
         """The groups of every part of a batch. Each is trained as soon as it is there; together they are one update."""
         return [self.workload.groups]
 
@@ -143,38 +143,38 @@ class ScheduleStrategy(ABC):
         """End everything."""
 
     @abstractmethod
-    def meters(self) -> UsageTotals: ...
+    def totals(self) -> UsageTotals: ...
 
 
-async def drive(policy: ScheduleStrategy, steps: int) -> FiguresBuilder:
+async def run_training(strategy: ScheduleStrategy, steps: int) -> FiguresBuilder:
     """The controller's program."""
-    if policy.asynchronous and policy.alpha and not policy.settings.train_gpus:
-        raise ValueError("an asynchronous policy needs GPUs that train: train_gpus must be >= 1, got 0")
-    account = FiguresBuilder(policy.workload, policy.trace, policy.alpha, policy.trainers)
+    if strategy.asynchronous and strategy.alpha and not strategy.settings.train_gpus:
+        raise ValueError("an asynchronous strategy needs GPUs that train: train_gpus must be >= 1, got 0")
+    builder = FiguresBuilder(strategy.workload, strategy.trace, strategy.alpha, strategy.training_gpus)
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
-        await policy.start(tasks)
+        await strategy.start(tasks)
         for step in range(steps):
             waited = 0.0
-            for groups in policy.parts():
+            for groups in strategy.chunks():
                 asked = loop.time()
-                rows = await policy.batch(groups)
+                rows = await strategy.batch(groups)
                 began = loop.time()
-                await asyncio.sleep(account.train(rows, policy.version))
+                await asyncio.sleep(builder.add_chunk(rows, strategy.version))
                 waited += began - asked
-                if policy.film is not None:
-                    policy.film.step(asked, began, loop.time())
-            account.trained(loop.time(), waited, policy.meters())
-            if policy.film is not None:
-                policy.film.version(loop.time())
+                if strategy.recorder is not None:
+                    strategy.recorder.step(asked, began, loop.time())
+            builder.end_step(loop.time(), waited, strategy.totals())
+            if strategy.recorder is not None:
+                strategy.recorder.version(loop.time())
             if step < steps - 1:
-                await policy.publish(step + 1)
-                policy.version = step + 1
-        await policy.close()
-    return account
+                await strategy.publish(step + 1)
+                strategy.version = step + 1
+        await strategy.close()
+    return builder
 
 
-def discarded(replicas: list[SimReplica]) -> Counter[str]:
+def tokens_discarded(replicas: list[SimReplica]) -> Counter[str]:
     """Tokens that went to nobody, by cause."""
     total: Counter[str] = Counter()
     for replica in replicas:
@@ -182,6 +182,6 @@ def discarded(replicas: list[SimReplica]) -> Counter[str]:
     return total
 
 
-def written(replicas: list[SimReplica]) -> int:
+def tokens_generated(replicas: list[SimReplica]) -> int:
     """Tokens written, those of requests under way among them up to their last event."""
     return sum(replica.generated for replica in replicas)

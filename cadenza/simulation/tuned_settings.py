@@ -1,4 +1,4 @@
-"""Good settings of the policies on the workloads that ship; what is not here is searched.
+"""Good settings of the strategies on the workloads that ship; what is not here is searched.
 
 Found by `cadenza simulate --search` and by hand on few seeds: enough for a comparison, not the last percent.
 """
@@ -31,4 +31,4 @@ TUNED_SETTINGS: dict[tuple[str, str, float], StrategySettings] = {
     ("W5", "group-queue", 1.0): StrategySettings(train_gpus=8, extra_members=1, concurrency=12),
     ("W5", "cadenza", 1.0): StrategySettings(train_gpus=8, extra_members=1, parts=8),
 }
-"""By workload, policy and alpha."""
+"""By workload, strategy and alpha."""

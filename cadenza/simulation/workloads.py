@@ -1,7 +1,7 @@
 """What a simulated run has to generate: the workloads W1 to W6, and the trace of one seed.
 
-Invariant: an episode is a pure function of (workload, seed, group number, member). It depends neither on the policy
-nor on who asked before, so every policy replays the same trace; a member that is drawn for redundancy has its own
+Invariant: an episode is a pure function of (workload, seed, group number, member). It depends neither on the strategy
+nor on who asked before, so every strategy replays the same trace; a member that is drawn for redundancy has its own
 episode like all others. Random numbers are drawn for blocks of groups at once, each (block, member) from its own
 stream of a counter-based generator.
 
