@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray smollm2-vllm test test-ray check test-smollm2 test-vllm fuzz bench bench-ray bench-trl clean
+.PHONY: help demo demo-ray smollm2 smollm2-vllm test test-ray check test-smollm2 test-vllm fuzz bench bench-ray bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -16,6 +16,8 @@ demo: $(VENV)/.models  ## train a tiny language model to walk over FrozenLake; t
 
 demo-ray: $(VENV)/.ray  ## the same on Ray, with one process for each role
 	$(BIN)/cadenza train examples/frozenlake.yaml backend=ray
+
+smollm2: models/smollm2/model.safetensors  ## build the checkpoint of a real model, SmolLM2-135M, in models/smollm2 (a download of 93 MB)
 
 smollm2-vllm: $(VENV)/.dev-ray models/smollm2/model.safetensors $(VLLM)/.vllm  ## a real model learns to add, with vLLM; 3.5 GB of packages
 	$(BIN)/cadenza train examples/smollm2-vllm.yaml
