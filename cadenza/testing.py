@@ -15,13 +15,13 @@ import numpy as np
 from cadenza.cluster import ResourceManager
 from cadenza.inference.replica import (
     Finish,
-    Flight,
     Generation,
     PauseMode,
     Replica,
     ReplicaLost,
     ReplicaStats,
     Request,
+    RequestProgress,
     Span,
     StaleEpoch,
     Tokens,
@@ -94,11 +94,13 @@ class FakeReplica:
         if running is not None:
             self._deliver(running, running.progress(), Finish.ABORT, cause)
 
-    def flights(self) -> list[Flight]:
+    def requests_in_flight(self) -> list[RequestProgress]:
         running = [(one.request, one.progress(), 1) for one in self._running.values()]
         found = [*running, *((request, 0, 0) for request, _ in self._waiting)]
         return [
-            Flight(request.id, request.context + done, request.offset + done, computed * (request.context + done), done)
+            RequestProgress(
+                request.id, request.context + done, request.offset + done, computed * (request.context + done), done
+            )
             for request, done, computed in found
         ]
 

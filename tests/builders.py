@@ -271,16 +271,16 @@ class Site:
     def __init__(self, service: InferenceService, replicas: int) -> None:
         self.service = service
         self.resources = ResourceManager(replicas)
-        self.desk: Any = service._desk
+        self.process: Any = service._process
         self.schedulers: list[RolloutScheduler] = []
 
     @property
     def sampler(self) -> Sampler:
-        found: Sampler = self.desk._worker_host._worker._sampler
+        found: Sampler = self.process._worker_host._worker._sampler
         return found
 
     def scheduler(self, **options: Any) -> RolloutScheduler:
-        cluster: Any = InferenceService(self.desk, ByteCodec())  # what unpickling would give
+        cluster: Any = InferenceService(self.process, ByteCodec())  # what unpickling would give
         cluster.resources = self.resources
         scheduler = build(cluster=cluster, **options)
         self.schedulers.append(scheduler)
@@ -300,7 +300,7 @@ async def site(replicas: Sequence[FakeReplica] | None = None) -> AsyncIterator[S
             await scheduler.shutdown()
             balanced(scheduler)
             await client(scheduler).close()
-        if not found.desk._gone.done():
+        if not found.process._ended.done():
             await service.shutdown()
 
 

@@ -11,10 +11,10 @@ from builders import fake, got, playing, publish, responses, simulate, timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cadenza.inference.replica import Flight, Generation, PauseMode, Request, Sampling
+from cadenza.inference.replica import Generation, PauseMode, Request, RequestProgress, Sampling
 from cadenza.rollout import balance
 from cadenza.rollout.balance import MAX_LOOKS, MIN_GAIN, ROOM, SHARE, Balancer, plan
-from cadenza.rollout.router import SEQUENCE_WEIGHT, Router, ReplicaEntry
+from cadenza.rollout.router import SEQUENCE_WEIGHT, ReplicaEntry, Router
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.cost import CostModel
@@ -25,7 +25,9 @@ from cadenza.testing import FakeReplica
 CAPACITY = 100_000
 
 
-def entry(index: int, *contexts: int, written: int = 10_000, waiting: bool = False) -> tuple[ReplicaEntry, list[Flight]]:
+def entry(
+    index: int, *contexts: int, written: int = 10_000, waiting: bool = False
+) -> tuple[ReplicaEntry, list[RequestProgress]]:
     """A entry with requests of so many tokens, and what its replica tells of them."""
     replica = fake(name=f"r{index}", devices=(index,), kv_capacity=CAPACITY)
     found = ReplicaEntry(index, replica, asyncio.get_running_loop().create_future())
@@ -33,11 +35,15 @@ def entry(index: int, *contexts: int, written: int = 10_000, waiting: bool = Fal
     for context in contexts:
         router.add(found, context)
     ids = range(1000 * index, 1000 * index + len(contexts))
-    flights = [Flight(i, c, written, 0 if waiting else c, written) for i, c in zip(ids, contexts, strict=True)]
-    return found, flights
+    requests = [
+        RequestProgress(i, c, written, 0 if waiting else c, written) for i, c in zip(ids, contexts, strict=True)
+    ]
+    return found, requests
 
 
-def planned(make: Callable[[], list[tuple[ReplicaEntry, list[Flight]]]], prefill_weight: float = 400.0) -> list[Any]:
+def planned(
+    make: Callable[[], list[tuple[ReplicaEntry, list[RequestProgress]]]], prefill_weight: float = 400.0
+) -> list[Any]:
     async def main() -> list[Any]:
         moves = plan(make(), prefill_weight)
         return [(move.request, move.source.index, move.target.index) for move in moves]
@@ -83,7 +89,7 @@ def test_replicas_that_do_not_tell_are_left_alone() -> None:
 
 
 def test_a_replica_with_half_the_cache_gets_half_the_load() -> None:
-    def make() -> list[tuple[ReplicaEntry, list[Flight]]]:
+    def make() -> list[tuple[ReplicaEntry, list[RequestProgress]]]:
         small = entry(1)
         small[0].capacity //= 2
         return [entry(0, 12_000, 12_000, 12_000), small]
@@ -115,7 +121,7 @@ def test_moves_relieve_the_heaviest_and_never_make_a_replica_the_heavier_one(
 
 def test_a_tick_looks_at_a_bounded_number_of_replicas_and_at_all_of_them_in_turn() -> None:
     class Watched(FakeReplica):
-        def flights(self) -> list[Flight]:
+        def requests_in_flight(self) -> list[RequestProgress]:
             looks.append(self.devices[0])
             return []
 
@@ -140,12 +146,12 @@ def test_a_fake_tells_how_far_its_requests_have_come() -> None:
         await replica.pause(0, PauseMode.KEEP)
         requests = [Request(i, (), 20, 100, Sampling(), 0, 0, i, i, 0) for i in range(2)]
         waiting = replica.generate(requests[0])
-        assert replica.flights() == [(0, 20, 0, 0, 0)]
+        assert replica.requests_in_flight() == [(0, 20, 0, 0, 0)]
         await replica.resume()
         await asyncio.sleep(1.0)
-        assert replica.flights() == [(0, 25, 5, 25, 5)]
+        assert replica.requests_in_flight() == [(0, 25, 5, 25, 5)]
         await waiting
-        assert replica.flights() == []
+        assert replica.requests_in_flight() == []
 
     simulate(main)
 
@@ -223,7 +229,7 @@ def test_zero_seconds_switch_it_off() -> None:
 
 def test_an_engine_that_fails_to_tell_its_requests_keeps_them() -> None:
     class Mute(SimReplica):
-        def flights(self) -> list[Flight]:
+        def requests_in_flight(self) -> list[RequestProgress]:
             raise OSError("no such call")
 
     async def main() -> None:
@@ -452,7 +458,9 @@ def test_the_constants_fit_the_cost_models() -> None:
 # -- replicas that come ------------------------------------------------------------------------------------------------
 
 
-def spread_out(make: Callable[[], list[tuple[ReplicaEntry, list[Flight]]]], prefill_weight: float = 400.0) -> list[Any]:
+def spread_out(
+    make: Callable[[], list[tuple[ReplicaEntry, list[RequestProgress]]]], prefill_weight: float = 400.0
+) -> list[Any]:
     async def main() -> list[Any]:
         moves = balance.spread(make(), prefill_weight)
         return [(move.request, move.source.index, move.target.index) for move in moves]
@@ -466,12 +474,12 @@ def test_replicas_that_come_get_their_share_at_once() -> None:
 
 
 def test_those_that_wait_go_first_and_those_whose_prefill_is_lost_stay() -> None:
-    def made() -> list[tuple[ReplicaEntry, list[Flight]]]:
-        busy, flights = entry(0, *[5_000] * 6)
-        flights[4] = flights[4]._replace(computed=0)
+    def made() -> list[tuple[ReplicaEntry, list[RequestProgress]]]:
+        busy, requests = entry(0, *[5_000] * 6)
+        requests[4] = requests[4]._replace(computed=0)
         for young in (0, 1):
-            flights[young] = flights[young]._replace(written=100)
-        return [(busy, flights), entry(1)]
+            requests[young] = requests[young]._replace(written=100)
+        return [(busy, requests), entry(1)]
 
     assert [request for request, _, _ in spread_out(made)] == [4, 2, 3]
 

@@ -90,10 +90,10 @@ class Chaos:
             await asyncio.sleep(random.choice([0.05, 1.0, 7.0]))
             kind = random.random()
             if kind < 0.3:
-                crews = train._slots._crews if self.workers else []  # type: ignore[attr-defined]
-                if crews and self.kills < MAX_KILLS:
+                workers = train._slots._workers if self.workers else []  # type: ignore[attr-defined]
+                if workers and self.kills < MAX_KILLS:
                     self.kills += 1
-                    random.choice(crews).peer.kill()
+                    random.choice(workers).handle.kill()
             elif kind < 0.5:
                 await self._suspended(here.service.sampler)
             elif kind < 0.73 and not self.has_lost_replica:
@@ -102,9 +102,9 @@ class Chaos:
             elif kind < 0.8 and not self.has_lost_scheduler:
                 self.has_lost_scheduler = True
                 await validation.suspend()
-                wire = client(validation)._wire
-                assert wire is not None
-                wire.close()
+                channel = client(validation)._channel
+                assert channel is not None
+                channel.close()
             elif kind < 0.95:
                 device = random.choice([0, 1])
                 try:
@@ -163,9 +163,18 @@ class Chaos:
 
     def _nothing_is_held(self, here: Site) -> None:
         for entry in here.sampler.entries:
-            assert (entry.inflight, entry.inflight_tokens, entry.cached_tokens, entry.cached_contexts) == (0, 0, 0, {}), entry.name
-        for known in here.desk._worker_host._worker._clients.values():
-            assert (known.clerk._held, known.clerk._asking, known.clerk._kept) == ({}, {}, {})
+            assert (entry.inflight, entry.inflight_tokens, entry.cached_tokens, entry.cached_contexts) == (
+                0,
+                0,
+                0,
+                {},
+            ), entry.name
+        for known in here.process._worker_host._worker._clients.values():
+            assert (known.grant_server._granted, known.grant_server._pending, known.grant_server._idle_sessions) == (
+                {},
+                {},
+                {},
+            )
         assert [replica.name for replica in self.replicas if replica._running or replica._waiting] == []
 
 

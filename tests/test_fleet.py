@@ -78,7 +78,7 @@ def test_the_emptiest_worker_gets_the_next_lease() -> None:
         async with playing([fake(100.0)], slots=7, workers=3, batch_size=8) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(1.0)
-            assert sorted(len(crew.runs) for crew in fleet(scheduler)._crews) == [2, 2, 3]
+            assert sorted(len(worker.attempts) for worker in fleet(scheduler)._workers) == [2, 2, 3]
             assert scheduler.metrics()["slots/busy"] == 7
 
     simulate(main)
@@ -107,12 +107,12 @@ def test_a_dead_env_worker_costs_its_own_attempts_only() -> None:
         async with playing([replica], slots=8, workers=2, batch_size=8) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(5.0)
-            crew = fleet(scheduler)._crews[0]
-            crew.peer.kill()
+            worker = fleet(scheduler)._workers[0]
+            worker.handle.kill()
             batch = await got(scheduler, 8)
             assert causes(scheduler, Fate.FAILED) == {"env worker lost": 4}
             assert sorted(column(batch, "attempt")) == [0] * 4 + [1] * 4
-            assert len(fleet(scheduler)._crews) == 2
+            assert len(fleet(scheduler)._workers) == 2
             assert scheduler.sampler.entries[0].inflight == 0
             assert not replica._running
         assert fates(scheduler) == {"trained": 8, "failed": 4}
@@ -125,8 +125,8 @@ def test_what_a_dead_env_worker_finished_is_kept() -> None:
         async with playing([fake(1.0)], slots=4, workers=2, batch_size=4, group_size=4) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(5.0)
-            for crew in list(fleet(scheduler)._crews):
-                crew.peer.kill()
+            for worker in list(fleet(scheduler)._workers):
+                worker.handle.kill()
             await asyncio.sleep(5.0)
             batch = await got(scheduler, 4)
             assert column(batch, "attempt") == [0] * 4
@@ -143,7 +143,7 @@ def test_trajectories_that_are_lost_with_their_node_cost_their_groups() -> None:
             await asyncio.sleep(5.0)
             ready, _ = scheduler.ledger.open_groups()
             lost: Any = ready.finished[0].trajectory
-            lost.parcel.peer = Gone("node")
+            lost.bundle.worker = Gone("node")
             with pytest.raises(TrajectoriesLost, match="1 of the 2 groups of this batch are lost: the node is gone"):
                 await get(scheduler, 4)
             assert len(await got(scheduler, 4)) == 2
@@ -168,8 +168,8 @@ def test_env_workers_that_die_again_and_again_end_the_run() -> None:
             async def murder() -> None:
                 while True:
                     await asyncio.sleep(1.0)
-                    for crew in list(fleet(scheduler)._crews):
-                        crew.peer.kill()
+                    for worker in list(fleet(scheduler)._workers):
+                        worker.handle.kill()
 
             murderer = asyncio.create_task(murder())
             with pytest.raises(NoEnvWorkers, match="died in a row"):
@@ -195,12 +195,12 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
                 return await real(*args, **options)
 
             monkeypatch.setattr(fleet_module, "start_worker", full)
-            fleet(scheduler)._crews[0].peer.kill()  # type: ignore[union-attr]
+            fleet(scheduler)._workers[0].handle.kill()  # type: ignore[union-attr]
             for version in range(1, 3):
                 await publish(scheduler, version)
                 await got(scheduler, 4, version)
             await asyncio.sleep(3 * fleet_module.RETRY_SECONDS)
-            assert sorted(len(crew.free) + len(crew.runs) for crew in fleet(scheduler)._crews) == [2, 2]
+            assert sorted(len(worker.free) + len(worker.attempts) for worker in fleet(scheduler)._workers) == [2, 2]
             assert tries == 3
 
     simulate(main)
@@ -217,7 +217,7 @@ def test_a_shutdown_does_not_wait_for_a_replacement(is_slow: bool, monkeypatch: 
         async with playing([fake(1.0)], slots=4, workers=2, batch_size=4) as scheduler:
             await got(scheduler, 4)
             monkeypatch.setattr(fleet_module, "start_worker", full)
-            fleet(scheduler)._crews[0].peer.kill()  # type: ignore[union-attr]
+            fleet(scheduler)._workers[0].handle.kill()  # type: ignore[union-attr]
             await asyncio.sleep(1.0)
             began = now()
             await scheduler.shutdown()
@@ -361,8 +361,8 @@ def test_an_error_of_the_env_worker_itself_ends_the_run() -> None:
     async def main() -> None:
         async with playing(slots=4, workers=2, batch_size=4) as scheduler:
             await scheduler.resume()
-            crew = fleet(scheduler)._crews[0]
-            host = crew.peer._worker_host._worker  # type: ignore[attr-defined]
+            worker = fleet(scheduler)._workers[0]
+            host = worker.handle._worker_host._worker  # type: ignore[attr-defined]
             host._spawn(_bug(), "bug")
             with pytest.raises(RolloutError, match="assert False"):
                 await get(scheduler, 8)
@@ -392,10 +392,10 @@ def test_a_dead_env_worker_whose_loss_retires_a_task_is_replaced() -> None:
                 [group] = scheduler.ledger.open_groups()
                 assert sorted(attempt.state.value for attempt in group.live) == ["running", "scoring"]
                 group.tries = dict.fromkeys(group.tries or (), 0.75)
-                fleet(scheduler)._crews[0].peer.kill()
+                fleet(scheduler)._workers[0].handle.kill()
             batch = await got(scheduler, 2)
             assert column(batch, "task_id") == ["toy/1"] * 2
-            assert len(fleet(scheduler)._crews) == 1
+            assert len(fleet(scheduler)._workers) == 1
 
     simulate(main)
 
@@ -422,7 +422,7 @@ def test_a_state_can_be_saved_when_trajectories_are_lost_with_their_node(tmp_pat
             ready, kept, open_one = scheduler.ledger.open_groups()
             for group in (ready, open_one):
                 lost: Any = group.finished[0].trajectory
-                lost.parcel.peer = Gone("node")
+                lost.bundle.worker = Gone("node")
             scheduler.save(tmp_path)
             assert causes(scheduler, Fate.FAILED) == {"lost with its node": 4}
             batch = await got(scheduler, 6)
@@ -439,7 +439,7 @@ def test_a_group_that_is_lost_before_its_filter_sees_it_is_no_error_of_the_filte
         options: dict[str, Any] = {"group_filter": lambda trajectories: True, "group_size": 2, "error_budget": 0}
         async with playing([fake(1.0)], slots=2, workers=1, batch_size=2, **options) as scheduler:
             await scheduler.resume()
-            peer = fleet(scheduler)._crews[0].peer
+            peer = fleet(scheduler)._workers[0].handle
             peer.fetch_blocking = gone
             await asyncio.sleep(1.5)
             del peer.fetch_blocking

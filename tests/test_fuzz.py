@@ -131,7 +131,7 @@ def test_a_schedule_that_loses_its_last_replica_ends_in_a_clean_error() -> None:
     outcome = run(Scenario.draw(seed))
     assert not outcome.violations
     assert outcome.injected["kill"] >= outcome.scenario.replicas - 1
-    assert any(line.event.kind == "cancelled" and line.event.detail == "NoReplicas" for line in outcome.lines)
+    assert any(line.event.kind == "cancelled" and line.event.detail == "NoReplicas" for line in outcome.events)
 
 
 # -- many of them ------------------------------------------------------------------------------------------------------
@@ -192,13 +192,13 @@ def test_a_recorded_schedule_is_replayed_exactly(tmp_path: Path) -> None:
 def test_a_replay_that_differs_names_the_first_difference(tmp_path: Path) -> None:
     path = tmp_path / "schedule.jsonl"
     schedule = record(Scenario.draw(22))
-    lines = list(schedule.lines)
+    lines = list(schedule.events)
     source, event = lines[100]
     lines[100] = LoggedEvent(source, event._replace(time=event.time + 0.125))
     ScheduleRecording(schedule.scenario, tuple(lines)).save(path)
     difference = replay(path)
     assert difference is not None
-    assert (difference.number, difference.recorded, difference.replayed) == (100, lines[100], schedule.lines[100])
+    assert (difference.number, difference.recorded, difference.replayed) == (100, lines[100], schedule.events[100])
     assert f"event 100: recorded {source} {event.kind} {event.subject}" in str(difference)
 
 

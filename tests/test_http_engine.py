@@ -216,8 +216,8 @@ def test_an_abort_closes_the_connection_and_gives_the_tokens_so_far() -> None:
     async def work(desk: Desk, replica: HttpReplica) -> None:
         desk.hold = 2
         future = replica.generate(ask(count=9))
-        await until(lambda: replica.flights()[0].written == 2)
-        assert replica.flights()[0] == (1, 4, 2, 4, 2)
+        await until(lambda: replica.requests_in_flight()[0].written == 2)
+        assert replica.requests_in_flight()[0] == (1, 4, 2, 4, 2)
         replica.abort(1, "moved")
         part = await future
         assert (part.tokens.tolist(), part.finish) == ([11, 12], Finish.ABORT)
@@ -243,10 +243,10 @@ def test_tokens_that_nobody_waits_for_are_booked_under_their_cause() -> None:
     async def work(desk: Desk, replica: HttpReplica) -> None:
         desk.hold = 3
         future = replica.generate(ask(count=9))
-        await until(lambda: replica.flights()[0].written == 3)
+        await until(lambda: replica.requests_in_flight()[0].written == 3)
         future.cancel()
         replica.abort(1, "lease")
-        await until(lambda: not replica.flights())
+        await until(lambda: not replica.requests_in_flight())
         assert (await replica.stats()).discarded == {"lease": 3}
 
     run(work)
@@ -256,7 +256,7 @@ def test_a_pause_ends_what_runs_and_keeps_what_comes_until_the_replica_resumes()
     async def work(desk: Desk, replica: HttpReplica) -> None:
         desk.hold = 1
         running = replica.generate(ask(1))
-        await until(lambda: bool(replica.flights()[0].written))
+        await until(lambda: bool(replica.requests_in_flight()[0].written))
         await replica.pause(3, PauseMode.ABORT)
         assert running.done()
         assert running.result().finish is Finish.ABORT
@@ -335,7 +335,7 @@ def test_a_server_that_is_gone_is_a_replica_that_is_lost() -> None:
     async def work(desk: Desk, replica: HttpReplica) -> None:
         desk.hold = 1
         other = replica.generate(ask(1))
-        await until(lambda: bool(replica.flights()[0].written))
+        await until(lambda: bool(replica.requests_in_flight()[0].written))
         desk.close()
         with pytest.raises(ReplicaLost, match="no connection"):
             await replica.generate(ask(2))
@@ -351,7 +351,7 @@ def test_a_replica_that_is_killed_leaves_nothing_open() -> None:
     async def work(desk: Desk, replica: HttpReplica) -> None:
         desk.hold = 1
         future = replica.generate(ask())
-        await until(lambda: bool(replica.flights()[0].written))
+        await until(lambda: bool(replica.requests_in_flight()[0].written))
         replica.kill("hung")
         with pytest.raises(ReplicaLost, match="killed: hung"):
             await future

@@ -37,9 +37,9 @@ from builders import (
 from cadenza import DataProto, RolloutScheduler
 from cadenza.inference.replica import Request
 from cadenza.rollout.failures import SchedulerClosed
-from cadenza.rollout.snapshot import SnapshotError
 from cadenza.rollout.ledger import GroupState
 from cadenza.rollout.records import Fate, Task, Trajectory
+from cadenza.rollout.snapshot import SnapshotError
 from cadenza.testing import FakeReplica
 
 # -- a model whose words depend on the key of the request, and nothing else ------------------------------------------

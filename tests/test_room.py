@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request
-from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
-from cadenza.rollout.router import FULL, HOLD_SECONDS, RouteRequest, Router, ReplicaEntry
+from cadenza.rollout.router import FULL, HOLD_SECONDS, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.sampler import Sampler
+from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
 from cadenza.simulation.cost import CostModel
 
 CAPACITY = 10_000
@@ -124,7 +124,11 @@ def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
 
         waits = [asyncio.ensure_future(wait(age)) for age in (3, 1, 2)]
         await asyncio.sleep(0)
-        assert (len(line), line.is_behind(RouteRequest(0, 0, 1, 1)), line.is_behind(RouteRequest(0, 0, 1, 2))) == (3, False, True)
+        assert (len(line), line.is_behind(RouteRequest(0, 0, 1, 1)), line.is_behind(RouteRequest(0, 0, 1, 2))) == (
+            3,
+            False,
+            True,
+        )
         waits[1].cancel()
         line.move()
         await asyncio.gather(*waits, return_exceptions=True)

@@ -31,7 +31,7 @@ from builders import (
 
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Finish, Generation, PauseMode, ReplicaLost, Request, RequestRefused, Sampling
-from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, RouteRequest, Router, ReplicaEntry
+from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.sampler import NoReplicas, Sampler, SamplerConfig
 from cadenza.simulation.cost import CostModel
 from cadenza.testing import FakeReplica
@@ -467,7 +467,7 @@ def test_a_request_leaves_its_prefix_the_sooner_the_longer_answers_are() -> None
     async def main() -> None:
         router, (home, idle) = entries(3_000, 0)
         for _ in range(2_000):
-            router.learn(10_000)
+            router.observe_answer_length(10_000)
         assert router.answer == pytest.approx(10_000, rel=0.01)
         assert router.pick(home, 0, context=1_100, cached=1_000) is idle
 

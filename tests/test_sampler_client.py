@@ -30,7 +30,9 @@ def test_batches_come_and_every_grant_is_given_back(workers: int) -> None:
                 await publish(scheduler, step + 1)
             await scheduler.shutdown()
             await asyncio.sleep(1.0)
-            assert [(entry.inflight, entry.inflight_tokens, entry.cached_tokens) for entry in here.sampler.entries] == [(0, 0, 0)] * 2
+            assert [(entry.inflight, entry.inflight_tokens, entry.cached_tokens) for entry in here.sampler.entries] == [
+                (0, 0, 0)
+            ] * 2
 
     simulate(main)
 
@@ -49,7 +51,7 @@ def test_a_suspension_is_not_undone_by_a_call_that_came_before(call: str, after:
     async def main() -> None:
         replica = fake(10.0)
         async with site([replica]) as here:
-            here.desk.__class__ = Winding
+            here.process.__class__ = Winding
             scheduler = here.scheduler(batch_size=4, alpha=1.0)
             calling: Any = get(scheduler, 4) if call == "get_batch" else scheduler.resume()
             waiting = asyncio.ensure_future(calling)
@@ -77,7 +79,7 @@ def test_a_call_that_came_after_a_suspension_opens_the_gate(call: str, late: str
         async with site([fake(1.0)]) as here:
             scheduler = here.scheduler(batch_size=4, alpha=1.0)
             await got(scheduler, 4)
-            here.desk.__class__ = Winding
+            here.process.__class__ = Winding
             suspending = asyncio.ensure_future(scheduler.suspend())
             await asyncio.sleep(0)
             await (get(scheduler, 4) if call == "get_batch" else scheduler.resume())
@@ -100,7 +102,7 @@ def test_nobody_waits_for_ever_for_a_sampler_that_is_silent(call: str) -> None:
             scheduler = here.scheduler(batch_size=4, alpha=1.0)
             await got(scheduler, 4)
             await scheduler.suspend()
-            here.desk.__class__ = Silent
+            here.process.__class__ = Silent
             calls: dict[str, Any] = {
                 "suspend": scheduler.suspend,
                 "resume": scheduler.resume,
@@ -114,7 +116,7 @@ def test_nobody_waits_for_ever_for_a_sampler_that_is_silent(call: str) -> None:
                 else:
                     with pytest.raises(NoReplicas, match="the sampler is gone: no answer"):
                         await calls[call]()
-            here.desk.__class__ = LocalWorkerHandle
+            here.process.__class__ = LocalWorkerHandle
 
     simulate(main)
 
@@ -125,7 +127,7 @@ def test_the_death_of_the_sampler_is_told_to_whoever_waits_and_whoever_comes_lat
             scheduler = here.scheduler(batch_size=4)
             waiting = asyncio.ensure_future(get(scheduler, 4))
             await asyncio.sleep(1.0)
-            here.desk.kill()
+            here.process.kill()
             for batch in (waiting, get(scheduler, 4)):
                 with pytest.raises(NoReplicas, match="sampler"):
                     await batch
@@ -139,7 +141,7 @@ def test_a_scheduler_that_holds_the_gate_of_a_dead_sampler_can_be_shut_down() ->
             scheduler = here.scheduler(batch_size=4, workers=2)
             await scheduler.resume()
             await scheduler.suspend()
-            here.desk.kill()
+            here.process.kill()
             await asyncio.sleep(1.0)
 
     simulate(main)
@@ -151,7 +153,7 @@ def test_who_asks_after_the_end_is_not_left_waiting() -> None:
             sampler = here.service.sampler
             await sampler.refresh()
             await sampler.resume()
-            here.desk.kill()
+            here.process.kill()
             await asyncio.sleep(1.0)
             with pytest.raises(InfrastructureError, match="the sampler is gone"):
                 await sampler.grant(RouteRequest(0, 0, 10))
@@ -170,7 +172,7 @@ def test_a_scheduler_that_is_gone_does_not_keep_the_gate_closed(has_started: boo
             waiting = asyncio.ensure_future(get(other, 4))
             await asyncio.sleep(1.0)
             assert client(other).suspended
-            client(gone)._wire.close()  # type: ignore[union-attr]
+            client(gone)._channel.close()  # type: ignore[union-attr]
             batch = await asyncio.wait_for(waiting, 2 * FORGET_SECONDS)
             assert batch is not None
             assert column(batch, "attempt") == [0] * 4
@@ -189,10 +191,10 @@ def test_a_scheduler_that_is_gone_before_it_said_anything_does_not_keep_the_gate
 
     async def main() -> None:
         async with site([fake(1.0)]) as here:
-            here.desk.__class__ = Winding
+            here.process.__class__ = Winding
             gone, other = here.scheduler(batch_size=4), here.scheduler(batch_size=4)
             await gone.suspend()
-            client(gone)._wire.close()  # type: ignore[union-attr]
+            client(gone)._channel.close()  # type: ignore[union-attr]
             assert await asyncio.wait_for(get(other, 4), 2 * FORGET_SECONDS) is not None
 
     simulate(main)
@@ -202,9 +204,9 @@ def test_a_controller_that_only_calls_keeps_the_gate_closed_until_it_resumes() -
     async def main() -> None:
         async with site([fake(1.0)]) as here:
             scheduler = here.scheduler(batch_size=4)
-            controller = InferenceService(here.desk, ByteCodec()).sampler
+            controller = InferenceService(here.process, ByteCodec()).sampler
             await controller.suspend()
-            assert controller._wire is None  # nothing that would have to live on with the loop of this call
+            assert controller._channel is None  # nothing that would have to live on with the loop of this call
             waiting = asyncio.ensure_future(get(scheduler, 4))
             await asyncio.sleep(3 * FORGET_SECONDS)
             assert not waiting.done()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from builders import got, now, playing, publish, responses, sims, simulate
 
-from cadenza.rollout.sharing import DECAY, TRY_EVERY, LendingRule, DecayingRate, SharedDevices
+from cadenza.rollout.sharing import DECAY, TRY_EVERY, DecayingRate, LendingRule, SharedDevices
 
 
 def gate(*, lend: float, take: float, alone: float, together: float, tokens: float = 100.0) -> LendingRule:

@@ -773,15 +773,15 @@ def test_it_tells_how_far_its_requests_have_come() -> None:
         replica = make(100, CostModel(a=0.01, b=0.0, c=0.0, p=0.0, kv_capacity=1000, max_running=1), arrival_delay=0.2)
         asked = [replica.generate(ask(1, 20, offset=5))]
         await asyncio.sleep(0.1)
-        assert replica.flights() == []  # on its way
+        assert replica.requests_in_flight() == []  # on its way
         asked.append(replica.generate(ask(2, 30)))
         await asyncio.sleep(0.505)
-        assert replica.flights() == [(1, 60, 45, 60, 40), (2, 30, 0, 0, 0)]
+        assert replica.requests_in_flight() == [(1, 60, 45, 60, 40), (2, 30, 0, 0, 0)]
         replica.hang()
         await asyncio.sleep(5.0)
-        assert replica.flights()[0] == (1, 60, 45, 60, 40)
+        assert replica.requests_in_flight()[0] == (1, 60, 45, 60, 40)
         replica.crash()
-        assert replica.flights() == []
+        assert replica.requests_in_flight() == []
         await asyncio.gather(*asked, return_exceptions=True)
 
     simulate(main)

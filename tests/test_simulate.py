@@ -114,7 +114,7 @@ def test_an_env_whose_member_lost_goes_on_with_the_next_group_at_once() -> None:
     async def main() -> None:
         async with asyncio.TaskGroup() as tasks:
             await strategy.start(tasks)
-            await strategy.changed()  # the first group is whole
+            await strategy.wait_for_change()  # the first group is whole
             assert sum(strategy.running) == 6 * 6
             await strategy.close()
             assert sum(strategy.running) == 0
@@ -271,7 +271,7 @@ def test_an_asynchronous_run_needs_gpus_that_train() -> None:
         clock.run(lambda: run_training(strategy, 2))
 
 
-# -- gates -------------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
 def test_lockstep_waits_for_the_slowest_env_of_every_turn() -> None:
@@ -293,24 +293,26 @@ def test_lockstep_waits_for_the_slowest_env_of_every_turn() -> None:
     ("value", "shape", "holds"),
     [((1.42, 1.63), True, True), ((1.18, 1.63), True, True), ((1.1, 1.63), True, False), ((1.42, 1.63), False, False)],
 )
-def test_a_gate_holds_within_a_fifth_and_in_shape(value: tuple[float, ...], shape: bool, holds: bool) -> None:
+def test_a_check_holds_within_a_fifth_and_in_shape(value: tuple[float, ...], shape: bool, holds: bool) -> None:
     assert calibration.CalibrationCheck("kv-bound", "", (1.42, 1.63), value, shape).holds is holds
 
 
-def test_the_gates_hold() -> None:
+def test_the_calibration_checks_hold() -> None:
     with trial_pool() as pool:
-        assert calibration.holding(pool) == dict.fromkeys(("admission", "env-level", "kv-bound", "sync-bound"), True)
+        assert calibration.which_checks_hold(pool) == dict.fromkeys(
+            ("admission", "env-level", "kv-bound", "sync-bound"), True
+        )
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_a_comparison_says_whether_the_gates_hold(
+def test_a_comparison_says_whether_the_calibration_checks_hold(
     mine: str, holds: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration, "_HOLDING", {"admission": True, "kv-bound": holds})
+    monkeypatch.setattr(calibration, "_HOLDS", {"admission": True, "kv-bound": holds})
     options = ["--policy", "barrier,queue", "--seeds", "1", "--steps", "3", "--warm-up", "1"]
     assert main(["simulate", "--workload", mine, *options]) == 0
     told = capsys.readouterr().out
-    assert ("all 2 calibration gates hold" if holds else "not to be believed: kv-bound") in told
+    assert ("all 2 calibration checks hold" if holds else "not to be believed: kv-bound") in told
     assert main(["simulate", "--workload", mine, *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gates_hold"] is holds
 
@@ -459,7 +461,7 @@ def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("strategy", ["queue", "cadenza"])
-def test_a_run_that_is_filmed_is_the_same_run(strategy: str) -> None:
+def test_a_run_that_is_recorded_is_the_same_run(strategy: str) -> None:
     plain = trial(strategy)
     recorded = STRATEGIES[strategy](SMALL, trace_of(SMALL, 0), plain.alpha, plain.settings)
     recorded.recorder = recorder = RunRecorder()
@@ -469,7 +471,7 @@ def test_a_run_that_is_filmed_is_the_same_run(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_strip_shows_what_ran_and_when_the_trainer_worked(parts: int) -> None:
+def test_a_window_shows_what_ran_and_when_the_trainer_worked(parts: int) -> None:
     strategy = STRATEGIES["cadenza"](SMALL, trace_of(SMALL, 0), 1.0, StrategySettings(train_gpus=1, parts=parts))
     strategy.recorder = recorder = RunRecorder()
     builder = clock.run(lambda: run_training(strategy, 6))

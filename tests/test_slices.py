@@ -11,14 +11,14 @@ from builders import Once, column, fake, fates, got, now, playing, publish, resp
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.inference.replica import Flight, Request
+from cadenza.inference.replica import Request, RequestProgress
 from cadenza.pipelines.agentic import _validation_configs
 from cadenza.pipelines.config import RunConfig
 from cadenza.rollout.balance import Balancer, give_way
 from cadenza.rollout.config import SLICE_TOKENS, RolloutConfig
-from cadenza.rollout.wait_queue import WaitQueue
-from cadenza.rollout.router import FULL, RouteRequest, Router, ReplicaEntry
+from cadenza.rollout.router import FULL, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.rollout.wait_queue import WaitQueue
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.experiment import Trial
 from cadenza.simulation.replica import SimReplica
@@ -245,7 +245,11 @@ def test_one_who_is_stopped_between_two_slices_leaves_nothing_behind() -> None:
 def test_the_line_counts_slices_before_age() -> None:
     async def main() -> None:
         line = WaitQueue()
-        route_requests = [RouteRequest(0, 0, 1, age=1, slices=1), RouteRequest(1, 1, 1, age=3), RouteRequest(2, 2, 1, age=2)]
+        route_requests = [
+            RouteRequest(0, 0, 1, age=1, slices=1),
+            RouteRequest(1, 1, 1, age=3),
+            RouteRequest(2, 2, 1, age=2),
+        ]
         waits = [asyncio.ensure_future(line.wait(route_request)) for route_request in route_requests]
         await asyncio.sleep(0)
         assert line.first is route_requests[2]
@@ -274,16 +278,16 @@ def test_who_gives_way() -> None:
     async def main() -> None:
         entry = ReplicaEntry(0, fake(), asyncio.get_running_loop().create_future())
         first = RouteRequest(0, 0, 10, slices=1, slice_tokens=100)
-        flights = [
-            Flight(1, 500, 99, 500, 99),  # has not had its slice
-            Flight(2, 500, 250, 500, 100),
-            Flight(3, 500, 250, 500, 99),  # has had others before, but not here
-            Flight(4, 500, 450, 500, 450),
-            Flight(5, 500, 120, 500, 120),
+        requests = [
+            RequestProgress(1, 500, 99, 500, 99),  # has not had its slice
+            RequestProgress(2, 500, 250, 500, 100),
+            RequestProgress(3, 500, 250, 500, 99),  # has had others before, but not here
+            RequestProgress(4, 500, 450, 500, 450),
+            RequestProgress(5, 500, 120, 500, 120),
         ]
-        assert give_way([(entry, flights)], first) == [(entry, 4), (entry, 2), (entry, 5)]
-        assert give_way([(entry, flights)], first._replace(slices=2)) == [(entry, 4), (entry, 2)]
-        assert give_way([(entry, flights)], first._replace(slices=5)) == []
+        assert give_way([(entry, requests)], first) == [(entry, 4), (entry, 2), (entry, 5)]
+        assert give_way([(entry, requests)], first._replace(slices=2)) == [(entry, 4), (entry, 2)]
+        assert give_way([(entry, requests)], first._replace(slices=5)) == []
 
     simulate(main)
 
@@ -296,8 +300,8 @@ def test_no_more_give_way_than_wait(first: RouteRequest | None, waiting: int, ex
     aborted: list[int] = []
 
     class Telling(FakeReplica):
-        def flights(self) -> list[Flight]:
-            return [Flight(4, 500, 450, 500, 450), Flight(2, 500, 250, 500, 100)]
+        def requests_in_flight(self) -> list[RequestProgress]:
+            return [RequestProgress(4, 500, 450, 500, 450), RequestProgress(2, 500, 250, 500, 100)]
 
         def abort(self, request_id: int, cause: str) -> None:
             aborted.append(request_id)
@@ -320,7 +324,9 @@ def test_room_is_kept_for_what_slices_are_going_to_write() -> None:
         router.answer = 2_000.0
         counts = {}
         for slice_tokens in (0, 1_000, 50_000):
-            while router.admit(route_request := RouteRequest(0, 0, 500, slice_tokens=slice_tokens), None, 0, 0.0) is entry:
+            while (
+                router.admit(route_request := RouteRequest(0, 0, 500, slice_tokens=slice_tokens), None, 0, 0.0) is entry
+            ):
                 router.add(entry, route_request.context)
             counts[slice_tokens] = entry.inflight
             while entry.inflight:

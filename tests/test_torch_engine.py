@@ -415,7 +415,7 @@ def test_it_tells_how_far_its_requests_have_come() -> None:
         running = replica.generate(ask(1, count=100, offset=5))
         waiting = replica.generate(ask(2, count=10))
         await brake.reached()
-        first, second = replica.flights()
+        first, second = replica.requests_in_flight()
         assert (first.id, first.context - first.written) == (1, 10 - 5)
         assert first.written == pytest.approx(80 + 5, abs=engine_module.WIDTH_MULTIPLE)
         assert 0 < first.computed <= first.context
@@ -423,7 +423,7 @@ def test_it_tells_how_far_its_requests_have_come() -> None:
         assert second == (2, 10, 0, 0, 0)
         brake.release()
         await asyncio.gather(running, waiting)
-        assert replica.flights() == []
+        assert replica.requests_in_flight() == []
 
     served(main, max_running=1)
 
@@ -533,7 +533,7 @@ def test_groups_that_come_mixed_and_longer_than_the_budget_are_filled_bit_by_bit
             assert (await future).tokens.tolist() == greedy(tiny(), text, 10)
         # Of each group the first computes 60 tokens, and everybody its own end; for the last few nobody waits.
         least = 3 * 60 + sum(i // 3 for i in range(12))
-        assert least <= (await replica.stats()).prefilled < least + 9 * engine_module.WORTH_WAITING
+        assert least <= (await replica.stats()).prefilled < least + 9 * engine_module.MIN_SHARED_TOKENS
 
     served(main, prefill_tokens=7)
 

@@ -340,7 +340,7 @@ def test_an_aborted_turn_goes_on_elsewhere_as_one_sequence(
 
 
 async def until_written(replica: Replica, count: int) -> None:
-    while not any(flight.written >= count for flight in replica.flights()):  # noqa: ASYNC110 - another process writes
+    while not any(progress.written >= count for progress in replica.requests_in_flight()):  # noqa: ASYNC110 - another process writes
         await asyncio.sleep(0.05)
 
 

@@ -20,7 +20,16 @@ from typing import Any
 import numpy as np
 
 from cadenza.data import DataProto
-from cadenza.inference.replica import Finish, Flight, Generation, PauseMode, ReplicaStats, Request, Span, Tokens
+from cadenza.inference.replica import (
+    Finish,
+    Generation,
+    PauseMode,
+    ReplicaStats,
+    Request,
+    RequestProgress,
+    Span,
+    Tokens,
+)
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.router import ReplicaEntry, Router
 from cadenza.rollout.scheduler import RolloutScheduler
@@ -86,7 +95,7 @@ class BenchReplica:
     def abort(self, request_id: int, cause: str) -> None:
         return
 
-    def flights(self) -> list[Flight]:
+    def requests_in_flight(self) -> list[RequestProgress]:
         return []
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:

@@ -88,14 +88,14 @@ class RayCadenzaStrategy(CadenzaStrategy):
     """The strategy, with its replicas in processes of their own. An episode is one answer, whose length stands at the
     beginning of its prompt."""
 
-    async def _engines(self) -> Sequence[Replica]:
+    async def _make_replicas(self) -> Sequence[Replica]:
         self._stack = AsyncExitStack()
         engines = paced_replicas(
             self.generating_gpus, self.workload.cost, _length, load_seconds=self.workload.sync_seconds
         )
         return await self._stack.enter_async_context(engines)
 
-    async def _play(self, task: Task, env: EnvHandle, model: Model) -> None:
+    async def _rollout(self, task: Task, env: EnvHandle, model: Model) -> None:
         prompt = np.array(await env.reset(reset_seed(task, model.trajectory)))
         prompt[0] = self.trace.episode(task.seed, model.trajectory.member).response
         await model.generate(prompt)

@@ -29,7 +29,6 @@ from cadenza.cluster.worker_group import BackgroundTasks
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import (
-    Flight,
     Generation,
     PauseMode,
     Replica,
@@ -37,6 +36,7 @@ from cadenza.inference.replica import (
     ReplicaLost,
     ReplicaStats,
     Request,
+    RequestProgress,
     RequestRefused,
     StaleEpoch,
 )
@@ -114,8 +114,8 @@ class ReplicaWorker(Worker):
         return ready
 
     @dispatch("rank_zero")
-    async def flights(self) -> Sequence[Flight]:
-        return self._engine.flights()
+    async def requests_in_flight(self) -> Sequence[RequestProgress]:
+        return self._engine.requests_in_flight()
 
     @dispatch("rank_zero")
     async def pause(self, epoch: int, mode: PauseMode) -> None:
@@ -196,7 +196,7 @@ class RemoteReplica:
         is_shared: bool = False,
         linger: float = 0.0,
     ) -> None:
-        """Where several processes ask one replica, each is a `client` with a name; for one that `is_shared`, flights
+        """Where several processes ask one replica, each is a `client` with a name; for one that `is_shared`, requests in flight
         are those of all clients. What is asked for within `linger` seconds shares a call."""
         self.name = name
         self.devices = devices
@@ -213,7 +213,7 @@ class RemoteReplica:
         """A call is to be made at the end of this iteration of the event loop."""
         self._calls = 0
         """Under way."""
-        self._reported_flights: Sequence[Flight] = ()
+        self._reported_requests: Sequence[RequestProgress] = ()
         self._is_refreshing = False
         self._tasks = BackgroundTasks()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -263,12 +263,12 @@ class RemoteReplica:
         self._aborts.append(AbortRequest(request_id, cause, not future.done()))
         self._schedule_send()
 
-    def flights(self) -> Sequence[Flight]:
+    def requests_in_flight(self) -> Sequence[RequestProgress]:
         """What it told last, of those still in flight; and it is asked again, for the next time."""
         if not self._is_refreshing and (self._futures or self._is_shared) and not self._lost.done():
             self._is_refreshing = True
             self._tasks.begin(self._refresh_flights())
-        return [flight for flight in self._reported_flights if self._is_shared or flight.id in self._futures]
+        return [progress for progress in self._reported_requests if self._is_shared or progress.id in self._futures]
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         await self._control(self._cluster.pause, epoch, mode)
@@ -339,10 +339,10 @@ class RemoteReplica:
 
     async def _refresh_flights(self) -> None:
         try:
-            self._reported_flights = await self._cluster.flights()
+            self._reported_requests = await self._cluster.requests_in_flight()
         except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not balanced then
             logger.debug("replica %s does not tell its requests: %r", self.name, error)
-            self._reported_flights = ()
+            self._reported_requests = ()
         finally:
             self._is_refreshing = False
 

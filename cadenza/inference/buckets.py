@@ -20,7 +20,7 @@ BUCKET_BYTES = 1 << 28
 _MEMORY = Path("/dev/shm")
 
 
-def in_memory() -> tempfile.TemporaryDirectory[str]:
+def shared_memory_directory() -> tempfile.TemporaryDirectory[str]:
     """A directory for what other processes of this node read, and nobody keeps."""
     return tempfile.TemporaryDirectory(prefix="cadenza-", dir=_MEMORY if _MEMORY.is_dir() else None)
 
@@ -33,14 +33,14 @@ def buckets(weights: Mapping[str, Tensor], size: int = BUCKET_BYTES) -> Iterator
     bucket: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.Size]] = set()
     held = 0
-    with in_memory() as directory:
-        for place, (name, tensor) in enumerate(weights.items()):
+    with shared_memory_directory() as directory:
+        for index, (name, tensor) in enumerate(weights.items()):
             if tensor.numel() and (key := (tensor.data_ptr(), tensor.shape)) not in seen:
                 seen.add(key)
                 bucket[name] = tensor.detach().cpu().contiguous()
                 held += tensor.nbytes
-            if bucket and (held >= size or place == len(weights) - 1):
-                path = Path(directory) / f"{place}.safetensors"
+            if bucket and (held >= size or index == len(weights) - 1):
+                path = Path(directory) / f"{index}.safetensors"
                 save_file(bucket, path)
                 yield path
                 path.unlink()

@@ -69,7 +69,7 @@ class TextCodec:
         self.vocab_size = len(tokenizer)
         bos = tokenizer.bos_token_id
         self._start: list[int] = [bos] if bos is not None and tokenizer.encode("")[:1] == [bos] else []
-        self._known: dict[Any, Tokens] = {}
+        self._encoded: dict[Any, Tokens] = {}
 
     def encode(self, observation: str | Messages, *, first: bool, last: int | None = None) -> Tokens:
         """Tokens to append to the context before the model speaks; `first` when the context is empty.
@@ -79,20 +79,20 @@ class TextCodec:
         """
         cut = not first and last is not None and last != self.end_token_id
         said = observation if isinstance(observation, str) else tuple(tuple(m.items()) for m in _messages(observation))
-        known = self._known.get((said, first, cut))
+        known = self._encoded.get((said, first, cut))
         if known is None:
-            if len(self._known) >= _CACHED:
-                self._known.clear()
-            tokens = self._first(observation) if first else self._next(observation)
+            if len(self._encoded) >= _CACHED:
+                self._encoded.clear()
+            tokens = self._first_prompt(observation) if first else self._next_prompt(observation)
             known = np.array(tokens if first or cut else tokens[1:], np.int32)
             known.flags.writeable = False  # many contexts share it
-            self._known[said, first, cut] = known
+            self._encoded[said, first, cut] = known
         return known
 
     def encode_answer(self, text: str, *, max_tokens: int | None = None) -> Tokens:
-        """The tokens of an answer as the model should write it. Under `max_tokens`, an answer that fills them has no
-        room for its end token and needs none: the engine stops there."""
-        tokens = self._answer(text)
+        """The tokens of an answer as the model should write it. Under `max_tokens`, an answer that fills them is cut
+        before its end token and needs none: the engine stops there."""
+        tokens = self._answer_ids(text)
         if max_tokens is not None and len(tokens) > max_tokens + 1:
             raise ValueError(f"the answer {text!r} has {len(tokens) - 1} tokens, more than max_tokens {max_tokens}")
         return np.array(tokens[:max_tokens], np.int32)
@@ -107,15 +107,15 @@ class TextCodec:
         """Write the tokenizer; `load_codec` and `AutoTokenizer.from_pretrained` read it."""
         self.tokenizer.save_pretrained(str(directory))
 
-    def _first(self, observation: str | Messages) -> list[int]:
+    def _first_prompt(self, observation: str | Messages) -> list[int]:
         text = self._text(observation)
         return self._start + self._ids(text if self.system is None else f"{self.system}\n{text}")
 
-    def _next(self, observation: str | Messages) -> list[int]:
+    def _next_prompt(self, observation: str | Messages) -> list[int]:
         """The end token, and what follows it."""
         return [self.end_token_id, *self._ids(self._text(observation))]
 
-    def _answer(self, text: str) -> list[int]:
+    def _answer_ids(self, text: str) -> list[int]:
         """With its end token."""
         return [*self._ids(text), self.end_token_id]
 
@@ -161,30 +161,30 @@ class _ChatCodec(TextCodec):
     def __init__(self, tokenizer: Any, name: str, system: str | None, options: Mapping[str, Any]) -> None:
         self.tokenizer, self.name = tokenizer, name
         self._options = dict(options)
-        self._opening: Messages = () if system is None else ({"role": "system", "content": system},)
-        self._past: Messages = (*self._opening, *self._HISTORY)
-        asked = self._render(self._past[:-1])
-        trail, end, end_token_id = self._closing()
-        lead = self._grown(asked, trail + end)[len(asked) :]
-        self._asked, self._lead, self._trail, self._end = asked, lead, trail, end
+        self._system_messages: Messages = () if system is None else ({"role": "system", "content": system},)
+        self._history: Messages = (*self._system_messages, *self._HISTORY)
+        asked = self._render(self._history[:-1])
+        trail, end, end_token_id = self._answer_end()
+        lead = self._text_before_answer(asked, trail + end)[len(asked) :]
+        self._generation_prompt, self._answer_opening, self._answer_trailer, self._end = asked, lead, trail, end
         super().__init__(tokenizer, name, end_token_id, system)
 
-    def _first(self, observation: str | Messages) -> list[int]:
+    def _first_prompt(self, observation: str | Messages) -> list[int]:
         messages = _messages(observation)
         own = messages[0].get("role") == "system"
-        return self._ids(self._render(messages if own else (*self._opening, *messages)))
+        return self._ids(self._render(messages if own else (*self._system_messages, *messages)))
 
-    def _next(self, observation: str | Messages) -> list[int]:
+    def _next_prompt(self, observation: str | Messages) -> list[int]:
         messages = _messages(observation)
-        _, _, after = self._render((*self._past, *messages)).partition(self._ANSWER)
-        if not after.startswith(self._trail + self._end):
+        _, _, after = self._render((*self._history, *messages)).partition(self._ANSWER)
+        if not after.startswith(self._answer_trailer + self._end):
             raise self._error(f"ends an answer otherwise when {_roles(messages)} follows", "say it in another role")
-        return self._ids(after[len(self._trail) :])
+        return self._ids(after[len(self._answer_trailer) :])
 
-    def _answer(self, text: str) -> list[int]:
+    def _answer_ids(self, text: str) -> list[int]:
         """As the tokenizer sees it behind the generation prompt, if that stays the same with an answer behind it."""
-        text = f"{self._lead}{text}{self._trail}{self._end}"
-        prompt, whole = self._ids(self._asked), self._ids(self._asked + text)
+        text = f"{self._answer_opening}{text}{self._answer_trailer}{self._end}"
+        prompt, whole = self._ids(self._generation_prompt), self._ids(self._generation_prompt + text)
         return whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._ids(text)
 
     def _render(self, messages: Messages, prompt: bool = True) -> str:
@@ -201,9 +201,9 @@ class _ChatCodec(TextCodec):
             raise self._error(f"refuses messages of {_roles(messages)} ({error})", "say it in other roles") from error
         return text
 
-    def _closing(self) -> tuple[str, str, int]:
+    def _answer_end(self) -> tuple[str, str, int]:
         """What the template puts between an answer and its end token, and that token."""
-        _, found, after = self._render(self._past, prompt=False).rpartition(self._ANSWER)
+        _, found, after = self._render(self._history, prompt=False).rpartition(self._ANSWER)
         if not found:
             raise self._error("does not show what the assistant says", _WAY_OUT)
         added = {str(token): number for number, token in self.tokenizer.added_tokens_decoder.items()}
@@ -215,12 +215,12 @@ class _ChatCodec(TextCodec):
         at, _, end = min(ends)
         return after[:at], end, added[end]
 
-    def _grown(self, asked: str, closing: str) -> str:
+    def _text_before_answer(self, asked: str, closing: str) -> str:
         """What stands before the first answer when the conversation goes on, checked to be what was asked before, and
         to be followed by the same text whatever the history."""
         more: Messages = ({"role": "user", "content": "Bye"},)
-        once = self._render((*self._past, *more))
-        twice = self._render((*self._past, *more, self._HISTORY[1], *more))
+        once = self._render((*self._history, *more))
+        twice = self._render((*self._history, *more, self._HISTORY[1], *more))
         if once.count(self._ANSWER) != 1 or twice.count(self._ANSWER) != 2:
             raise self._error("does not show every answer once", _WAY_OUT)
         before, _, after = once.partition(self._ANSWER)

@@ -19,8 +19,8 @@ While no sequence starts or ends, a step costs nothing per row but arithmetic: w
 moves on by itself, and the tokens are noted there by step. `flush` gives them to their sequences when the batch ends.
 
 The cache is bounded by what is allocated: rows are dense, so a long sequence makes those of all others as wide. Rows
-and prefix cache together have at most `kv_tokens` cells. Sequences are admitted while that leaves enough cells for them,
-and when they grow beyond it, the last to start is preempted; one alone always fits, for none is longer than `kv_tokens`.
+and prefix cache together have at most `kv_tokens` cells. Sequences are admitted while enough of them are left, and when
+the rows outgrow them, the last to start is preempted; one alone always fits, for none is longer than `kv_tokens`.
 
 Not thread-safe: whoever drives it, `TorchReplica` for one, does so from one thread.
 """
@@ -75,8 +75,8 @@ class EngineSequence:
     """A request in the engine, waiting or running, with the tokens it has so far."""
 
     __slots__ = (
-        "arrival", "computed", "context", "rng_counter", "finish", "last_token", "length", "logprobs", "spanned_tokens", "request", "row",
-        "spans", "stop_ids", "max_new_tokens", "tokens",
+        "arrival", "computed", "context", "finish", "last_token", "length", "logprobs", "max_new_tokens", "request",
+        "rng_counter", "row", "spanned_tokens", "spans", "stop_ids", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -211,8 +211,8 @@ class Engine:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def prepare(self, last_arrival: int) -> bool:
-        """Admit waiting sequences that arrived no later than `last_arrival`, and prefill; False when there is nothing to
-        decode."""
+        """Admit waiting sequences that arrived no later than `last_arrival`, and prefill; False when there is nothing
+        to decode."""
         self._preempt()
         budget = self.prefill_tokens
         while (self.waiting or self._prefilling) and budget > 0:
@@ -567,8 +567,8 @@ class _Admission:
     prefills: list[tuple[EngineSequence, int, int]] = field(default_factory=list)
     """What is prefilled: sequence, start, count."""
     copies_after: dict[tuple[int, int], list[EngineSequence]] = field(default_factory=dict)
-    """Sequences whose prefix is copied after the prefill, which computes it in this round: by (id of the member that has
-    it, length of it), this member and those that are copied from it."""
+    """Sequences whose prefix is copied after the prefill, which computes it in this round: by (id of the member that
+    has it, length of it), this member and those that are copied from it."""
 
     def prefill(self, sequence: EngineSequence, budget: int) -> int:
         """Compute the rest of a prompt, as far as the budget goes; what that costs."""

@@ -37,7 +37,7 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.inference.server import ConnectionBroke, Server
-from cadenza.inference.task_replica import Pending, TaskReplica
+from cadenza.inference.task_replica import PendingRequest, TaskReplica
 from cadenza.off_loop import as_async
 
 MASK64 = (1 << 64) - 1
@@ -64,58 +64,58 @@ class HttpReplica(TaskReplica):
         version: int = 0,
     ) -> None:
         super().__init__(name, devices, version)
-        self.kv_capacity = self.longest = kv_tokens
+        self.kv_capacity = self.max_context = kv_tokens
         self._server = server
         self._eos = None if eos_token_ids is None else frozenset(eos_token_ids)
         self._logprobs = logprobs
         self._chunks = self._prefilled = self._generated = 0
-        self._open = asyncio.Event()
-        self._open.set()
+        self._resumed = asyncio.Event()
+        self._resumed.set()
 
     async def check(self) -> None:
         """Raise unless the server can be used for rollouts."""
         body = self._body([0], 1, Sampling(max_tokens=1, temperature=0.0), 0) | {"model": await self._server.model()}
         async with aclosing(self._choices(body)) as choices:
             async for choice in choices:
-                _part(self._server.config.url, choice)
+                _tokens_and_logprobs(self._server.config.url, choice)
 
     # -- the replica protocol --------------------------------------------------------------------------------------
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         future = super().generate(request)
-        if self._open.is_set() and (pending := self._flight.get(request.id)) is not None:
-            pending.inside = pending.inside or str(request.id)
+        if self._resumed.is_set() and (pending := self._in_flight.get(request.id)) is not None:
+            pending.engine_id = pending.engine_id or str(request.id)
         return future
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
-        self._alive()
+        self._check_alive()
         if mode is PauseMode.KEEP:
             raise NotSupported(
                 f"{self.name}: requests cannot be frozen over HTTP, nobody could tell which version wrote the tokens "
                 "that are on their way; pause with 'abort' or 'drain'"
             )
         self.fence = max(self.fence, epoch)
-        self._open.clear()
+        self._resumed.clear()
         if mode is PauseMode.ABORT:
-            for id in list(self._flight):
+            for id in list(self._in_flight):
                 self.abort(id, "pause")
-        tasks = [pending.task for pending in self._flight.values() if pending.inside]
+        tasks = [pending.task for pending in self._in_flight.values() if pending.engine_id]
         if tasks:
             await asyncio.wait(tasks)
 
     async def resume(self) -> None:
-        self._alive()
-        self._open.set()
+        self._check_alive()
+        self._resumed.set()
 
     async def load_weights(self, version: int, weights: object) -> None:
         """Through the endpoints that vLLM has in its development mode: a state dict with all names of the checkpoint,
         which the server reads from the shared memory of this node; the path of a checkpoint; or None for the one it was
         started with. They reset what is cached."""
-        self._alive()
-        if self._open.is_set() or self._flight:
+        self._check_alive()
+        if self._resumed.is_set() or self._in_flight:
             raise RuntimeError(f"{self.name} must be paused and empty to load weights: pause it with PauseMode.ABORT")
         try:
-            await self._server.ask("POST", "/pause?mode=abort&clear_cache=true")
+            await self._server.request_json("POST", "/pause?mode=abort&clear_cache=true")
         except ReplicaLost:
             raise
         except ReplicaError as error:
@@ -125,28 +125,28 @@ class HttpReplica(TaskReplica):
                 """VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config '{"backend": "cadenza"}', or use """
                 f"engine.kind 'vllm' or 'torch' ({error})"
             ) from error
-        await self._send(weights)
-        await self._server.ask("POST", "/update_weight_version", {"new_version": str(version)})
-        await self._server.ask("POST", "/resume")
+        await self._send_weights(weights)
+        await self._server.request_json("POST", "/update_weight_version", {"new_version": str(version)})
+        await self._server.request_json("POST", "/resume")
         self.version = version
 
     async def sleep(self) -> None:
-        self._alive()
+        self._check_alive()
         raise NotSupported(f"{self.name} cannot sleep: the devices of {self._server.config.url} are not ours")
 
     async def wake(self) -> None:
-        self._alive()
+        self._check_alive()
 
     async def stats(self) -> ReplicaStats:
-        self._alive()
-        running = sum(1 for flight in self._flight.values() if flight.tokens)
+        self._check_alive()
+        running = sum(1 for pending in self._in_flight.values() if pending.tokens)
         return ReplicaStats(
             version=self.version,
             running=running,
-            waiting=len(self._flight) - running,
+            waiting=len(self._in_flight) - running,
             progress=self._chunks + self._answered,
-            paused=not self._open.is_set(),
-            kv_tokens=sum(flight.request.context + len(flight.tokens) for flight in self._flight.values()),
+            paused=not self._resumed.is_set(),
+            kv_tokens=sum(pending.request.context + len(pending.tokens) for pending in self._in_flight.values()),
             kv_capacity=self.kv_capacity,
             generated=self._generated,
             prefilled=self._prefilled,
@@ -162,25 +162,27 @@ class HttpReplica(TaskReplica):
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    async def _send(self, weights: object) -> None:
+    async def _send_weights(self, weights: object) -> None:
         if weights is None or isinstance(weights, (str, Path)):
             where = {} if weights is None else {"weights_path": str(weights)}
-            await self._server.ask("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": where})
-            await self._server.ask("POST", "/start_weight_update")  # and what that leaves out (vllm_weights.py)
-            await self._server.ask("POST", "/finish_weight_update")
+            await self._server.request_json("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": where})
+            await self._server.request_json(
+                "POST", "/start_weight_update"
+            )  # and what that leaves out (vllm_weights.py)
+            await self._server.request_json("POST", "/finish_weight_update")
             return
         if not isinstance(weights, Mapping):
             raise TypeError(f"weights must be a state dict, a path or None, got {type(weights).__name__}")
         from cadenza.inference.buckets import buckets
 
-        files, following = buckets(weights), as_async(next)
-        await self._server.ask("POST", "/start_weight_update")
-        while (path := await following(files, None)) is not None:
-            await self._server.ask("POST", "/update_weights", {"update_info": {"path": str(path)}})
-        await self._server.ask("POST", "/finish_weight_update")
+        files, next_bucket = buckets(weights), as_async(next)
+        await self._server.request_json("POST", "/start_weight_update")
+        while (path := await next_bucket(files, None)) is not None:
+            await self._server.request_json("POST", "/update_weights", {"update_info": {"path": str(path)}})
+        await self._server.request_json("POST", "/finish_weight_update")
 
-    def _accepted(self, request: Request) -> Tokens:
-        context = super()._accepted(request)
+    def _validated(self, request: Request) -> Tokens:
+        context = super()._validated(request)
         sampling = request.sampling
         plain = sampling.temperature == 0 or (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
         if self._logprobs == "raw" and not plain:
@@ -213,28 +215,28 @@ class HttpReplica(TaskReplica):
             return body | {"stop_token_ids": sorted(self._eos.union(sampling.stop)), "ignore_eos": True}
         return body | {"stop_token_ids": sorted(sampling.stop)}
 
-    async def _written(self, pending: Pending) -> Generation:
-        if pending.inside is None:
-            await self._open.wait()
-            pending.inside = str(pending.request.id)
+    async def _generate(self, pending: PendingRequest) -> Generation:
+        if pending.engine_id is None:
+            await self._resumed.wait()
+            pending.engine_id = str(pending.request.id)
         try:
-            finish = await self._streamed(pending)
+            finish = await self._stream_tokens(pending)
         except ConnectionBroke as error:
-            raise await self._blamed(error) from error
+            raise await self._error_of_broken_connection(error) from error
         spans = [Span(self.version, len(pending.tokens))] if pending.tokens else []
-        return pending.answer(spans, finish)
+        return pending.generation(spans, finish)
 
-    def _stop(self, pending: Pending) -> None:
+    def _stop_request(self, pending: PendingRequest) -> None:
         pending.task.cancel()
 
-    async def _streamed(self, pending: Pending) -> Finish:
+    async def _stream_tokens(self, pending: PendingRequest) -> Finish:
         """The tokens as they come, to the end of the answer: so the connection can be used again."""
         request, finish = pending.request, None
-        count = min(request.max_tokens, self.longest - request.context)
-        body = self._body(pending.context.tolist(), count, request.sampling, _seed(request))
+        count = min(request.max_tokens, self.max_context - request.context)
+        body = self._body(pending.context.tolist(), count, request.sampling, _server_seed(request))
         async with aclosing(self._choices(body | {"model": await self._server.model()})) as choices:
             async for choice in choices:
-                ids, logprobs = _part(self._server.config.url, choice)
+                ids, logprobs = _tokens_and_logprobs(self._server.config.url, choice)
                 if ids and not pending.tokens:
                     self._prefilled += request.context
                 pending.tokens += ids
@@ -258,10 +260,10 @@ class HttpReplica(TaskReplica):
                 for choice in data["choices"]:
                     yield choice
 
-    async def _blamed(self, error: ConnectionBroke) -> ReplicaError:
+    async def _error_of_broken_connection(self, error: ConnectionBroke) -> ReplicaError:
         """A connection broke: is it the server?"""
         try:
-            await self._server.ask("GET", "/v1/models")
+            await self._server.request_json("GET", "/v1/models")
         except ReplicaLost as gone:
             return ReplicaLost(f"{self.name}: {gone}")
         except ReplicaError:
@@ -269,7 +271,7 @@ class HttpReplica(TaskReplica):
         return error
 
 
-def _part(url: str, choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+def _tokens_and_logprobs(url: str, choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     """Token ids and logprobs of a piece."""
     ids, logprobs = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
     if ids is None or (ids and logprobs is None):
@@ -283,7 +285,7 @@ def _part(url: str, choice: Mapping[str, Any]) -> tuple[list[int], list[float]]:
     return list(ids), list(logprobs or ())
 
 
-def _seed(request: Request) -> int:
+def _server_seed(request: Request) -> int:
     """One for each turn and each interruption of it, in what servers take for a seed."""
     key = np.array([request.seed & MASK64, request.offset], np.uint64).tobytes()
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1

@@ -13,9 +13,9 @@ import numpy as np
 
 WARM_UP = 20
 """Steps at the beginning that are not counted: memory is allocated, kernels are chosen."""
-ENOUGH = 30
+MIN_STEPS = 30
 """Steps without which nothing is said."""
-SMALLEST = 1e-7
+MIN_SECONDS = 1e-7
 RIDGE = 1e-9
 """Keeps what cannot be told apart from growing without bound."""
 
@@ -39,7 +39,7 @@ class StepMeter:
     One thread adds, any thread may ask: a fit that meets half of a step is as good as one that does not.
     """
 
-    __slots__ = ("_costs", "_due", "_xx", "_xy", "_yy", "steps")
+    __slots__ = ("_costs", "_next_fit", "_xx", "_xy", "_yy", "steps")
 
     def __init__(self) -> None:
         self.steps = 0
@@ -48,7 +48,7 @@ class StepMeter:
         self._xy = [0.0] * 4
         self._yy = 0.0
         self._costs: StepCosts | None = None
-        self._due = WARM_UP + ENOUGH
+        self._next_fit = WARM_UP + MIN_STEPS
         """Steps at which it is fitted again."""
 
     def add(self, running: int, context: int, prefilled: int, seconds: float) -> None:
@@ -76,26 +76,26 @@ class StepMeter:
 
     def costs(self) -> StepCosts | None:
         """The fit, renewed whenever there are a tenth more steps; None before there is enough to fit."""
-        if self.steps >= self._due and self._xx[0]:
+        if self.steps >= self._next_fit and self._xx[0]:
             self._costs = self._fitted()
-            self._due = self.steps + self.steps // 10
+            self._next_fit = self.steps + self.steps // 10
         return self._costs
 
     def _fitted(self) -> StepCosts:
         xx = np.zeros((4, 4))
         xx[np.triu_indices(4)] = self._xx
         xx += np.triu(xx, 1).T
-        scale = np.sqrt(np.maximum(np.diag(xx), SMALLEST))
+        scale = np.sqrt(np.maximum(np.diag(xx), MIN_SECONDS))
         xx, xy = xx / np.outer(scale, scale) + RIDGE * np.eye(4), np.array(self._xy) / scale
         best = np.zeros(4)
         least = float("inf")
         for count in range(1, 5):  # which of them are above 0: with four, all choices can be tried
             for chosen in combinations(range(4), count):
-                places = list(chosen)
-                part = np.linalg.solve(xx[np.ix_(places, places)], xy[places])
-                error = self._yy - float(part @ xy[places])
-                if part.min() >= 0 and error < least - RIDGE * self._yy:
+                columns = list(chosen)
+                solution = np.linalg.solve(xx[np.ix_(columns, columns)], xy[columns])
+                error = self._yy - float(solution @ xy[columns])
+                if solution.min() >= 0 and error < least - RIDGE * self._yy:
                     best, least = np.zeros(4), error
-                    best[places] = part
+                    best[columns] = solution
         a, b, c, p = (best / scale).tolist()
-        return StepCosts(max(a, SMALLEST), b, c, p)
+        return StepCosts(max(a, MIN_SECONDS), b, c, p)

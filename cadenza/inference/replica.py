@@ -128,8 +128,8 @@ class ReplicaStats:
     """What its steps take, if it measures them and there were enough."""
 
 
-class Flight(NamedTuple):
-    """A request in flight, as far as it has come."""
+class RequestProgress(NamedTuple):
+    """How far a request in flight has come."""
 
     id: int
     context: int
@@ -188,7 +188,7 @@ class Replica(Protocol):
         future any more, the tokens count as discarded for `cause`. Unknown ids are ignored."""
         ...
 
-    def flights(self) -> Sequence[Flight]:
+    def requests_in_flight(self) -> Sequence[RequestProgress]:
         """Every request in flight, as far as it is known here and now. An engine that cannot tell gives none, and
         keeps the requests it has."""
         ...

@@ -54,8 +54,8 @@ def uniforms(counters: NDArray[np.uint64], steps: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True)
 class BatchSampling:
-    """The sampling settings of the rows of a batch, as columns [n, 1], or [1, 1] when they are all drawn alike. None stands for
-    columns that would change nothing."""
+    """The sampling settings of the rows of a batch, as columns [n, 1], or [1, 1] when they are all drawn alike. None
+    stands for columns that would change nothing."""
 
     temperature: Tensor | None
     """1 in greedy rows."""

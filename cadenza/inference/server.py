@@ -77,7 +77,7 @@ class Server:
     async def model(self) -> str:
         """The name of the model."""
         if self._model is None:
-            names = [entry["id"] for entry in (await self.ask("GET", "/v1/models"))["data"]]
+            names = [entry["id"] for entry in (await self.request_json("GET", "/v1/models"))["data"]]
             if len(names) != 1:
                 raise ReplicaError(f"{self.config.url} serves {', '.join(names) or 'no model'}: name one in 'model'")
             self._model = names[0]
@@ -95,10 +95,10 @@ class Server:
         }
         if sampling.top_k:
             body["top_k"] = sampling.top_k
-        answer = await self.ask("POST", "/v1/chat/completions", body)
+        answer = await self.request_json("POST", "/v1/chat/completions", body)
         return str(answer["choices"][0]["message"]["content"])
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def request_json(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """One answer in JSON."""
         async with self.stream(method, path, body) as response:
             await response.aread()
@@ -108,7 +108,7 @@ class Server:
     async def stream(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> AsyncIterator[Any]:
         """An answer that began well. Leaving the context closes the connection unless it was read to its end."""
         where = f"{method} {self.config.url}{path}"
-        async with self._begun(where, method, path, body) as response:
+        async with self._open_response(where, method, path, body) as response:
             if not response.is_success:
                 await response.aread()
                 text = f"{where}: {response.status_code} {' '.join(response.text.split())[:500]}"
@@ -118,10 +118,10 @@ class Server:
             except httpx2.TimeoutException as error:
                 raise ReplicaError(f"{where}: nothing came for {self.config.stall_seconds:g} s") from error
             except httpx2.TransportError as error:
-                raise ConnectionBroke(f"{where}: the connection broke: {_told(error)}") from error
+                raise ConnectionBroke(f"{where}: the connection broke: {_describe(error)}") from error
 
     @asynccontextmanager
-    async def _begun(
+    async def _open_response(
         self, where: str, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[httpx2.Response]:
         """Send, again where that is harmless."""
@@ -132,12 +132,12 @@ class Server:
             try:
                 response = await self._client.send(request, stream=True)
             except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-                trouble: ReplicaError = ReplicaLost(f"{where}: no connection: {_told(error)}")
+                trouble: ReplicaError = ReplicaLost(f"{where}: no connection: {_describe(error)}")
                 continue
             except httpx2.TimeoutException as error:
                 raise ReplicaError(f"{where}: nothing came for {self.config.stall_seconds:g} s") from error
             except httpx2.TransportError as error:
-                raise ConnectionBroke(f"{where}: the connection broke: {_told(error)}") from error
+                raise ConnectionBroke(f"{where}: the connection broke: {_describe(error)}") from error
             try:
                 if response.status_code not in BUSY:
                     yield response
@@ -151,5 +151,5 @@ class Server:
         await self._client.aclose()
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return str(error) or type(error).__name__

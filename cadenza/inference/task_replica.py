@@ -1,7 +1,7 @@
 """A replica whose requests are served by tasks of the event loop: what such engines have in common.
 
-Invariant: a request that was accepted is in `_flight` until its future is resolved, and a task of its own brings that
-about, whatever happens to the engine. Every token that came is returned, held by a request in flight, or discarded
+Invariant: a request that was accepted is in `_in_flight` until its future is resolved, and a task of its own brings
+that about, whatever happens to the engine. Every token that came is returned, held by a request in flight, or discarded
 under a cause.
 """
 
@@ -17,11 +17,11 @@ import numpy as np
 
 from cadenza.inference.replica import (
     Finish,
-    Flight,
     Generation,
     ReplicaError,
     ReplicaLost,
     Request,
+    RequestProgress,
     RequestRefused,
     Span,
     StaleEpoch,
@@ -30,24 +30,24 @@ from cadenza.inference.replica import (
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
-    """A request that is not answered."""
+class PendingRequest:
+    """A request that is not answered yet, with the tokens that have come."""
 
     request: Request
     context: Tokens
     future: asyncio.Future[Generation]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    inside: str | None = None
+    engine_id: str | None = None
     """The engine's name for it, as soon as the engine has it."""
     cause: str | None = None
     """Why it was aborted."""
     task: asyncio.Task[None] = field(init=False)
 
-    def answer(self, spans: Sequence[Span], finish: Finish) -> Generation:
+    def generation(self, spans: Sequence[Span], finish: Finish) -> Generation:
         return Generation(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), tuple(spans), finish)
 
-    def settle(self, answer: Generation | ReplicaError) -> None:
+    def resolve(self, answer: Generation | ReplicaError) -> None:
         if self.future.done():
             return
         if isinstance(answer, ReplicaError):
@@ -60,7 +60,7 @@ class TaskReplica(ABC):
     """The part of a `Replica` that is about requests. One event loop uses it."""
 
     kv_capacity: int
-    longest: int
+    max_context: int
     """Tokens of context, those written included."""
     vocab: int | None = None
     """Tokens that there are, if it is known."""
@@ -71,44 +71,44 @@ class TaskReplica(ABC):
         self.version = version
         self.fence = 0
         self.discarded: dict[str, int] = {}
-        self._flight: dict[int, Pending] = {}
+        self._in_flight: dict[int, PendingRequest] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered = 0
-        self._lost = ""
-        self._gone = asyncio.Event()
+        self._lost_reason = ""
+        self._lost_event = asyncio.Event()
 
     @abstractmethod
-    async def _written(self, pending: Pending) -> Generation:
+    async def _generate(self, pending: PendingRequest) -> Generation:
         """Have the engine write; the tokens are added to `pending` as they come."""
 
     @abstractmethod
-    def _stop(self, pending: Pending) -> None:
+    def _stop_request(self, pending: PendingRequest) -> None:
         """Have the engine end a request. If its task is cancelled for that, the tokens so far are the answer."""
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         try:
-            context = self._accepted(request)
+            context = self._validated(request)
         except ReplicaError as error:
             future.set_exception(error)
         else:
-            self._flight[request.id] = pending = Pending(request, context, future)
-            pending.task = self._begin(self._serve(pending))
-            pending.task.add_done_callback(lambda _: self._cut_short(pending))
+            self._in_flight[request.id] = pending = PendingRequest(request, context, future)
+            pending.task = self._start_task(self._serve(pending))
+            pending.task.add_done_callback(lambda _: self._on_task_done(pending))
         return future
 
     def abort(self, request_id: int, cause: str) -> None:
-        pending = self._flight.get(request_id)
+        pending = self._in_flight.get(request_id)
         if pending is not None and pending.cause is None:
             pending.cause = cause
-            self._stop(pending)
+            self._stop_request(pending)
 
-    def flights(self) -> list[Flight]:
+    def requests_in_flight(self) -> list[RequestProgress]:
         found = []
-        for id, pending in self._flight.items():
+        for id, pending in self._in_flight.items():
             request, written = pending.request, len(pending.tokens)
             context = request.context + written
-            found.append(Flight(id, context, request.offset + written, context if written else 0, written))
+            found.append(RequestProgress(id, context, request.offset + written, context if written else 0, written))
         return found
 
     def kill(self, cause: str) -> None:
@@ -116,16 +116,16 @@ class TaskReplica(ABC):
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _accepted(self, request: Request) -> Tokens:
+    def _validated(self, request: Request) -> Tokens:
         """Its context, unless there is a reason to refuse it."""
-        self._alive()
+        self._check_alive()
         if request.epoch < self.fence:
             raise StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}")
-        if request.id in self._flight:
+        if request.id in self._in_flight:
             raise ReplicaError(f"{self.name}: request {request.id} is already in flight")
-        if not 0 < request.context < self.longest or request.max_tokens < 1:
+        if not 0 < request.context < self.max_context or request.max_tokens < 1:
             text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
-            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self.longest - 1} tokens")
+            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self.max_context - 1} tokens")
         context: Tokens = np.concatenate(request.chunks)
         last = np.iinfo(np.int32).max if self.vocab is None else self.vocab - 1
         if len(context) != request.context or not 0 <= context.min() <= context.max() <= last:
@@ -133,11 +133,11 @@ class TaskReplica(ABC):
             raise RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}")
         return context
 
-    async def _serve(self, pending: Pending) -> None:
+    async def _serve(self, pending: PendingRequest) -> None:
         """The life of a request."""
         answer: Generation | ReplicaError
         try:
-            answer = await self._written(pending)
+            answer = await self._generate(pending)
         except ReplicaLost as error:
             self._die("replica_lost", str(error))
             return
@@ -145,49 +145,49 @@ class TaskReplica(ABC):
             answer = error
         except Exception as error:  # noqa: BLE001 - whatever the engine raised, whoever waits must hear of it
             answer = ReplicaError(f"{self.name}: {type(error).__name__}: {error}")
-        self._end(pending, answer)
+        self._finish_request(pending, answer)
 
-    def _cut_short(self, pending: Pending) -> None:
+    def _on_task_done(self, pending: PendingRequest) -> None:
         """Its task has ended, cancelled perhaps, and perhaps before its first step."""
         if pending.cause is not None:
             spans = [Span(self.version, len(pending.tokens))] if pending.tokens else []
-            self._end(pending, pending.answer(spans, Finish.ABORT))
+            self._finish_request(pending, pending.generation(spans, Finish.ABORT))
 
-    def _end(self, pending: Pending, answer: Generation | ReplicaError) -> None:
+    def _finish_request(self, pending: PendingRequest, answer: Generation | ReplicaError) -> None:
         """Answer a request, once."""
-        if self._flight.get(pending.request.id) is not pending:
+        if self._in_flight.get(pending.request.id) is not pending:
             return
-        del self._flight[pending.request.id]
+        del self._in_flight[pending.request.id]
         self._answered += 1
         if isinstance(answer, ReplicaError):
             self._discard("failed", pending)
         elif pending.future.done():
             self._discard(pending.cause or "unclaimed", pending)
-        pending.settle(answer)
+        pending.resolve(answer)
 
-    def _alive(self) -> None:
-        if self._lost:
-            raise ReplicaLost(self._lost)
+    def _check_alive(self) -> None:
+        if self._lost_reason:
+            raise ReplicaLost(self._lost_reason)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _discard(self, cause: str, pending: Pending) -> None:
+    def _discard(self, cause: str, pending: PendingRequest) -> None:
         if pending.tokens:
             self.discarded[cause] = self.discarded.get(cause, 0) + len(pending.tokens)
 
     def _die(self, cause: str, text: str) -> None:
         """Fail every call in flight, once."""
-        if self._lost:
+        if self._lost_reason:
             return
-        self._lost = text
-        self._gone.set()
-        for pending in self._flight.values():
+        self._lost_reason = text
+        self._lost_event.set()
+        for pending in self._in_flight.values():
             self._discard(cause, pending)
-            pending.settle(ReplicaLost(text))
-        self._flight.clear()
+            pending.resolve(ReplicaLost(text))
+        self._in_flight.clear()
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()

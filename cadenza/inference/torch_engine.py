@@ -33,13 +33,13 @@ from cadenza.inference.engine import Engine, EngineSequence, NonFiniteLogits
 from cadenza.inference.kv_cache import join_chunks
 from cadenza.inference.meter import StepMeter
 from cadenza.inference.replica import (
-    Flight,
     Generation,
     PauseMode,
     ReplicaError,
     ReplicaLost,
     ReplicaStats,
     Request,
+    RequestProgress,
     RequestRefused,
     StaleEpoch,
 )
@@ -65,7 +65,7 @@ class PreparedWeights:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A request that is not answered."""
+    """A request that is not answered yet: its future, and its sequence in the engine."""
 
     future: asyncio.Future[Generation]
     sequence: EngineSequence
@@ -163,18 +163,18 @@ class TorchReplica:
         return future
 
     def abort(self, request_id: int, cause: str) -> None:
-        flight = self._in_flight.get(request_id)
-        if flight is not None:
-            flight.cause = cause
-            self._inbox.put(lambda: self._abort(flight.sequence))
+        entry = self._in_flight.get(request_id)
+        if entry is not None:
+            entry.cause = cause
+            self._inbox.put(lambda: self._abort(entry.sequence))
 
-    def flights(self) -> list[Flight]:
+    def requests_in_flight(self) -> list[RequestProgress]:
         found = []
-        for id, flight in self._in_flight.items():
-            sequence, written = flight.sequence, len(flight.sequence.tokens)
+        for id, entry in self._in_flight.items():
+            sequence, written = entry.sequence, len(entry.sequence.tokens)
             context = sequence.request.context + written
             computed = min(sequence.computed, context)
-            found.append(Flight(id, context, sequence.request.offset + written, computed, written))
+            found.append(RequestProgress(id, context, sequence.request.offset + written, computed, written))
         return found
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
@@ -239,7 +239,7 @@ class TorchReplica:
         return TorchReplica(self._initial_module, decoder=self._engine.decoder.clone(), **options)
 
     def close(self, seconds: float = 10.0) -> None:
-        """End the thread, within `seconds`, or else with the process. What is in flight is lost."""
+        """End the thread, within `seconds`, or else with the process. What is in entry is lost."""
         atexit.unregister(self.close)
         self._die("closed", f"{self.name} is closed")
         self._thread.join(seconds)
@@ -247,7 +247,7 @@ class TorchReplica:
     def check(self) -> None:
         """Assert what must hold while the replica is idle, paused or dead."""
         self._engine.check()
-        held = sum(len(flight.sequence.tokens) for flight in self._in_flight.values())
+        held = sum(len(entry.sequence.tokens) for entry in self._in_flight.values())
         assert self.generated == self.returned + sum(self.discarded.values()) + held, (self.returned, held)
 
     @property
@@ -285,10 +285,10 @@ class TorchReplica:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop = loop
-            for id, flight in list(self._in_flight.items()):
-                if flight.future.get_loop().is_closed():
+            for id, entry in list(self._in_flight.items()):
+                if entry.future.get_loop().is_closed():
                     with contextlib.suppress(RuntimeError):  # it cannot tell anybody any more
-                        flight.future.cancel()
+                        entry.future.cancel()
                     self.abort(id, "loop_closed")
         return loop
 
@@ -326,16 +326,16 @@ class TorchReplica:
     def _resolve(self, sequences: list[EngineSequence], error: ReplicaError | None = None) -> None:
         """Resolve the futures of sequences that ended."""
         for sequence in sequences:
-            flight = self._in_flight.get(sequence.request.id)
-            if flight is None or flight.sequence is not sequence:
+            entry = self._in_flight.get(sequence.request.id)
+            if entry is None or entry.sequence is not sequence:
                 continue  # the replica was killed meanwhile
             del self._in_flight[sequence.request.id]
             self._answered += 1
-            if error is not None or flight.future.done():
-                self._discard("failed" if error is not None else flight.cause, len(sequence.tokens))
+            if error is not None or entry.future.done():
+                self._discard("failed" if error is not None else entry.cause, len(sequence.tokens))
             else:
                 self.returned += len(sequence.tokens)
-            _resolve_future(flight.future, error or sequence.generation())
+            _resolve_future(entry.future, error or sequence.generation())
 
     def _discard(self, cause: str, tokens: int) -> None:
         if tokens:
@@ -350,8 +350,8 @@ class TorchReplica:
             held = self._engine.generated - self.returned - sum(self.discarded.values())
         self._inbox.put(self._stop)
         self._discard(cause, held)
-        for flight in self._in_flight.values():
-            _resolve_future(flight.future, ReplicaLost(text))
+        for entry in self._in_flight.values():
+            _resolve_future(entry.future, ReplicaLost(text))
         self._in_flight.clear()
         for future in self._calls:
             _resolve_future(future, ReplicaLost(text))

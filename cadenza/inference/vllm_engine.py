@@ -34,7 +34,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from cadenza.inference.buckets import BACKEND, buckets, in_memory
+from cadenza.inference.buckets import BACKEND, buckets, shared_memory_directory
 from cadenza.inference.meter import StepMeter
 from cadenza.inference.replica import (
     Finish,
@@ -49,12 +49,12 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.inference.sampling import rng_counter
-from cadenza.inference.task_replica import Pending, TaskReplica
+from cadenza.inference.task_replica import PendingRequest, TaskReplica
 from cadenza.off_loop import THREAD_POOL, as_async
 
 T = TypeVar("T")
 STREAM_TOKENS = 16
-"""Tokens of a request after which its progress is known here. Each time costs a turn of the loop."""
+"""Tokens of a request after which its progress is known here. Each time costs an event-loop iteration."""
 ADAPTER = 1
 """vLLM's number of the only adapter."""
 
@@ -87,7 +87,7 @@ class VllmReplica(TaskReplica):
         self._lora = lora
         self._adapter: LoRARequest | None = None
         self._adapter_files: TemporaryDirectory[str] | None = None
-        self._steps = _Steps()
+        self._step_stats = _StepStats()
         settings: dict[str, Any] = {
             "model": str(model),
             "max_num_seqs": max_running,
@@ -109,19 +109,19 @@ class VllmReplica(TaskReplica):
                 "whose prompt is computed in more than one step"
             )
         args = AsyncEngineArgs(**settings)
-        self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: self._steps])
+        self._llm = AsyncLLM.from_engine_args(args, stat_loggers=[lambda *_: self._step_stats])
         config = self._llm.vllm_config
         self.kv_capacity = config.cache_config.num_gpu_blocks * config.cache_config.block_size
-        self.longest = min(self.kv_capacity, config.model_config.max_model_len)
+        self.max_context = min(self.kv_capacity, config.model_config.max_model_len)
         self.vocab = config.model_config.get_vocab_size()
-        self._steps.capacity = self.kv_capacity
+        self._step_stats.capacity = self.kv_capacity
         self._path = str(model)
-        self._names = _names(Path(model))
+        self._weight_names = _weight_names(Path(model))
         if eos_token_ids is None:
             own = getattr(config.model_config.hf_config, "eos_token_id", None)
             eos_token_ids = [] if own is None else [own] if isinstance(own, int) else own
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._first = version
+        self._initial_version = version
         self._resumes = 0
         self._paused = self._asleep = False
 
@@ -129,38 +129,38 @@ class VllmReplica(TaskReplica):
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         self.fence = max(self.fence, epoch)
-        there = [pending.task for pending in self._flight.values()]
+        tasks = [pending.task for pending in self._in_flight.values()]
         if mode is PauseMode.DRAIN:
-            await self._drain(there)
+            await self._drain(tasks)
         if mode is PauseMode.ABORT:  # those that vLLM does not have yet look at the cause when it has them
-            for pending in self._flight.values():
+            for pending in self._in_flight.values():
                 pending.cause = pending.cause or "pause"
         how = "abort" if mode is PauseMode.ABORT else "keep"
-        await self._ask(self._llm.pause_generation(mode=how, clear_cache=False))
+        await self._call_vllm(self._llm.pause_generation(mode=how, clear_cache=False))
         self._paused = True
-        if mode is PauseMode.ABORT and there:
-            await self._ask(asyncio.wait(there))
+        if mode is PauseMode.ABORT and tasks:
+            await self._call_vllm(asyncio.wait(tasks))
 
     async def resume(self) -> None:
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it instead of resuming it")
-        await self._ask(self._llm.resume_generation())
+        await self._call_vllm(self._llm.resume_generation())
         self._resumes += 1
         self._paused = False
 
     async def load_weights(self, version: int, weights: object) -> None:
         """Frozen meanwhile. After a failure it stays frozen: its weights may be half of each version."""
-        self._alive()
+        self._check_alive()
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it before loading weights")
         was_paused = self._paused
         if not was_paused:
             await self.pause(self.fence, PauseMode.KEEP)
         try:
-            await self._ask(self._load(weights))
-            await self._ask(self._llm.update_weight_version(str(version)))
+            await self._call_vllm(self._load(weights))
+            await self._call_vllm(self._llm.update_weight_version(str(version)))
             if not self._keep_kv:
-                await self._ask(self._llm.reset_prefix_cache(reset_running_requests=True))
+                await self._call_vllm(self._llm.reset_prefix_cache(reset_running_requests=True))
         except ReplicaError:
             raise
         except Exception as error:
@@ -170,35 +170,35 @@ class VllmReplica(TaskReplica):
             await self.resume()
 
     async def sleep(self) -> None:
-        self._alive()
+        self._check_alive()
         if not current_platform.is_sleep_mode_available():
             raise NotSupported(
                 f"{self.name} cannot sleep: vLLM has no sleep mode on '{current_platform.device_type}', where it would "
                 "say that it sleeps and keep its memory. Close the replica, or leave it on its device"
             )
-        if not self._paused or self._flight:
+        if not self._paused or self._in_flight:
             raise RuntimeError(
-                f"{self.name} must be paused and empty to sleep, but paused is {self._paused}, {len(self._flight)} in "
-                "flight: pause it with PauseMode.ABORT"
+                f"{self.name} must be paused and empty to sleep, but paused is {self._paused}, {len(self._in_flight)} "
+                "in flight: pause it with PauseMode.ABORT"
             )
-        await self._ask(self._llm.sleep(level=1))
+        await self._call_vllm(self._llm.sleep(level=1))
         self._asleep = True
 
     async def wake(self) -> None:
-        self._alive()
+        self._check_alive()
         if self._asleep:
-            await self._ask(self._llm.wake_up())
+            await self._call_vllm(self._llm.wake_up())
             self._asleep = False
             await self.resume()
 
     async def stats(self) -> ReplicaStats:
-        self._alive()
-        steps = self._steps
-        running = min(steps.running, len(self._flight))
+        self._check_alive()
+        steps = self._step_stats
+        running = min(steps.running, len(self._in_flight))
         return ReplicaStats(
             version=self.version,
             running=running,
-            waiting=len(self._flight) - running,
+            waiting=len(self._in_flight) - running,
             progress=steps.count + self._answered,
             paused=self._paused,
             kv_tokens=int(steps.usage * self.kv_capacity),
@@ -210,7 +210,7 @@ class VllmReplica(TaskReplica):
         )
 
     def kill(self, cause: str) -> None:
-        if not self._lost:
+        if not self._lost_reason:
             super().kill(cause)
             THREAD_POOL.submit(self._llm.shutdown, 0.0)
 
@@ -223,44 +223,46 @@ class VllmReplica(TaskReplica):
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def _accepted(self, request: Request) -> Tokens:
-        context = super()._accepted(request)
+    def _validated(self, request: Request) -> Tokens:
+        context = super()._validated(request)
         if self._asleep:
             raise ReplicaError(f"{self.name} is asleep")
         return context
 
-    async def _written(self, pending: Pending) -> Generation:
+    async def _generate(self, pending: PendingRequest) -> Generation:
         prompt, params = tokens_input(pending.context.tolist()), self._params(pending.request)
         try:
             queue = await self._llm.add_request(str(pending.request.id), prompt, params, lora_request=self._adapter)
-            pending.inside = queue.request_id
+            pending.engine_id = queue.request_id
             if pending.cause is not None:
-                await self._llm.abort(pending.inside, internal=True)
+                await self._llm.abort(pending.engine_id, internal=True)
             while True:
                 output = queue.get_nowait() or await queue.get()
-                (part,) = output.outputs
-                pending.tokens += part.token_ids
+                (completion,) = output.outputs
+                pending.tokens += completion.token_ids
                 pending.logprobs += [
-                    entry[token].logprob for token, entry in zip(part.token_ids, part.logprobs, strict=True)
+                    entry[token].logprob for token, entry in zip(completion.token_ids, completion.logprobs, strict=True)
                 ]
                 if output.finished:
                     break
         except EngineDeadError as error:
-            raise self._died(error) from error
-        if part.finish_reason not in ("stop", "length", "abort"):
-            raise ReplicaError(f"{self.name}: vLLM ended the request with '{part.finish_reason}'")
-        spans = [Span(self._number(span.version), span.end - span.start) for span in part.weight_versions or ()]
-        return pending.answer(spans, Finish(part.finish_reason))
+            raise self._lost_error(error) from error
+        if completion.finish_reason not in ("stop", "length", "abort"):
+            raise ReplicaError(f"{self.name}: vLLM ended the request with '{completion.finish_reason}'")
+        spans = [
+            Span(self._version_number(span.version), span.end - span.start) for span in completion.weight_versions or ()
+        ]
+        return pending.generation(spans, Finish(completion.finish_reason))
 
-    def _stop(self, pending: Pending) -> None:
-        if pending.inside is not None:
-            self._begin(self._abort(pending.inside))
+    def _stop_request(self, pending: PendingRequest) -> None:
+        if pending.engine_id is not None:
+            self._start_task(self._abort(pending.engine_id))
 
-    async def _abort(self, inside: str) -> None:
+    async def _abort(self, engine_id: str) -> None:
         try:
-            await self._llm.abort(inside, internal=True)
+            await self._llm.abort(engine_id, internal=True)
         except EngineDeadError as error:
-            self._die("replica_lost", str(self._died(error)))
+            self._die("replica_lost", str(self._lost_error(error)))
 
     def _params(self, request: Request) -> SamplingParams:
         sampling = request.sampling
@@ -270,7 +272,7 @@ class VllmReplica(TaskReplica):
             top_p=1.0 if greedy else sampling.top_p,
             top_k=0 if greedy else sampling.top_k,
             seed=None if greedy else rng_counter(request.seed, request.offset) >> 1,
-            max_tokens=min(request.max_tokens, self.longest - request.context),
+            max_tokens=min(request.max_tokens, self.max_context - request.context),
             stop_token_ids=sorted(self.eos_token_ids.union(sampling.stop)),
             ignore_eos=True,  # those that count are in the line above
             logprobs=0,
@@ -279,19 +281,19 @@ class VllmReplica(TaskReplica):
             stream_interval=STREAM_TOKENS,
         )
 
-    def _number(self, label: str) -> int:
+    def _version_number(self, label: str) -> int:
         """A version as it was loaded; before that, vLLM has a word for it."""
-        return int(label) if label.isdigit() else self._first
+        return int(label) if label.isdigit() else self._initial_version
 
     # -- control ---------------------------------------------------------------------------------------------------
 
-    async def _drain(self, there: Sequence[asyncio.Task[None]]) -> None:
+    async def _drain(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Wait for all that are there. vLLM's own way would leave those waiting that it has not begun."""
         if self._paused:
             await self.resume()
         resumes = self._resumes
-        if there:
-            await self._ask(asyncio.wait(there))
+        if tasks:
+            await self._call_vllm(asyncio.wait(tasks))
         if self._resumes != resumes:
             raise ReplicaError(f"{self.name}: resumed before the pause took effect")
 
@@ -309,11 +311,11 @@ class VllmReplica(TaskReplica):
             await self._load_model(weights)
 
     async def _load_model(self, weights: Mapping[str, Tensor]) -> None:
-        if missing := sorted(self._names - weights.keys()):
+        if missing := sorted(self._weight_names - weights.keys()):
             raise ValueError(f"all weights must come together, {len(missing)} are missing: {', '.join(missing[:3])}")
-        files, following = buckets(weights), as_async(next)
+        files, next_bucket = buckets(weights), as_async(next)
         await self._llm.start_weight_update()
-        while (path := await following(files, None)) is not None:
+        while (path := await next_bucket(files, None)) is not None:
             await self._llm.update_weights(WeightTransferUpdateRequest({"path": str(path)}))
         await self._llm.finish_weight_update()
 
@@ -328,27 +330,27 @@ class VllmReplica(TaskReplica):
             self._adapter_files.cleanup()
         self._adapter_files = files
 
-    async def _ask(self, call: Awaitable[T]) -> T:
+    async def _call_vllm(self, call: Awaitable[T]) -> T:
         """A call to vLLM, but not beyond the end of the replica."""
-        answer, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._gone.wait())
+        answer, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._lost_event.wait())
         either: list[asyncio.Future[Any]] = [answer, gone]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                self._alive()
+                self._check_alive()
             return answer.result()
         except EngineDeadError as error:
-            self._die("replica_lost", str(self._died(error)))
-            raise ReplicaLost(self._lost) from error
+            self._die("replica_lost", str(self._lost_error(error)))
+            raise ReplicaLost(self._lost_reason) from error
         finally:
             answer.cancel()
             gone.cancel()
 
-    def _died(self, error: EngineDeadError) -> ReplicaLost:
+    def _lost_error(self, error: EngineDeadError) -> ReplicaLost:
         return ReplicaLost(f"{self.name}: the processes of vLLM are gone: {error}")
 
 
-class _Steps(StatLoggerBase):  # type: ignore[misc]
+class _StepStats(StatLoggerBase):  # type: ignore[misc]
     """What vLLM says of each step."""
 
     def __init__(self) -> None:
@@ -376,7 +378,7 @@ class _Steps(StatLoggerBase):  # type: ignore[misc]
 
 def _adapter_files(weights: Mapping[str, Tensor], rank: int, alpha: float) -> TemporaryDirectory[str]:
     """An adapter as peft writes it."""
-    files = in_memory()
+    files = shared_memory_directory()
     targets = sorted({name.split(".lora_A.")[0].rpartition(".")[2] for name in weights if ".lora_A." in name})
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "target_modules": targets}
     Path(files.name, "adapter_config.json").write_text(json.dumps(config))
@@ -385,7 +387,7 @@ def _adapter_files(weights: Mapping[str, Tensor], rank: int, alpha: float) -> Te
     return files
 
 
-def _names(model: Path) -> frozenset[str]:
+def _weight_names(model: Path) -> frozenset[str]:
     """Of the weights of a checkpoint on this machine; nothing is known of others."""
     found: set[str] = set()
     for path in model.glob("*.safetensors"):

@@ -32,28 +32,28 @@ from cadenza.inference.buckets import BACKEND
 
 def register() -> None:
     """Make the engine known to vLLM."""
-    WeightTransferEngineFactory.register_engine(BACKEND, BucketEngine)
+    WeightTransferEngineFactory.register_engine(BACKEND, BucketTransferEngine)
 
 
 @dataclass
-class Nothing(WeightTransferInitInfo):  # type: ignore[misc]
-    """There is nothing to agree on beforehand."""
+class NoInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Empty: the two ends of the transfer agree on nothing beforehand."""
 
 
 @dataclass
-class Bucket(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Where the next weights are."""
+class BucketInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The file of the next bucket of weights."""
 
     path: str
 
 
-class BucketEngine(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[misc]
+class BucketTransferEngine(WeightTransferEngine[NoInitInfo, BucketInfo]):  # type: ignore[misc]
     """Takes the weights of a bucket under the names of the checkpoint; the model packs and shards them."""
 
-    init_info_cls = Nothing
-    update_info_cls = Bucket
+    init_info_cls = NoInitInfo
+    update_info_cls = BucketInfo
 
-    def init_transfer_engine(self, init_info: Nothing) -> None:
+    def init_transfer_engine(self, init_info: NoInitInfo) -> None:
         """No connection is made."""
 
     _is_begun = False
@@ -69,7 +69,7 @@ class BucketEngine(WeightTransferEngine[Nothing, Bucket]):  # type: ignore[misc]
         if torch.accelerator.is_available():  # before the file is gone
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: Bucket) -> None:
+    def receive_weights(self, update_info: BucketInfo) -> None:
         self.model.load_weights(load_file(update_info.path).items())
 
     def finish_weight_update(self) -> None:

@@ -11,7 +11,7 @@ Invariant: a move is an interruption like any other. The balancer asks the sourc
 its turn should go on; the tokens travel with the client of the turn, as they do over a suspension. A note that is not
 followed costs nothing: the request ended first, the abort was lost, the gate closed, the target left.
 
-    tick -> flights of at most MAX_LOOKS replicas -> plan -> note the target, abort at the source
+    tick -> requests of at most MAX_LOOKS replicas -> plan -> note the target, abort at the source
     client: its request comes back -> take() -> the target, if it was moved -> grant there
 """
 
@@ -22,9 +22,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cadenza.inference.replica import Flight
+from cadenza.inference.replica import RequestProgress
 from cadenza.rollout.failures import logger
-from cadenza.rollout.router import SEQUENCE_WEIGHT, RouteRequest, ReplicaEntry
+from cadenza.rollout.router import SEQUENCE_WEIGHT, ReplicaEntry, RouteRequest
 
 MAX_LOOKS = 128
 """Replicas that one tick looks at; if there are more, they take turns."""
@@ -68,19 +68,21 @@ class Balancer:
             start = self._turn % len(entries)
             self._turn = start + MAX_LOOKS
             entries = [*entries[start : start + MAX_LOOKS], *entries[: max(0, start + MAX_LOOKS - len(entries))]]
-        found = [(entry, _flights(entry)) for entry in entries]
+        found = [(entry, _requests_in_flight(entry)) for entry in entries]
         if first is not None and first.slice_tokens and (leaving := give_way(found, first)[:waiting]):
             for entry, request in leaving:
                 entry.replica.abort(request, "gave_way")
             self.gave_way += len(leaving)
             gone = {request for _, request in leaving}
-            found = [(entry, [flight for flight in flights if flight.id not in gone]) for entry, flights in found]
+            found = [
+                (entry, [progress for progress in requests if progress.id not in gone]) for entry, requests in found
+            ]
         self._make(plan(found, self.prefill_weight))
 
     def spread(self, entries: Sequence[ReplicaEntry]) -> None:
         """Even out the load of all of them at once: some have just come, with nothing to do."""
         self._targets.clear()
-        self._make(spread([(entry, _flights(entry)) for entry in entries], self.prefill_weight))
+        self._make(spread([(entry, _requests_in_flight(entry)) for entry in entries], self.prefill_weight))
 
     def _make(self, moves: Sequence[Move]) -> None:
         for move in moves:
@@ -97,80 +99,86 @@ class Balancer:
         self.moved_tokens += context
 
 
-def _flights(entry: ReplicaEntry) -> Sequence[Flight]:
+def _requests_in_flight(entry: ReplicaEntry) -> Sequence[RequestProgress]:
     try:
-        return entry.replica.flights()
+        return entry.replica.requests_in_flight()
     except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not balanced then
         logger.debug("replica %s does not tell its requests: %r", entry.replica.name, error)
         return ()
 
 
-def give_way(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], first: RouteRequest) -> list[tuple[ReplicaEntry, int]]:
+def give_way(
+    found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], first: RouteRequest
+) -> list[tuple[ReplicaEntry, int]]:
     """Who has had a slice where it is, and in all as many as the first in line; who has written most is first."""
     size = first.slice_tokens
     leaving = [
-        (-flight.written, flight.id, entry)
-        for entry, flights in found
-        for flight in flights
-        if flight.fresh >= size and flight.written // size >= first.slices
+        (-progress.written, progress.id, entry)
+        for entry, requests in found
+        for progress in requests
+        if progress.fresh >= size and progress.written // size >= first.slices
     ]
     return [(entry, id) for _, id, entry in sorted(leaving, key=lambda row: row[:2])]
 
 
-def plan(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
+def plan(found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], prefill_weight: float) -> list[Move]:
     """Moves from the heaviest entries to the lightest, one each. Seats with work that they do not tell are left alone."""
-    told = [(entry, flights, _load(flights)) for entry, flights in found if flights or not entry.inflight]
+    told = [(entry, requests, _load(requests)) for entry, requests in found if requests or not entry.inflight]
     told.sort(key=lambda row: (row[2] / row[0].capacity, row[0].index))
     moves = []
     for number in range(min(max(1, len(told) // SHARE), len(told) // 2)):
         light, _, light_load = told[number]
-        heavy, flights, heavy_load = told[-1 - number]
+        heavy, requests, heavy_load = told[-1 - number]
         room = int(ROOM * light.capacity) - light_load - light.cached_tokens
         even = (heavy_load * light.capacity - light_load * heavy.capacity) / (heavy.capacity + light.capacity)
         least = MIN_GAIN * (heavy_load + STEP_SHARE * heavy.capacity)
-        best = _nearest(flights, even, least, min(room, 2 * even - least), prefill_weight)
+        best = _nearest(requests, even, least, min(room, 2 * even - least), prefill_weight)
         if best is not None:
             moves.append(Move(best, heavy, light))
     return moves
 
 
-def spread(found: Sequence[tuple[ReplicaEntry, Sequence[Flight]]], prefill_weight: float) -> list[Move]:
+def spread(found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], prefill_weight: float) -> list[Move]:
     """Moves that leave every entry with about its share of the load: whoever has more gives to whoever has least. First
     go those that wait, then those that have written most of their context, as far as their prefill is won back."""
-    told = [(entry, flights, _load(flights)) for entry, flights in found if flights or not entry.inflight]
+    told = [(entry, requests, _load(requests)) for entry, requests in found if requests or not entry.inflight]
     fair = sum(load for _, _, load in told) / max(sum(entry.capacity for entry, _, _ in told), 1)
     heap = [(load / entry.capacity, entry.index, load, entry) for entry, _, load in told]
     heapq.heapify(heap)
     moves = []
-    for entry, flights, load in told:
+    for entry, requests, load in told:
         excess = load - fair * entry.capacity
-        for flight in sorted(flights, key=lambda flight: (flight.computed > 0, -flight.written / flight.context)):
-            weight = flight.context + SEQUENCE_WEIGHT
-            if weight > excess or flight.written * flight.context < prefill_weight * flight.computed:
+        for progress in sorted(
+            requests, key=lambda progress: (progress.computed > 0, -progress.written / progress.context)
+        ):
+            weight = progress.context + SEQUENCE_WEIGHT
+            if weight > excess or progress.written * progress.context < prefill_weight * progress.computed:
                 continue
             _, index, taken, target = heap[0]
             if taken + weight > min(fair, ROOM) * target.capacity - target.cached_tokens:
                 break
             heapq.heapreplace(heap, ((taken + weight) / target.capacity, index, taken + weight, target))
-            moves.append(Move(flight.id, entry, target))
+            moves.append(Move(progress.id, entry, target))
             excess -= weight
     return moves
 
 
-def _load(flights: Sequence[Flight]) -> int:
-    return sum([flight.context for flight in flights]) + SEQUENCE_WEIGHT * len(flights)
+def _load(requests: Sequence[RequestProgress]) -> int:
+    return sum([progress.context for progress in requests]) + SEQUENCE_WEIGHT * len(requests)
 
 
-def _nearest(flights: Sequence[Flight], wanted: float, least: float, most: float, prefill_weight: float) -> int | None:
+def _nearest(
+    requests: Sequence[RequestProgress], wanted: float, least: float, most: float, prefill_weight: float
+) -> int | None:
     """The request that weighs about as much as wanted, of those whose prefill is won back: a sequence is expected to
     write about as much again as it has written, and every step of it relieves the source by its context."""
     best, distance = None, math.inf
-    for flight in flights:
-        weight = flight.context + SEQUENCE_WEIGHT
+    for progress in requests:
+        weight = progress.context + SEQUENCE_WEIGHT
         if (
             least <= weight <= most
             and abs(weight - wanted) < distance
-            and flight.written * flight.context >= prefill_weight * flight.computed
+            and progress.written * progress.context >= prefill_weight * progress.computed
         ):
-            best, distance = flight.id, abs(weight - wanted)
+            best, distance = progress.id, abs(weight - wanted)
     return best

@@ -18,7 +18,9 @@ class EnvHandle:
 
     __slots__ = ("_around", "_attempt", "_env", "_type", "call", "done", "reward", "trajectory")
 
-    def __init__(self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, around: RolloutContext) -> None:
+    def __init__(
+        self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, around: RolloutContext
+    ) -> None:
         self._env = env
         self._type = type
         self._attempt = attempt

@@ -76,7 +76,7 @@ class SlotPool(Protocol):
     def expired(self) -> int: ...
 
     @property
-    def patience(self) -> float: ...
+    def stop_seconds(self) -> float: ...
 
     async def open(self) -> None: ...
 
@@ -154,12 +154,12 @@ class EnvWorker:
         if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
             self._vacate(attempt)  # its coroutine will never run, so nobody else frees the slot
         elif attempt not in self._leaving:
-            asyncio.get_running_loop().call_later(self.patience, self._abandon, attempt)
+            asyncio.get_running_loop().call_later(self.stop_seconds, self._abandon, attempt)
         if attempt not in self._leaving:
             attempt.runner.cancel()
 
     @property
-    def patience(self) -> float:
+    def stop_seconds(self) -> float:
         """How long attempts that are stopped may take to end."""
         return 2 * self.config.close_seconds
 

@@ -24,11 +24,11 @@ from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.grants import ReplicaAddress, GrantDenied, Granted, GrantClient, make_replica_entries
+from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, ReplicaAddress, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
 from cadenza.rollout.model import Codec
-from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 from cadenza.rollout.records import Fate, Task, Trajectory
+from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 
 
 class AttemptLease(NamedTuple):
@@ -50,7 +50,7 @@ class StopAttempt(NamedTuple):
 
 
 class AttemptFinished(NamedTuple):
-    """The attempt has its reward. It travels as a `TrajectoryRecord`, and its tokens in the parcel."""
+    """The attempt has its reward. It travels as a `TrajectoryRecord`, and its tokens in the bundle."""
 
     attempt: Attempt
     trajectory: Trajectory
@@ -115,10 +115,10 @@ class RemoteQueue:
 
     events = None
 
-    def __init__(self, say: Callable[[Any], None]) -> None:
+    def __init__(self, send: Callable[[Any], None]) -> None:
         self.stop: Callable[[Attempt], None] = lambda attempt: None
         self.refill: Callable[[], None] = lambda: None
-        self._say = say
+        self._send = send
         self._leases: deque[AttemptLease] = deque()
         self._attempts: dict[int, Attempt] = {}
         self._shown: set[str] = set()
@@ -131,7 +131,7 @@ class RemoteQueue:
     def errors(self) -> RemoteQueue:
         return self
 
-    def hear(self, message: AttemptLease | StopAttempt) -> None:
+    def receive(self, message: AttemptLease | StopAttempt) -> None:
         if isinstance(message, AttemptLease):
             self._leases.append(message)
             self.refill()
@@ -167,51 +167,51 @@ class RemoteQueue:
                 return
         attempt.state = AttemptState.FINISHED
         del self._attempts[attempt.id]
-        self._say(AttemptFinished(attempt, trajectory))
+        self._send(AttemptFinished(attempt, trajectory))
 
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
         attempt.fate, attempt.cause = Fate.FAILED, cause
         if attempt.state is AttemptState.SCORING:
             del self._attempts[attempt.id]
-        self._say(AttemptFailed(attempt.id, cause, detail, weight, attempt.place))
+        self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.place))
 
     def vacate(self, attempt: Attempt) -> None:
         if attempt.fate is not None:
             del self._attempts[attempt.id]
-        self._say(SlotFreed(attempt.id, attempt.turns, attempt.tokens))
+        self._send(SlotFreed(attempt.id, attempt.turns, attempt.tokens))
 
     def add(self, place: str, error: BaseException) -> None:
         kind = type(error).__name__
         text = "" if f"{place} {kind}" in self._shown else "".join(traceback.format_exception(error))
         self._shown.add(f"{place} {kind}")
-        self._say(UserCodeRaised(place, kind, text))
+        self._send(UserCodeRaised(place, kind, text))
 
 
 class EnvWorkerProcess(Worker):
     """The worker of the fleet: many envs in one process."""
 
-    def __init__(self, orders: EnvWorkerSpec) -> None:
-        self._orders = orders
-        self._box = Mailbox(self._hear)
-        self._book = RemoteQueue(self._box.send)
-        self._granter: GrantClient | None = None
+    def __init__(self, spec: EnvWorkerSpec) -> None:
+        self._spec = spec
+        self._mailbox = Mailbox(self._on_message)
+        self._queue = RemoteQueue(self._mailbox.send)
+        self._grant_client: GrantClient | None = None
         self._envs: EnvWorker
-        self._told = EnvWorkerCounters(0, 0)
+        self._sent_counters = EnvWorkerCounters(0, 0)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[Any, BundleArrays | None]:
-        """See wire.py. The records of one answer share a parcel."""
-        if self._granter is None:
-            self._begin()
-        number, said = await self._box.exchange(number, messages)
+        """See wire.py. The records of one answer share a bundle."""
+        if self._grant_client is None:
+            self._start()
+        number, said = await self._mailbox.exchange(number, messages)
         counters = EnvWorkerCounters(self._envs.leaked_envs, self._envs.expired)
-        if counters != self._told:
-            self._told = counters
+        if counters != self._sent_counters:
+            self._sent_counters = counters
             said.append(counters)
         finished: list[Trajectory] = []
-        for place, message in enumerate(said):
+        for index, message in enumerate(said):
             if isinstance(message, AttemptFinished):
-                said[place] = _record(message.attempt, message.trajectory, len(finished))
+                said[index] = _record(message.attempt, message.trajectory, len(finished))
                 finished.append(message.trajectory)
         return (number, said, asyncio.get_running_loop().time()), pack(finished) if finished else None
 
@@ -220,27 +220,27 @@ class EnvWorkerProcess(Worker):
         for task in list(self._tasks):  # this is another thread, and the loop goes on
             task.get_loop().call_soon_threadsafe(task.cancel)
 
-    def _begin(self) -> None:
-        orders = self._orders
-        entries = make_replica_entries(orders.replicas, orders.name)
-        self._granter = GrantClient(entries, orders.namespace, self._box.send)
+    def _start(self) -> None:
+        spec = self._spec
+        entries = make_replica_entries(spec.replicas, spec.name)
+        self._grant_client = GrantClient(entries, spec.namespace, self._mailbox.send)
         self._envs = EnvWorker(
-            orders.config,
-            self._book,
-            self._granter,
-            orders.codec,
+            spec.config,
+            self._queue,
+            self._grant_client,
+            spec.codec,
             self._spawn,
-            seed=orders.seed,
-            max_reward_tries=orders.max_reward_tries,
-            slice_tokens=orders.slice_tokens,
+            seed=spec.seed,
+            max_reward_tries=spec.max_reward_tries,
+            slice_tokens=spec.slice_tokens,
         )
 
-    def _hear(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, Granted | GrantDenied):
-            assert self._granter is not None
-            self._granter.hear(message)
+            assert self._grant_client is not None
+            self._grant_client.receive(message)
         else:
-            self._book.hear(message)
+            self._queue.receive(message)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
@@ -251,7 +251,7 @@ class EnvWorkerProcess(Worker):
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._box.send(EnvWorkerCrashed("".join(traceback.format_exception(error))))
+            self._mailbox.send(EnvWorkerCrashed("".join(traceback.format_exception(error))))
 
 
 def _check_sendable(info: dict[str, object]) -> None:

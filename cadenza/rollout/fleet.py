@@ -19,22 +19,32 @@ from typing import Any, NamedTuple
 from cadenza.cluster.channel import Channel
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_worker_process import EnvWorkerCrashed, EnvWorkerCounters, EnvWorkerProcess, AttemptFailed, AttemptLease, EnvWorkerSpec, UserCodeRaised, StopAttempt, SlotFreed
 from cadenza.rollout.env_worker import sampling_key
+from cadenza.rollout.env_worker_process import (
+    AttemptFailed,
+    AttemptLease,
+    EnvWorkerCounters,
+    EnvWorkerCrashed,
+    EnvWorkerProcess,
+    EnvWorkerSpec,
+    SlotFreed,
+    StopAttempt,
+    UserCodeRaised,
+)
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.grants import ReplicaAddress, GrantServer, addresses
+from cadenza.rollout.grants import GrantServer, ReplicaAddress, replica_addresses
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.ledger import Attempt, AttemptState
 from cadenza.rollout.model import Codec
-from cadenza.rollout.token_bundles import TokenBundle, TrajectoryRecord, LazyTrajectory
 from cadenza.rollout.sampler import Sampler
 from cadenza.rollout.sampler_client import SamplerClient
+from cadenza.rollout.token_bundles import LazyTrajectory, TokenBundle, TrajectoryRecord
 
 START_SECONDS = 600.0
 RETRY_SECONDS = 60.0
 """Between two tries to start a worker in the place of one that died."""
 MAX_LOSSES = 3
-"""Of every worker, in a row and without one trajectory in between, before the run ends."""
+"""Of every worker, in a row and without one trajectory in between, before the remote ends."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
@@ -45,17 +55,17 @@ class NoEnvWorkers(RolloutError):
 
 class _ReceivedRecord(NamedTuple):
     record: TrajectoryRecord
-    parcel: TokenBundle
+    bundle: TokenBundle
 
 
 class _RemoteAttempt:
     """An attempt on its worker."""
 
-    __slots__ = ("attempt", "is_vacated")
+    __slots__ = ("attempt", "is_slot_free")
 
     def __init__(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        self.is_vacated = False
+        self.is_slot_free = False
 
 
 class _FleetWorker:
@@ -64,11 +74,11 @@ class _FleetWorker:
     def __init__(self, number: int, slots: range) -> None:
         self.number = number
         self.free = list(reversed(slots))
-        self.runs: dict[int, _RemoteAttempt] = {}
+        self.attempts: dict[int, _RemoteAttempt] = {}
         self.counters = EnvWorkerCounters(0, 0)
-        self.peer: WorkerHandle | None = None
-        self.wire: Channel
-        self.clerk: GrantServer
+        self.handle: WorkerHandle | None = None
+        self.channel: Channel
+        self.grant_server: GrantServer
 
 
 class EnvFleet:
@@ -100,11 +110,11 @@ class EnvFleet:
         self._max_reward_tries = max_reward_tries
         self._slice_tokens = slice_tokens
         self._namespace = sampler.namespace()
-        self._crews: list[_FleetWorker] = []
-        self._past = EnvWorkerCounters(0, 0)
+        self._workers: list[_FleetWorker] = []
+        self._past_counters = EnvWorkerCounters(0, 0)
         """Of workers that are gone."""
         self._starting = 0
-        self._losses = 0
+        self._losses_in_a_row = 0
         self._is_closed = False
         self._draining = asyncio.Event()
         self._empty: asyncio.Future[None] | None = None
@@ -113,14 +123,14 @@ class EnvFleet:
 
     @property
     def leaked_envs(self) -> int:
-        return self._past.leaked_envs + sum(crew.counters.leaked_envs for crew in self._crews)
+        return self._past_counters.leaked_envs + sum(worker.counters.leaked_envs for worker in self._workers)
 
     @property
     def expired(self) -> int:
-        return self._past.expired + sum(crew.counters.expired for crew in self._crews)
+        return self._past_counters.expired + sum(worker.counters.expired for worker in self._workers)
 
     @property
-    def patience(self) -> float:
+    def stop_seconds(self) -> float:
         """How long attempts that are stopped may take to end."""
         return 2 * self.config.close_seconds
 
@@ -128,42 +138,42 @@ class EnvFleet:
         """Start all workers, or none is left."""
         count, each = self.config.workers, self.config.slots / self.config.workers
         bounds = [round(number * each) for number in range(count + 1)]
-        crews = [_FleetWorker(number, range(bounds[number], bounds[number + 1])) for number in range(count)]
+        workers = [_FleetWorker(number, range(bounds[number], bounds[number + 1])) for number in range(count)]
         try:
             async with asyncio.TaskGroup() as group:
-                for crew in crews:
-                    group.create_task(self._start(crew), name=f"start of env worker {crew.number}")
+                for worker in workers:
+                    group.create_task(self._start_worker(worker), name=f"start of env worker {worker.number}")
         except BaseExceptionGroup as errors:
-            for crew in crews:
-                if crew.peer is not None:
-                    crew.peer.kill()
+            for worker in workers:
+                if worker.handle is not None:
+                    worker.handle.kill()
             raise errors.exceptions[0] from None
-        for crew in crews:
-            self._join(crew)
+        for worker in workers:
+            self._add_worker(worker)
 
     def fill(self) -> None:
         """Give every free slot work, as long as there is any; the emptiest worker first."""
-        while self._crews:
-            crew = max(self._crews, key=_room)
-            if not crew.free or (attempt := self._queue.issue(crew.free[-1])) is None:
+        while self._workers:
+            worker = max(self._workers, key=_free_slots)
+            if not worker.free or (attempt := self._queue.issue(worker.free[-1])) is None:
                 return
-            crew.free.pop()
+            worker.free.pop()
             self.busy += 1
-            crew.runs[attempt.id] = _RemoteAttempt(attempt)
+            worker.attempts[attempt.id] = _RemoteAttempt(attempt)
             attempt.place = "env worker"
-            attempt.runner = crew
+            attempt.runner = worker
             group = attempt.group
-            crew.wire.send(AttemptLease(attempt.id, group.id, group.task, attempt.member, attempt.number))
+            worker.channel.send(AttemptLease(attempt.id, group.id, group.task, attempt.member, attempt.number))
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end it."""
-        crew = attempt.runner
-        if not isinstance(crew, _FleetWorker) or (run := crew.runs.get(attempt.id)) is None:
+        worker = attempt.runner
+        if not isinstance(worker, _FleetWorker) or (remote := worker.attempts.get(attempt.id)) is None:
             return
         assert attempt.fate is not None
-        crew.wire.send(StopAttempt(attempt.id, attempt.fate, attempt.cause))
-        if run.is_vacated:
-            del crew.runs[attempt.id]
+        worker.channel.send(StopAttempt(attempt.id, attempt.fate, attempt.cause))
+        if remote.is_slot_free:
+            del worker.attempts[attempt.id]
 
     async def drain(self) -> None:
         """Wait until every slot is free."""
@@ -174,18 +184,18 @@ class EnvFleet:
 
     def close(self) -> None:
         self._is_closed = True
-        for crew in self._crews:
-            self._end(crew)
-        self._crews.clear()
+        for worker in self._workers:
+            self._end_worker(worker)
+        self._workers.clear()
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    async def _start(self, crew: _FleetWorker) -> None:
+    async def _start_worker(self, worker: _FleetWorker) -> None:
         config = self.config
-        slots = len(crew.free)
+        slots = len(worker.free)
         domains = {name: domain.model_copy(update={"tasks": None}) for name, domain in config.domains.items()}
-        orders = EnvWorkerSpec(
-            f"env-worker-{self._namespace}-{crew.number}-{self.lost}",
+        spec = EnvWorkerSpec(
+            f"env-worker-{self._namespace}-{worker.number}-{self.lost}",
             config.model_copy(update={"domains": domains, "slots": slots, "workers": 0}),
             self._codec,
             self._addresses(),
@@ -197,76 +207,80 @@ class EnvFleet:
         self._starting += 1
         try:
             peer = await start_worker(
-                self._backend, "env worker", crew.number, EnvWorkerProcess, {"orders": orders}, seconds=START_SECONDS
+                self._backend, "env worker", worker.number, EnvWorkerProcess, {"spec": spec}, seconds=START_SECONDS
             )
         finally:
             self._starting -= 1
 
         async def call(number: int, messages: list[Any]) -> tuple[int, list[Any]]:
-            (number, said, there), handle = await peer.call_with_bulk("exchange", number, messages)
-            parcel: TokenBundle | None = None
-            for place, message in enumerate(said):
+            (number, said, remote_time), handle = await peer.call_with_bulk("exchange", number, messages)
+            bundle: TokenBundle | None = None
+            for index, message in enumerate(said):
                 if isinstance(message, TrajectoryRecord):
-                    if parcel is None:
-                        parcel = TokenBundle(peer, handle, asyncio.get_running_loop().time() - there)
-                    said[place] = _ReceivedRecord(message, parcel)
+                    if bundle is None:
+                        bundle = TokenBundle(peer, handle, asyncio.get_running_loop().time() - remote_time)
+                    said[index] = _ReceivedRecord(message, bundle)
             return number, said
 
-        crew.peer = peer
-        crew.wire = Channel(call, lambda message: self._hear(crew, message), lambda error: self._lost(crew, error))
-        crew.clerk = GrantServer(self._sampler, crew.wire.send)
+        worker.handle = peer
+        worker.channel = Channel(
+            call, lambda message: self._on_message(worker, message), lambda error: self._on_worker_lost(worker, error)
+        )
+        worker.grant_server = GrantServer(self._sampler, worker.channel.send)
 
     def _addresses(self) -> Sequence[ReplicaAddress]:
         sampler = self._sampler
-        known = addresses(sampler) if isinstance(sampler, Sampler) else sampler.addresses
-        if self._backend == "ray" and (here := [a.name for a in known if not isinstance(a.way, WorkerHandle)]):
+        known = replica_addresses(sampler) if isinstance(sampler, Sampler) else sampler.addresses
+        if self._backend == "ray" and (here := [a.name for a in known if not isinstance(a.endpoint, WorkerHandle)]):
             raise ValueError(
                 f"env workers on Ray cannot reach the replicas {', '.join(here)}, which are in this process: "
                 "set workers to 0, or start the replicas as workers of a cluster"
             )
         return known
 
-    def _lost(self, crew: _FleetWorker, error: Exception) -> None:
+    def _on_worker_lost(self, worker: _FleetWorker, error: Exception) -> None:
         if self._is_closed:
             return
-        logger.warning("env worker %d is lost with %d attempts: %s", crew.number, len(crew.runs), error)
-        self._crews.remove(crew)
-        self._end(crew)
+        logger.warning("env worker %d is lost with %d attempts: %s", worker.number, len(worker.attempts), error)
+        self._workers.remove(worker)
+        self._end_worker(worker)
         self.lost += 1
-        self._losses += 1
-        self._past = EnvWorkerCounters(*(a + b for a, b in zip(self._past, crew.counters, strict=True)))
-        slots = [run.attempt.slot for run in crew.runs.values() if not run.is_vacated] + crew.free
-        for run in crew.runs.values():
-            if not run.is_vacated:
-                self._queue.vacate(run.attempt)
+        self._losses_in_a_row += 1
+        self._past_counters = EnvWorkerCounters(
+            *(a + b for a, b in zip(self._past_counters, worker.counters, strict=True))
+        )
+        slots = [remote.attempt.slot for remote in worker.attempts.values() if not remote.is_slot_free] + worker.free
+        for remote in worker.attempts.values():
+            if not remote.is_slot_free:
+                self._queue.vacate(remote.attempt)
                 self.busy -= 1
-        for run in list(crew.runs.values()):  # a failure may retire its task, and stop others of them
-            if run.attempt.fate is None:
-                self._queue.fail(run.attempt, "env worker lost", str(error)[:200], weight=0.25)
-            run.attempt.runner = None
-        self._emptied()
-        if self._losses > MAX_LOSSES * self.config.workers:
-            self._queue.fatal(NoEnvWorkers(f"{self._losses} env workers died in a row, the last one: {error}"))
+        for remote in list(worker.attempts.values()):  # a failure may retire its task, and stop others of them
+            if remote.attempt.fate is None:
+                self._queue.fail(remote.attempt, "env worker lost", str(error)[:200], weight=0.25)
+            remote.attempt.runner = None
+        self._resolve_if_empty()
+        if self._losses_in_a_row > MAX_LOSSES * self.config.workers:
+            self._queue.fatal(NoEnvWorkers(f"{self._losses_in_a_row} env workers died in a row, the last one: {error}"))
         elif self._queue.ended is None:
-            successor = _FleetWorker(crew.number, range(0))
+            successor = _FleetWorker(worker.number, range(0))
             successor.free = slots
-            self._spawn(self._replace(successor), f"start of env worker {crew.number}")
+            self._spawn(self._replace_worker(successor), f"start of env worker {worker.number}")
 
-    async def _replace(self, crew: _FleetWorker) -> None:
+    async def _replace_worker(self, worker: _FleetWorker) -> None:
         """Until it succeeds, or nobody needs it any more."""
         while self._queue.ended is None and not self._draining.is_set():
             try:
-                if await self._unless_draining(self._start(crew)):
-                    self._join(crew)
+                if await self._unless_draining(self._start_worker(worker)):
+                    self._add_worker(worker)
                     self.fill()
                     return
             except Exception as error:  # noqa: BLE001 - a node may be full, or have other versions: the next try may meet another
-                if not self._crews and not self._starting:
+                if not self._workers and not self._starting:
                     self._queue.fatal(NoEnvWorkers(f"no env worker is left, and none can be started: {error}"))
                     return
                 logger.error(
                     "env worker %d cannot be started again, the next try is in %g s: %s: %s",
-                    crew.number, RETRY_SECONDS, type(error).__name__, error,
+                    worker.number, RETRY_SECONDS, type(error).__name__, error,
                 )  # fmt: skip
                 await self._unless_draining(asyncio.sleep(RETRY_SECONDS))
 
@@ -285,95 +299,95 @@ class EnvFleet:
         doing.result()
         return True
 
-    def _join(self, crew: _FleetWorker) -> None:
+    def _add_worker(self, worker: _FleetWorker) -> None:
         if self._is_closed:
-            if crew.peer is not None:
-                crew.peer.kill()
+            if worker.handle is not None:
+                worker.handle.kill()
         else:
-            self._crews.append(crew)
-            crew.wire.open()
+            self._workers.append(worker)
+            worker.channel.open()
 
-    def _end(self, crew: _FleetWorker) -> None:
-        crew.wire.close()
-        crew.clerk.close("env_worker_lost")
-        if crew.peer is not None:
-            crew.peer.kill()
+    def _end_worker(self, worker: _FleetWorker) -> None:
+        worker.channel.close()
+        worker.grant_server.close("env_worker_lost")
+        if worker.handle is not None:
+            worker.handle.kill()
 
     # -- what they tell --------------------------------------------------------------------------------------------
 
-    def _hear(self, crew: _FleetWorker, message: Any) -> None:
+    def _on_message(self, worker: _FleetWorker, message: Any) -> None:
         try:
-            self._heed(crew, message)
+            self._handle_message(worker, message)
         except Exception as error:  # noqa: BLE001 - a bug, and nobody else would hear of it
             trace = "".join(traceback.format_exception(error))
-            self._queue.fatal(RolloutError(f"what env worker {crew.number} says cannot be booked:\n{trace}"))
+            self._queue.fatal(RolloutError(f"what env worker {worker.number} says cannot be booked:\n{trace}"))
 
-    def _heed(self, crew: _FleetWorker, message: Any) -> None:
-        if crew.clerk.hear(message):
+    def _handle_message(self, worker: _FleetWorker, message: Any) -> None:
+        if worker.grant_server.receive(message):
             return
         if isinstance(message, _ReceivedRecord):
-            self._finished(crew, message.record, message.parcel)
+            self._attempt_finished(worker, message.record, message.bundle)
         elif isinstance(message, SlotFreed):
-            self._vacated(crew, message)
+            self._slot_freed(worker, message)
         elif isinstance(message, AttemptFailed):
-            self._failed(crew, message)
+            self._attempt_failed(worker, message)
         elif isinstance(message, UserCodeRaised):
             self._queue.errors.count(message.place, message.kind, lambda: message.text)
         elif isinstance(message, EnvWorkerCounters):
-            crew.counters = message
+            worker.counters = message
         elif isinstance(message, EnvWorkerCrashed):
-            self._queue.fatal(RolloutError(f"env worker {crew.number} broke:\n{message.text}"))
+            self._queue.fatal(RolloutError(f"env worker {worker.number} broke:\n{message.text}"))
         else:
-            raise TypeError(f"env worker {crew.number} says {message!r}, which means nothing here")
+            raise TypeError(f"env worker {worker.number} says {message!r}, which means nothing here")
 
-    def _finished(self, crew: _FleetWorker, record: TrajectoryRecord, parcel: TokenBundle) -> None:
-        run = crew.runs.pop(record.id, None)
-        if run is None or run.attempt.fate is not None:
+    def _attempt_finished(self, worker: _FleetWorker, record: TrajectoryRecord, bundle: TokenBundle) -> None:
+        remote = worker.attempts.pop(record.id, None)
+        if remote is None or remote.attempt.fate is not None:
             return
-        attempt, group = run.attempt, run.attempt.group
-        self._losses = 0
+        attempt, group = remote.attempt, remote.attempt.group
+        self._losses_in_a_row = 0
         attempt.runner = None
         trajectory = LazyTrajectory(
             attempt.id, group.task, group.id, attempt.member, attempt.number, attempt.slot,
             sampling_key(self._seed, attempt), [], record.terminated, record.truncated, record.score, record.info,
-            record.final, record.started + parcel.later, record.ended + parcel.later, parcel, record.row,
+            record.final, record.started + bundle.clock_offset, record.ended + bundle.clock_offset, bundle, record.row,
             record.versions,
         )  # fmt: skip
         self._queue.put(attempt, trajectory)
 
-    def _vacated(self, crew: _FleetWorker, message: SlotFreed) -> None:
-        run = crew.runs[message.id]
-        attempt = run.attempt
-        run.is_vacated = True
+    def _slot_freed(self, worker: _FleetWorker, message: SlotFreed) -> None:
+        remote = worker.attempts[message.id]
+        attempt = remote.attempt
+        remote.is_slot_free = True
         attempt.turns = message.turns
         self._queue.ledger.add_tokens(attempt, message.tokens - attempt.tokens)
         self._queue.vacate(attempt)
-        crew.free.append(attempt.slot)
+        worker.free.append(attempt.slot)
         self.busy -= 1
         if attempt.fate is None:
             self._queue.score(attempt)
             attempt.place = "reward"
         else:
-            del crew.runs[message.id]
+            del worker.attempts[message.id]
             attempt.runner = None
-        self._emptied()
+        self._resolve_if_empty()
         self.fill()
 
-    def _failed(self, crew: _FleetWorker, message: AttemptFailed) -> None:
-        run = crew.runs.get(message.id)
-        if run is None or run.attempt.fate is not None:
+    def _attempt_failed(self, worker: _FleetWorker, message: AttemptFailed) -> None:
+        remote = worker.attempts.get(message.id)
+        if remote is None or remote.attempt.fate is not None:
             return
-        attempt = run.attempt
+        attempt = remote.attempt
         attempt.place = message.place
         if attempt.state is AttemptState.SCORING:
-            del crew.runs[message.id]
+            del worker.attempts[message.id]
             attempt.runner = None
         self._queue.fail(attempt, message.cause, message.detail, weight=message.weight)
 
-    def _emptied(self) -> None:
+    def _resolve_if_empty(self) -> None:
         if not self.busy and self._empty is not None and not self._empty.done():
             self._empty.set_result(None)
 
 
-def _room(crew: _FleetWorker) -> int:
-    return len(crew.free)
+def _free_slots(worker: _FleetWorker) -> int:
+    return len(worker.free)

@@ -1,12 +1,12 @@
 """GrantSource for whoever is not in the sampler's process.
 
 Invariant: the sampler decides, also for those far away, and a grant is given back exactly once: by whoever got it, or
-by the clerk when that one is gone. What a request says and gets goes straight to the replica; only this goes here:
+by the grant server when that one is gone. What a request says and gets goes straight to the replica; only this goes here:
 ```
 GrantClient.grant --GrantRequest--> GrantServer --sampler.grant--> Granted --> request to the replica, with the epoch of the grant
 GrantClient.release --ReleaseGrant--> GrantServer --sampler.release
 ```
-A granter stands where a sampler would (`GrantSource`), so that the model of an attempt does not see the difference.
+A grant client stands where a sampler would (`GrantSource`), so that the model of an attempt does not see the difference.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Replica, ReplicaError, ReplicaLost
-from cadenza.rollout.router import RouteRequest, ReplicaEntry
-from cadenza.rollout.sampler import Sampler, RequestOutcome
+from cadenza.rollout.router import ReplicaEntry, RouteRequest
+from cadenza.rollout.sampler import RequestOutcome, Sampler
 
-MAX_MOVES = 1024
-"""Moves that nobody has followed yet and the clerk remembers."""
+MAX_MOVE_TARGETS = 1024
+"""Moves that nobody has followed yet and the grant server remembers."""
 
 
 class GrantSource(Protocol):
@@ -38,15 +38,23 @@ class GrantSource(Protocol):
 
     def namespace(self) -> int: ...
 
-    async def grant(self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry: ...
+    async def grant(
+        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None
+    ) -> ReplicaEntry: ...
 
     def release(
-        self, entry: ReplicaEntry, route_request: RouteRequest, request: int, verdict: RequestOutcome, error: ReplicaError | None, cached: int
+        self,
+        entry: ReplicaEntry,
+        route_request: RouteRequest,
+        request: int,
+        outcome: RequestOutcome,
+        error: ReplicaError | None,
+        cached: int,
     ) -> Any: ...
 
-    def leave(self, entry: ReplicaEntry, session: int) -> None: ...
+    def end_session(self, entry: ReplicaEntry, session: int) -> None: ...
 
-    def learn(self, tokens: int) -> None: ...
+    def observe_answer_length(self, tokens: int) -> None: ...
 
 
 class ReplicaAddress(NamedTuple):
@@ -55,11 +63,11 @@ class ReplicaAddress(NamedTuple):
     name: str
     devices: tuple[int, ...]
     kv_capacity: int
-    way: WorkerHandle | Replica
+    endpoint: WorkerHandle | Replica
     """Its peer; or the replica itself, where it is in the same process."""
 
 
-def addresses(sampler: Sampler) -> list[ReplicaAddress]:
+def replica_addresses(sampler: Sampler) -> list[ReplicaAddress]:
     """Of all replicas, in the order of their entries."""
     return [
         ReplicaAddress(r.name, r.devices, r.kv_capacity, r.worker_handle if isinstance(r, RemoteReplica) else r)
@@ -67,15 +75,15 @@ def addresses(sampler: Sampler) -> list[ReplicaAddress]:
     ]
 
 
-def make_replica_entries(addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
+def make_replica_entries(replica_addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
     """Seats of one's own, to send requests to. Made inside the running loop."""
     loop = asyncio.get_running_loop()
     entries = []
-    for index, (name, devices, kv_capacity, way) in enumerate(addresses):
+    for index, (name, devices, kv_capacity, endpoint) in enumerate(replica_addresses):
         replica: Replica = (
-            RemoteReplica(way, name, devices, kv_capacity, client=client, linger=LINGER_SECONDS)
-            if isinstance(way, WorkerHandle)
-            else way
+            RemoteReplica(endpoint, name, devices, kv_capacity, client=client, linger=LINGER_SECONDS)
+            if isinstance(endpoint, WorkerHandle)
+            else endpoint
         )
         entries.append(ReplicaEntry(index, replica, loop.create_future()))
     return entries
@@ -85,12 +93,12 @@ class GrantRequest(NamedTuple):
     """A grant is wanted."""
 
     number: int
-    """Of the question, among those of its granter."""
+    """Of the question, among those of its grant client."""
     route_request: RouteRequest
     sticky: int
     """ReplicaEntry, -1 for none."""
     cached: int
-    after: int
+    continues: int
     """The request that came back interrupted, of which this one is the continuation; -1 for none."""
 
 
@@ -114,7 +122,7 @@ class GrantDenied(NamedTuple):
 
 class ReleaseGrant(NamedTuple):
     request: int
-    verdict: RequestOutcome
+    outcome: RequestOutcome
     error: str = ""
     cached: int = 0
 
@@ -131,15 +139,15 @@ class ReportAnswerLength(NamedTuple):
 class GrantClient:
     """This end."""
 
-    def __init__(self, entries: Sequence[ReplicaEntry], namespace: int, say: Callable[[Any], None]) -> None:
+    def __init__(self, entries: Sequence[ReplicaEntry], namespace: int, send: Callable[[Any], None]) -> None:
         self.entries = entries
         self.epoch = 0
         self._namespace = namespace
-        self._say = say
+        self._send = send
         self._request = -1
         self._waiting: dict[int, asyncio.Future[Granted]] = {}
         self._numbers = itertools.count()
-        self._end = ""
+        self._closed_because = ""
         """Why nobody answers any more."""
 
     def next_id(self) -> int:
@@ -149,21 +157,23 @@ class GrantClient:
     def namespace(self) -> int:
         return self._namespace
 
-    async def grant(self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry:
-        if self._end:
-            raise InfrastructureError(self._end)
+    async def grant(
+        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None
+    ) -> ReplicaEntry:
+        if self._closed_because:
+            raise InfrastructureError(self._closed_because)
         number = next(self._numbers)
-        after = -1 if moved_to is None else moved_to
+        continues = -1 if moved_to is None else moved_to
         entry_index = -1 if sticky is None else sticky.index
-        self._say(GrantRequest(number, route_request, entry_index, cached, after))
+        self._send(GrantRequest(number, route_request, entry_index, cached, continues))
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
             granted = await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._say(ReleaseGrant(future.result().request, RequestOutcome.UNSENT))
+                self._send(ReleaseGrant(future.result().request, RequestOutcome.UNSENT))
             else:
-                self._say(CancelGrantRequest(number))
+                self._send(CancelGrantRequest(number))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -172,31 +182,37 @@ class GrantClient:
         return entry
 
     def release(
-        self, entry: ReplicaEntry, route_request: RouteRequest, request: int, verdict: RequestOutcome, error: ReplicaError | None, cached: int
+        self,
+        entry: ReplicaEntry,
+        route_request: RouteRequest,
+        request: int,
+        outcome: RequestOutcome,
+        error: ReplicaError | None,
+        cached: int,
     ) -> int:
-        """The request itself stands for where its turn should go on: the clerk knows."""
-        self._say(ReleaseGrant(request, verdict, str(error) if error is not None else "", cached))
+        """The request itself stands for where its turn should go on: the grant server knows."""
+        self._send(ReleaseGrant(request, outcome, str(error) if error is not None else "", cached))
         return request
 
-    def leave(self, entry: ReplicaEntry, session: int) -> None:
-        self._say(EndSession(entry.index, session))
+    def end_session(self, entry: ReplicaEntry, session: int) -> None:
+        self._send(EndSession(entry.index, session))
 
-    def learn(self, tokens: int) -> None:
-        self._say(ReportAnswerLength(tokens))
+    def observe_answer_length(self, tokens: int) -> None:
+        self._send(ReportAnswerLength(tokens))
 
-    def hear(self, message: Granted | GrantDenied) -> None:
+    def receive(self, message: Granted | GrantDenied) -> None:
         future = self._waiting.pop(message.number, None)
         if isinstance(message, GrantDenied):
             if future is not None and not future.done():
                 future.set_exception(InfrastructureError(message.text))
         elif future is None or future.done():
-            self._say(ReleaseGrant(message.request, RequestOutcome.UNSENT))  # it was withdrawn meanwhile
+            self._send(ReleaseGrant(message.request, RequestOutcome.UNSENT))  # it was withdrawn meanwhile
         else:
             future.set_result(message)
 
-    def lost(self, text: str) -> None:
+    def close(self, text: str) -> None:
         """Nobody answers any more."""
-        self._end = text
+        self._closed_because = text
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
@@ -204,93 +220,100 @@ class GrantClient:
 
 
 class GrantServer:
-    """The sampler's end, for one granter."""
+    """The sampler's end, for one grant client."""
 
-    def __init__(self, sampler: Any, say: Callable[[Any], None]) -> None:
+    def __init__(self, sampler: Any, send: Callable[[Any], None]) -> None:
         """`sampler` is a `Sampler`, or a client of one."""
         self._sampler = sampler
-        self._say = say
-        self._asking: dict[int, asyncio.Task[None]] = {}
-        self._held: dict[int, tuple[ReplicaEntry, RouteRequest]] = {}
+        self._send = send
+        self._pending: dict[int, asyncio.Task[None]] = {}
+        self._granted: dict[int, tuple[ReplicaEntry, RouteRequest]] = {}
         """Granted and not released."""
-        self._kept: dict[int, ReplicaEntry] = {}
+        self._idle_sessions: dict[int, ReplicaEntry] = {}
         """Sessions that are away, and where."""
-        self._moves: dict[int, Any] = {}
+        self._move_targets: dict[int, Any] = {}
 
-    def hear(self, message: Any) -> bool:
-        """Whether it was one for the clerk."""
+    def receive(self, message: Any) -> bool:
+        """Whether it was one for the grant server."""
         if isinstance(message, GrantRequest):
-            self._ask(message)
+            self._on_request(message)
         elif isinstance(message, ReleaseGrant):
-            self._release(message)
+            self._on_release(message)
         elif isinstance(message, EndSession):
-            self._kept.pop(message.session, None)
-            self._sampler.leave(self._sampler.entries[message.entry], message.session)
+            self._idle_sessions.pop(message.session, None)
+            self._sampler.end_session(self._sampler.entries[message.entry], message.session)
         elif isinstance(message, ReportAnswerLength):
-            self._sampler.learn(message.tokens)
+            self._sampler.observe_answer_length(message.tokens)
         elif isinstance(message, CancelGrantRequest):
-            if (task := self._asking.pop(message.number, None)) is not None:
+            if (task := self._pending.pop(message.number, None)) is not None:
                 task.cancel()
         else:
             return False
         return True
 
     def close(self, cause: str) -> None:
-        """The granter is gone: nobody asks any more, and what runs for it is ended."""
-        for task in self._asking.values():
+        """The grant client is gone: nobody asks any more, and what runs for it is ended."""
+        for task in self._pending.values():
             task.cancel()
-        self._asking.clear()
-        held, self._held = self._held, {}
-        for request, (entry, route_request) in held.items():
+        self._pending.clear()
+        granted, self._granted = self._granted, {}
+        for request, (entry, route_request) in granted.items():
             entry.replica.abort(request, cause)
             self._sampler.release(entry, route_request, request, RequestOutcome.UNSENT)
-        kept, self._kept = self._kept, {}
-        for session, entry in kept.items():
-            self._sampler.leave(entry, session)
+        idle_sessions, self._idle_sessions = self._idle_sessions, {}
+        for session, entry in idle_sessions.items():
+            self._sampler.end_session(entry, session)
 
-    def _ask(self, ask: GrantRequest) -> None:
-        sticky = None if ask.sticky < 0 else self._sampler.entries[ask.sticky]
-        about = (ask.route_request, sticky, ask.cached, self._moves.pop(ask.after, None))
+    def _on_request(self, grant_request: GrantRequest) -> None:
+        sticky = None if grant_request.sticky < 0 else self._sampler.entries[grant_request.sticky]
+        arguments = (
+            grant_request.route_request,
+            sticky,
+            grant_request.cached,
+            self._move_targets.pop(grant_request.continues, None),
+        )
         try:
-            entry = self._sampler.grant_now(*about)
+            entry = self._sampler.grant_now(*arguments)
         except InfrastructureError as error:
-            self._say(GrantDenied(ask.number, str(error)))
+            self._send(GrantDenied(grant_request.number, str(error)))
             return
         if entry is not None:
-            self._give(ask, entry)
+            self._send_grant(grant_request, entry)
         else:
-            task = asyncio.get_running_loop().create_task(self._wait(ask, about), name="sampler clerk")
-            self._asking[ask.number] = task
+            task = asyncio.get_running_loop().create_task(
+                self._wait_and_grant(grant_request, arguments), name="sampler grant server"
+            )
+            self._pending[grant_request.number] = task
 
-    async def _wait(self, ask: GrantRequest, about: tuple[Any, ...]) -> None:
+    async def _wait_and_grant(self, grant_request: GrantRequest, arguments: tuple[Any, ...]) -> None:
         try:
-            entry = await self._sampler.grant(*about)
+            entry = await self._sampler.grant(*arguments)
         except InfrastructureError as error:
-            self._say(GrantDenied(ask.number, str(error)))
+            self._send(GrantDenied(grant_request.number, str(error)))
         else:
-            self._give(ask, entry)
+            self._send_grant(grant_request, entry)
         finally:
-            self._asking.pop(ask.number, None)
+            self._pending.pop(grant_request.number, None)
 
-    def _give(self, ask: GrantRequest, entry: ReplicaEntry) -> None:
+    def _send_grant(self, grant_request: GrantRequest, entry: ReplicaEntry) -> None:
         request = self._sampler.next_id()
-        self._held[request] = (entry, ask.route_request)
-        self._say(Granted(ask.number, request, entry.index, self._sampler.epoch))
+        self._granted[request] = (entry, grant_request.route_request)
+        self._send(Granted(grant_request.number, request, entry.index, self._sampler.epoch))
 
-    def _release(self, message: ReleaseGrant) -> None:
-        held = self._held.pop(message.request, None)
-        if held is None:
+    def _on_release(self, message: ReleaseGrant) -> None:
+        granted = self._granted.pop(message.request, None)
+        if granted is None:
             return
-        entry, route_request = held
+        entry, route_request = granted
         error: ReplicaError | None = None
-        if message.verdict is RequestOutcome.LOST:
+        if message.outcome is RequestOutcome.LOST:
             error = ReplicaLost(message.error)
-        elif message.verdict is RequestOutcome.FAILED:
+        elif message.outcome is RequestOutcome.FAILED:
             error = ReplicaError(message.error)
         if message.cached:
-            self._kept[route_request.session] = entry
-        moved_to = self._sampler.release(entry, route_request, message.request, message.verdict, error, message.cached)
+            self._idle_sessions[route_request.session] = entry
+        moved_to = self._sampler.release(entry, route_request, message.request, message.outcome, error, message.cached)
         if moved_to is not None:
-            self._moves[message.request] = moved_to
-            if len(self._moves) > MAX_MOVES:
-                del self._moves[next(iter(self._moves))]
+            self._move_targets[message.request] = moved_to
+            if len(self._move_targets) > MAX_MOVE_TARGETS:
+                del self._move_targets[next(iter(self._move_targets))]

@@ -35,7 +35,7 @@ from cadenza.rollout.grants import GrantSource
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
-from cadenza.rollout.router import RouteRequest, ReplicaEntry
+from cadenza.rollout.router import ReplicaEntry, RouteRequest
 from cadenza.rollout.sampler import RequestOutcome
 
 Observation = str | Sequence[dict[str, str]] | Tokens
@@ -172,7 +172,7 @@ class Model:
         self._check_turn()
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._context = context + len(answer.tokens)
-        self._around.sampler.learn(len(answer.tokens))
+        self._around.sampler.observe_answer_length(len(answer.tokens))
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
         attempt.turns += 1
@@ -181,7 +181,7 @@ class Model:
     def leave(self) -> None:
         """The rollout is over: whatever is cached of it may go."""
         if self._entry is not None:
-            self._around.sampler.leave(self._entry, self._attempt.id + self._around.namespace)
+            self._around.sampler.end_session(self._entry, self._attempt.id + self._around.namespace)
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
@@ -221,18 +221,18 @@ class Model:
             )  # fmt: skip
             self._tell("ask", entry.replica.name)
             answer: asyncio.Future[Generation] | None = None
-            verdict, blame, cached = RequestOutcome.UNSENT, None, 0
+            outcome, blame, cached = RequestOutcome.UNSENT, None, 0
             try:
                 answer = entry.replica.generate(request)
                 part = await answer
                 if len(part.logprobs) != len(part.tokens) or sum(s.length for s in part.spans) != len(part.tokens):
                     raise ReplicaError("'generate' gave tokens, logprobs and spans of different lengths")
-                verdict, self._cached = RequestOutcome.SERVED, context + len(part.tokens)
+                outcome, self._cached = RequestOutcome.SERVED, context + len(part.tokens)
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
                 if not stopped(error):  # the engine's own
                     self._tell("answer", "error")
-                    verdict, blame = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
+                    outcome, blame = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
                     continue
                 if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
                     around.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
@@ -241,22 +241,25 @@ class Model:
                 raise
             except RequestRefused:
                 self._tell("answer", "refused")
-                verdict = RequestOutcome.REFUSED
+                outcome = RequestOutcome.REFUSED
                 raise
             except StaleEpoch:
                 self._tell("answer", "refused")
-                verdict = RequestOutcome.REFUSED
+                outcome = RequestOutcome.REFUSED
                 continue
             except ReplicaError as error:
                 self._tell("answer", "error")
-                verdict, blame = RequestOutcome.LOST if isinstance(error, ReplicaLost) else RequestOutcome.FAILED, error
+                outcome, blame = RequestOutcome.LOST if isinstance(error, ReplicaLost) else RequestOutcome.FAILED, error
                 continue
             except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not the rollout's fault
                 self._tell("answer", "error")
-                verdict, blame = RequestOutcome.FAILED, ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
+                outcome, blame = (
+                    RequestOutcome.FAILED,
+                    ReplicaError(f"'generate' raised {type(error).__name__}: {error}"),
+                )
                 continue
             finally:
-                moved_to = sampler.release(entry, route_request, request.id, verdict, blame, cached)
+                moved_to = sampler.release(entry, route_request, request.id, outcome, blame, cached)
             self._tell("answer", part.finish.value, len(part.tokens))
             self._entry = entry
             self._moved_to = moved_to if part.finish is Finish.ABORT else None

@@ -45,4 +45,6 @@ def make(spec: str | RolloutFunction) -> RolloutFunction:
         if not is_async(play):
             raise ValueError(f"rollout {spec} must be an async function of (task, env, model)")
         return play
-    raise ValueError(f"rollout '{spec}' is not known; take one of {', '.join(ROLLOUT_FUNCTIONS)}, or write 'module:function'")
+    raise ValueError(
+        f"rollout '{spec}' is not known; take one of {', '.join(ROLLOUT_FUNCTIONS)}, or write 'module:function'"
+    )

@@ -141,7 +141,9 @@ class Router:
         """No entry is active."""
         return self._least() is None
 
-    def admit(self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float) -> ReplicaEntry | None:
+    def admit(
+        self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float
+    ) -> ReplicaEntry | None:
         """The entry for the next turn of a session; None if there is none with room for it."""
         own = sticky.cached_contexts.get(route_request.session) if sticky is not None and cached else None
         if own is None:
@@ -192,7 +194,7 @@ class Router:
         self._homes[group] = best
         return best
 
-    def learn(self, tokens: int) -> None:
+    def observe_answer_length(self, tokens: int) -> None:
         """An answer had so many tokens."""
         self.answer += (tokens - self.answer) / MEMORY
 
@@ -221,7 +223,11 @@ class Router:
         if missing <= 0:
             return True
         age = route_request.age
-        away = [(held.age, session, held) for session, held in entry.cached_contexts.items() if held.age > age or held.until < now]
+        away = [
+            (held.age, session, held)
+            for session, held in entry.cached_contexts.items()
+            if held.age > age or held.until < now
+        ]
         there = sum([held.context for _, _, held in away])
         if there < missing and (entry.inflight or entry.cached_tokens - own > there):
             return False

@@ -29,8 +29,8 @@ from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaL
 from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import RolloutError, logger
+from cadenza.rollout.router import PREFILL_WEIGHT, ReplicaEntry, ReplicaState, Router, RouteRequest
 from cadenza.rollout.wait_queue import Gate, WaitQueue
-from cadenza.rollout.router import PREFILL_WEIGHT, RouteRequest, Router, ReplicaEntry, ReplicaState
 
 
 class SamplerConfig(Config):
@@ -95,7 +95,7 @@ class Sampler:
         """Called when a replica is given up."""
         self.events: EventSink | None = None
         """Told of everything that happens to the gate, the version and the replicas."""
-        self.opened = 0.0
+        self.opened_at = 0.0
         """When the gate was last opened."""
         self.replicas = tuple(replicas)
         self._entries: list[ReplicaEntry] = []
@@ -123,7 +123,11 @@ class Sampler:
         return next(self._namespaces)
 
     async def grant(
-        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: ReplicaEntry | None = None
+        self,
+        route_request: RouteRequest,
+        sticky: ReplicaEntry | None = None,
+        cached: int = 0,
+        moved_to: ReplicaEntry | None = None,
     ) -> ReplicaEntry:
         """A replica for a request, `cached` tokens of which the sticky one may hold, as soon as the gate is open and
         there is room. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever gets it
@@ -141,7 +145,11 @@ class Sampler:
         return entry
 
     def grant_now(
-        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: ReplicaEntry | None = None
+        self,
+        route_request: RouteRequest,
+        sticky: ReplicaEntry | None = None,
+        cached: int = 0,
+        moved_to: ReplicaEntry | None = None,
     ) -> ReplicaEntry | None:
         """The same for whoever does not want to wait; None when the gate is closed, or when there is no room. An answer
         that has had a slice and gets None gives up the room that it had."""
@@ -155,13 +163,15 @@ class Sampler:
         else:
             found = None
             home = sticky if sticky is not None and route_request.session in sticky.cached_contexts else None
-            if not self._wait_queue.is_behind(route_request) or (home is not None and not route_request.slices):  # who has a place keeps it
+            if not self._wait_queue.is_behind(route_request) or (
+                home is not None and not route_request.slices
+            ):  # who has a place keeps it
                 found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
             if found is None:
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
                 if home is not None and route_request.slices:
-                    self.leave(home, route_request.session)  # an answer that gives way keeps no room
+                    self.end_session(home, route_request.session)  # an answer that gives way keeps no room
                 return None
             entry = found
         if sticky is not None:
@@ -174,16 +184,16 @@ class Sampler:
         entry: ReplicaEntry,
         route_request: RouteRequest,
         request: int,
-        verdict: RequestOutcome = RequestOutcome.UNSENT,
+        outcome: RequestOutcome = RequestOutcome.UNSENT,
         error: ReplicaError | None = None,
         cached: int = 0,
     ) -> ReplicaEntry | None:
         """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on.
         The session goes on later, behind `cached` tokens that this replica has of it now; 0 if it does not."""
-        if verdict is RequestOutcome.SERVED:
+        if outcome is RequestOutcome.SERVED:
             entry.failures = 0
             entry.served += 1
-        elif verdict is RequestOutcome.REFUSED:
+        elif outcome is RequestOutcome.REFUSED:
             entry.served += 1
         elif error is not None:
             self._blame(entry, error)
@@ -194,14 +204,14 @@ class Sampler:
             self._wait_queue.move()
         return self.balancer.take(request)
 
-    def leave(self, entry: ReplicaEntry, session: int) -> None:
+    def end_session(self, entry: ReplicaEntry, session: int) -> None:
         """The session is over."""
         if self.router.forget(entry, session) and self._wait_queue:
             self._wait_queue.move()
 
-    def learn(self, tokens: int) -> None:
+    def observe_answer_length(self, tokens: int) -> None:
         """An answer had so many tokens."""
-        self.router.learn(tokens)
+        self.router.observe_answer_length(tokens)
 
     def _blame(self, entry: ReplicaEntry, error: ReplicaError) -> None:
         if isinstance(error, ReplicaLost):
@@ -253,11 +263,11 @@ class Sampler:
 
     async def resume(self, holder: object = None) -> None:
         """Let go of the gate; it opens when nobody else holds it."""
-        opening = self.let_go(holder)
+        opening = self.begin_resume(holder)
         if opening is not None:
             await asyncio.shield(opening)
 
-    def let_go(self, holder: object = None) -> asyncio.Task[None] | None:
+    def begin_resume(self, holder: object = None) -> asyncio.Task[None] | None:
         """`resume` for whoever does not want to wait: the task that opens the gate, None when it is open."""
         self._create_entries()
         if not self._watches:
@@ -275,7 +285,7 @@ class Sampler:
         """Who keeps the gate closed."""
         return list(self._holders)
 
-    def held_by(self, holder: object) -> bool:
+    def is_held_by(self, holder: object) -> bool:
         """Whether this one keeps the gate closed."""
         return holder in self._holders
 
@@ -327,7 +337,9 @@ class Sampler:
         if self._entries:
             return
         loop = asyncio.get_running_loop()
-        self._entries = [ReplicaEntry(index, replica, loop.create_future()) for index, replica in enumerate(self.replicas)]
+        self._entries = [
+            ReplicaEntry(index, replica, loop.create_future()) for index, replica in enumerate(self.replicas)
+        ]
         self.router.rebuild(self._entries)
 
     def _active(self) -> list[ReplicaEntry]:
@@ -338,7 +350,7 @@ class Sampler:
             if any(entry.state is ReplicaState.ASLEEP for entry in self._entries):
                 return  # an expand brings one, and opens
             raise NoReplicas(f"no replica is left: {self._losses()}")
-        self.opened = asyncio.get_running_loop().time()
+        self.opened_at = asyncio.get_running_loop().time()
         self._gate.open()
         self._wait_queue.move()
 
@@ -407,7 +419,10 @@ class Sampler:
                 )
             self.epoch += 1
             epoch = self.epoch
-            moved, moved_tokens = sum(entry.inflight for entry in leaving), sum(entry.inflight_tokens for entry in leaving)
+            moved, moved_tokens = (
+                sum(entry.inflight for entry in leaving),
+                sum(entry.inflight_tokens for entry in leaving),
+            )
             for entry in leaving:
                 entry.state = ReplicaState.LEAVING
             self.router.rebuild(self._entries)
@@ -431,7 +446,9 @@ class Sampler:
             self._tell("expand", "sampler", str(sorted(devices)))
         return self._report(coming, ReplicaState.ACTIVE, started)
 
-    async def _each(self, entries: list[ReplicaEntry], call: Callable[[ReplicaEntry], Coroutine[Any, Any, None]]) -> None:
+    async def _each(
+        self, entries: list[ReplicaEntry], call: Callable[[ReplicaEntry], Coroutine[Any, Any, None]]
+    ) -> None:
         """Call all at once; a replica that fails or is late is given up, and the others go on."""
 
         async def one(entry: ReplicaEntry) -> None:

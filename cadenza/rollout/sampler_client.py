@@ -3,8 +3,8 @@
 What is known here of the version and the gate may be a moment old; `refresh` asks. A scheduler refreshes before it
 cuts a batch, so that a version which the controller has published before counts.
 
-Invariant: calls about the gate are sent one after the other, in the order in which they were made, because calls to an
-async actor may overtake each other. A scheduler is connected: no call of it waits longer than the wire, and when the
+Invariant: calls arguments the gate are sent one after the other, in the order in which they were made, because calls to an
+async actor may overtake each other. A scheduler is connected: no call of it waits longer than the channel, and when the
 sampler is gone, or silent, all of them end with `NoReplicas`; and when the scheduler is gone, what it holds is given
 back. A controller that only calls is not: it may have another loop for every call, and its hold stays until it resumes.
 """
@@ -22,10 +22,10 @@ from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
 from cadenza.off_loop import within
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import ReplicaAddress, GrantClient, make_replica_entries
+from cadenza.rollout.grants import GrantClient, ReplicaAddress, make_replica_entries
 from cadenza.rollout.model import Codec
-from cadenza.rollout.router import RouteRequest, ReplicaEntry
-from cadenza.rollout.sampler import NoReplicas, SamplerConfig, RequestOutcome
+from cadenza.rollout.router import ReplicaEntry, RouteRequest
+from cadenza.rollout.sampler import NoReplicas, RequestOutcome, SamplerConfig
 from cadenza.rollout.sampler_process import SamplerProcess, SamplerState
 
 START_SECONDS = 600.0
@@ -34,10 +34,10 @@ START_SECONDS = 600.0
 class SamplerClient:
     """Stands for the sampler in this process."""
 
-    def __init__(self, desk: WorkerHandle) -> None:
+    def __init__(self, process: WorkerHandle) -> None:
         self.name = f"sampler-client-{uuid.uuid4().hex[:12]}"
         self.version = 0
-        self.opened = 0.0
+        self.opened_at = 0.0
         self.lost: Mapping[str, str] = {}
         self.devices: Mapping[int, str] = {}
         self.suspended = False
@@ -45,98 +45,100 @@ class SamplerClient:
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
         self.addresses: Sequence[ReplicaAddress] = ()
-        self._desk = desk
+        self._process = process
         self._namespace = uuid.uuid4().int % (1 << 19) << 43
         self._namespaces = 0
         self._holding: set[str] = set()
-        self._granter: GrantClient
-        self._wire: Channel | None = None
-        self._turn = asyncio.Lock()
-        self._end: asyncio.Future[str] | None = None
+        self._grant_client: GrantClient
+        self._channel: Channel | None = None
+        self._connect_lock = asyncio.Lock()
+        self._lost_because: asyncio.Future[str] | None = None
         """Why the sampler does not answer any more."""
         self._last: asyncio.Task[None] | None = None
-        """The last call about the gate."""
-        self._number = -1
-        self._opened_there = 0.0
+        """The last call arguments the gate."""
+        self._state_number = -1
+        self._remote_opened_at = 0.0
         self._counters: Mapping[str, float] = {}
 
     # -- grants ----------------------------------------------------------------------------------------------------
 
     @property
     def entries(self) -> Sequence[ReplicaEntry]:
-        return self._granter.entries
+        return self._grant_client.entries
 
     @property
     def epoch(self) -> int:
-        return self._granter.epoch
+        return self._grant_client.epoch
 
     def next_id(self) -> int:
-        return self._granter.next_id()
+        return self._grant_client.next_id()
 
     def namespace(self) -> int:
         """A range of ids for one scheduler. Where it begins is drawn, so that processes need not agree on it."""
         self._namespaces += 1
         return self._namespace + (self._namespaces << 39)
 
-    def grant_now(self, *about: Any) -> None:
+    def grant_now(self, *arguments: Any) -> None:
         """It takes a question and an answer."""
 
-    async def grant(self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None) -> ReplicaEntry:
-        return await self._granter.grant(route_request, sticky, cached, moved_to)
+    async def grant(
+        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None
+    ) -> ReplicaEntry:
+        return await self._grant_client.grant(route_request, sticky, cached, moved_to)
 
-    def leave(self, entry: ReplicaEntry, session: int) -> None:
-        self._granter.leave(entry, session)
+    def end_session(self, entry: ReplicaEntry, session: int) -> None:
+        self._grant_client.end_session(entry, session)
 
     def release(
         self,
         entry: ReplicaEntry,
         route_request: RouteRequest,
         request: int,
-        verdict: RequestOutcome = RequestOutcome.UNSENT,
+        outcome: RequestOutcome = RequestOutcome.UNSENT,
         error: ReplicaError | None = None,
         cached: int = 0,
     ) -> int:
-        return self._granter.release(entry, route_request, request, verdict, error, cached)
+        return self._grant_client.release(entry, route_request, request, outcome, error, cached)
 
-    def learn(self, tokens: int) -> None:
-        self._granter.learn(tokens)
+    def observe_answer_length(self, tokens: int) -> None:
+        self._grant_client.observe_answer_length(tokens)
 
     # -- control ---------------------------------------------------------------------------------------------------
 
     async def refresh(self) -> None:
         """Know what the sampler knows now."""
         await self._connect()
-        self._heed(await self._ask("state"))
+        self._apply_state(await self._call("state"))
 
     async def suspend(self, mode: PauseMode = PauseMode.ABORT, holder: object = None) -> None:
         key = self._key(holder)
         self._holding.add(key)
-        await asyncio.shield(self._in_turn("suspend", mode, key))
+        await asyncio.shield(self._in_order("suspend", mode, key))
 
     async def resume(self, holder: object = None) -> None:
-        await asyncio.shield(self._resuming(holder))
+        await asyncio.shield(self._start_resume(holder))
 
-    def let_go(self, holder: object = None) -> asyncio.Task[None] | None:
+    def begin_resume(self, holder: object = None) -> asyncio.Task[None] | None:
         if self.is_open and self._key(holder) not in self._holding:
             return None
-        return self._resuming(holder)
+        return self._start_resume(holder)
 
-    def held_by(self, holder: object) -> bool:
+    def is_held_by(self, holder: object) -> bool:
         return self._key(holder) in self._holding
 
     async def load_weights(self, version: int, weights: object = None) -> None:
-        self._heed(await self._ask("load_weights", version, weights))
+        self._apply_state(await self._call("load_weights", version, weights))
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
-        found: dict[str, Any] = await self._ask("shrink", devices)
+        found: dict[str, Any] = await self._call("shrink", devices)
         return found
 
     async def expand(self, devices: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
-        found: dict[str, Any] = await self._ask("expand", devices, skip_load)
+        found: dict[str, Any] = await self._call("expand", devices, skip_load)
         return found
 
     async def stats(self) -> dict[str, ReplicaStats]:
-        found: dict[str, ReplicaStats] = await self._ask("stats")
+        found: dict[str, ReplicaStats] = await self._call("stats")
         return found
 
     def counters(self) -> dict[str, float]:
@@ -144,9 +146,9 @@ class SamplerClient:
 
     async def close(self) -> None:
         """Listen no more."""
-        if self._wire is not None:
-            self._wire.close()
-            self._granter.lost("the client of the sampler was closed")
+        if self._channel is not None:
+            self._channel.close()
+            self._grant_client.close("the client of the sampler was closed")
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
@@ -154,50 +156,52 @@ class SamplerClient:
         """Who holds the gate. With a '/' it is somebody whom the sampler watches."""
         return self.name if holder is None else f"{self.name}/{id(holder)}"
 
-    def _resuming(self, holder: object) -> asyncio.Task[None]:
+    def _start_resume(self, holder: object) -> asyncio.Task[None]:
         key = self._key(holder)
         self._holding.discard(key)
-        return self._in_turn("resume", key)
+        return self._in_order("resume", key)
 
-    def _in_turn(self, method: str, *args: Any) -> asyncio.Task[None]:
-        """A call about the gate, after those before it, and to its end, whether somebody waits for it or not."""
-        call = self._after(self._last, method, *args)
+    def _in_order(self, method: str, *args: Any) -> asyncio.Task[None]:
+        """A call arguments the gate, after those before it, and to its end, whether somebody waits for it or not."""
+        call = self._call_after(self._last, method, *args)
         self._last = task = asyncio.get_running_loop().create_task(call, name=f"sampler {method}")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be nobody to hear it
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be nobody to receive it
         return task
 
-    async def _after(self, before: asyncio.Task[None] | None, method: str, *args: Any) -> None:
+    async def _call_after(self, before: asyncio.Task[None] | None, method: str, *args: Any) -> None:
         if before is not None and not before.done():
             await asyncio.wait([before])
         if "/" in args[-1]:
             await self._connect()
-        self._heed(await self._ask(method, *args))
+        self._apply_state(await self._call(method, *args))
 
     async def _connect(self) -> None:
-        async with self._turn:
-            if self._wire is None:
+        async with self._connect_lock:
+            if self._channel is None:
                 try:
-                    self.addresses = await within(START_SECONDS, self._desk.about(), "start seconds")
+                    self.addresses = await within(START_SECONDS, self._process.about(), "start seconds")
                 except InfrastructureError as error:
                     raise NoReplicas(f"the sampler does not answer: {error}") from error
-                self._end = asyncio.get_running_loop().create_future()
-                self._wire = wire = Channel(self._exchange, self._hear, self._gone)
-                self._granter = GrantClient(make_replica_entries(self.addresses, self.name), self._namespace, wire.send)
-                wire.open()
+                self._lost_because = asyncio.get_running_loop().create_future()
+                self._channel = channel = Channel(self._exchange, self._on_message, self._on_sampler_lost)
+                self._grant_client = GrantClient(
+                    make_replica_entries(self.addresses, self.name), self._namespace, channel.send
+                )
+                channel.open()
 
-    async def _ask(self, method: str, *args: Any) -> Any:
-        """What the sampler answers. It may take its time, but the wire, if there is one, must hear of it."""
-        call = asyncio.ensure_future(self._desk.call(method, *args))
+    async def _call(self, method: str, *args: Any) -> Any:
+        """What the sampler answers. It may take its time, but the channel, if there is one, must receive of it."""
+        call = asyncio.ensure_future(self._process.call(method, *args))
         either: list[asyncio.Future[Any]] = [call]
-        if self._end is not None and self._end.get_loop() is asyncio.get_running_loop():
-            either.append(self._end)
+        if self._lost_because is not None and self._lost_because.get_loop() is asyncio.get_running_loop():
+            either.append(self._lost_because)
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not call.done():
                 call.cancel()
-        if self._end in either and self._end.done() and not call.done():
-            raise NoReplicas(self._end.result())
+        if self._lost_because in either and self._lost_because.done() and not call.done():
+            raise NoReplicas(self._lost_because.result())
         if call.cancelled():
             raise NoReplicas(f"the sampler broke '{method}' off")
         try:
@@ -206,22 +210,22 @@ class SamplerClient:
             raise NoReplicas(f"the sampler does not answer: {error}") from error
 
     async def _exchange(self, number: int, messages: list[Any]) -> tuple[int, Sequence[Any]]:
-        answer: tuple[int, Sequence[Any]] = await self._desk.call_small("exchange", self.name, number, messages)
+        answer: tuple[int, Sequence[Any]] = await self._process.call_small("exchange", self.name, number, messages)
         return answer
 
-    def _hear(self, message: Any) -> None:
+    def _on_message(self, message: Any) -> None:
         if isinstance(message, SamplerState):
-            self._heed(message)
+            self._apply_state(message)
         else:
-            self._granter.hear(message)
+            self._grant_client.receive(message)
 
-    def _heed(self, state: SamplerState) -> None:
-        if state.number <= self._number:
+    def _apply_state(self, state: SamplerState) -> None:
+        if state.number <= self._state_number:
             return
-        self._number = state.number
-        if state.opened != self._opened_there:
-            self._opened_there = state.opened
-            self.opened = asyncio.get_running_loop().time()
+        self._state_number = state.number
+        if state.opened_at != self._remote_opened_at:
+            self._remote_opened_at = state.opened_at
+            self.opened_at = asyncio.get_running_loop().time()
         self.is_open, self.suspended = state.is_open, state.is_suspended
         self.devices, self._counters = state.devices, state.counters
         new = {name: cause for name, cause in state.lost.items() if name not in self.lost}
@@ -229,31 +233,31 @@ class SamplerClient:
         versions = range(self.version + 1, state.version + 1)
         self.version = state.version
         for version in versions:
-            for heard in self.on_version:
-                heard(version)
+            for on_version in self.on_version:
+                on_version(version)
         for name, cause in new.items():
-            for told in self.on_lost:
-                told(name, cause)
+            for on_lost in self.on_lost:
+                on_lost(name, cause)
 
-    def _gone(self, error: Exception) -> None:
+    def _on_sampler_lost(self, error: Exception) -> None:
         logger.error("the sampler does not answer any more: %s", error)
         text = f"the sampler is gone: {error}"
-        assert self._end is not None
-        self._end.set_result(text)
-        self._granter.lost(text)
+        assert self._lost_because is not None
+        self._lost_because.set_result(text)
+        self._grant_client.close(text)
         self.lost = dict(self.lost) | {"sampler": str(error)}
         self.devices = dict.fromkeys(self.devices, "lost")
-        for told in self.on_lost:
-            told("sampler", str(error))
+        for on_lost in self.on_lost:
+            on_lost("sampler", str(error))
 
 
 class InferenceService:
     """An inference cluster whose sampler is a worker of its own: it pickles, and all processes that get it share the
     one gate and the one version."""
 
-    def __init__(self, desk: WorkerHandle, codec: Codec) -> None:
+    def __init__(self, process: WorkerHandle, codec: Codec) -> None:
         self.codec = codec
-        self._desk = desk
+        self._process = process
         self._client: SamplerClient | None = None
 
     @classmethod
@@ -272,15 +276,15 @@ class InferenceService:
     @property
     def sampler(self) -> SamplerClient:
         if self._client is None:
-            self._client = SamplerClient(self._desk)
+            self._client = SamplerClient(self._process)
         return self._client
 
     async def shutdown(self) -> None:
         """End the sampler; the replicas belong to whoever started them."""
         if self._client is not None:
             await self._client.close()
-        await self._desk.end()
-        self._desk.kill()
+        await self._process.end()
+        self._process.kill()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return InferenceService, (self._desk, self.codec)
+        return InferenceService, (self._process, self.codec)

@@ -23,7 +23,7 @@ from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, Replica, ReplicaStats
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import ReplicaAddress, GrantServer, addresses
+from cadenza.rollout.grants import GrantServer, ReplicaAddress, replica_addresses
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 
 FORGET_SECONDS = 6 * POLL_SECONDS
@@ -37,7 +37,7 @@ class SamplerState(NamedTuple):
     version: int
     is_open: bool
     is_suspended: bool
-    opened: float
+    opened_at: float
     lost: dict[str, str]
     devices: dict[int, str]
     counters: dict[str, float]
@@ -47,127 +47,127 @@ class _ConnectedClient:
     """A scheduler that calls."""
 
     def __init__(self, sampler: Sampler) -> None:
-        self.box = Mailbox(self._hear)
-        self.clerk = GrantServer(sampler, self.box.send)
-        self.seen = 0.0
+        self.mailbox = Mailbox(self._on_message)
+        self.grant_server = GrantServer(sampler, self.mailbox.send)
+        self.last_seen = 0.0
 
-    def _hear(self, message: Any) -> None:
-        self.clerk.hear(message)
+    def _on_message(self, message: Any) -> None:
+        self.grant_server.receive(message)
 
 
 class SamplerProcess(Worker):
     """Holds the sampler. Its replicas are peers, or replicas in the same process."""
 
     def __init__(self, replicas: Sequence[WorkerHandle | Replica], config: SamplerConfig | None) -> None:
-        self._ways = tuple(replicas)
+        self._endpoints = tuple(replicas)
         self._config = config
         self._sampler: Sampler | None = None
-        self._turn = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
         self._clients: dict[str, _ConnectedClient] = {}
         self._forgotten: set[str] = set()
-        self._numbers = itertools.count()
-        self._watch: asyncio.Task[None] | None = None
+        self._state_numbers = itertools.count()
+        self._watcher: asyncio.Task[None] | None = None
 
     async def about(self) -> list[ReplicaAddress]:
         """Where the replicas are."""
-        return addresses(await self._made())
+        return replica_addresses(await self._get_sampler())
 
     async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Any]]:
         """See wire.py."""
-        known = self._seen(client, await self._made())
-        return await known.box.exchange(number, messages)
+        known = self._get_client(client, await self._get_sampler())
+        return await known.mailbox.exchange(number, messages)
 
     async def state(self) -> SamplerState:
-        return self._state(await self._made())
+        return self._state(await self._get_sampler())
 
     async def suspend(self, mode: PauseMode, holder: str) -> SamplerState:
         """`holder` is the name of the client, and after a '/' who it is there, if that one is to be watched."""
-        sampler = await self._made()
+        sampler = await self._get_sampler()
         client, is_watched, _ = holder.partition("/")
         if is_watched:
-            self._seen(client, sampler)  # it may never call again
+            self._get_client(client, sampler)  # it may never call again
         await sampler.suspend(mode, holder)
-        return self._tell()
+        return self._broadcast_state()
 
     async def resume(self, holder: str) -> SamplerState:
-        sampler = await self._made()
+        sampler = await self._get_sampler()
         await sampler.resume(holder)
-        return self._tell()
+        return self._broadcast_state()
 
     async def load_weights(self, version: int, weights: object) -> SamplerState:
-        sampler = await self._made()
+        sampler = await self._get_sampler()
         await sampler.load_weights(version, weights)
         return self._state(sampler)
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
-        found = await (await self._made()).shrink(devices)
-        self._tell()
+        found = await (await self._get_sampler()).shrink(devices)
+        self._broadcast_state()
         return found
 
     async def expand(self, devices: Sequence[int], skip_load: bool) -> dict[str, Any]:
-        found = await (await self._made()).expand(devices, skip_load)
-        self._tell()
+        found = await (await self._get_sampler()).expand(devices, skip_load)
+        self._broadcast_state()
         return found
 
     async def stats(self) -> dict[str, ReplicaStats]:
-        return await (await self._made()).stats()
+        return await (await self._get_sampler()).stats()
 
     async def end(self) -> None:
         """End the health check, and wake whoever waits."""
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
         if self._sampler is not None:
             await self._sampler.close()
 
-    async def _made(self) -> Sampler:
-        async with self._turn:
+    async def _get_sampler(self) -> Sampler:
+        async with self._start_lock:
             if self._sampler is None:
                 replicas = [
-                    RemoteReplica(way, *await way.about(), client="sampler", is_shared=True)
-                    if isinstance(way, WorkerHandle)
-                    else way
-                    for way in self._ways
+                    RemoteReplica(endpoint, *await endpoint.about(), client="sampler", is_shared=True)
+                    if isinstance(endpoint, WorkerHandle)
+                    else endpoint
+                    for endpoint in self._endpoints
                 ]
                 self._sampler = sampler = Sampler(replicas, self._config)
                 await sampler.refresh()
-                sampler.on_version.append(self._changed)
-                sampler.on_lost.append(self._changed)
-                self._watch = asyncio.get_running_loop().create_task(self._look(), name="sampler clients")
+                sampler.on_version.append(self._on_change)
+                sampler.on_lost.append(self._on_change)
+                self._watcher = asyncio.get_running_loop().create_task(self._watch_clients(), name="sampler clients")
             return self._sampler
 
-    def _seen(self, client: str, sampler: Sampler) -> _ConnectedClient:
+    def _get_client(self, client: str, sampler: Sampler) -> _ConnectedClient:
         """A client calls."""
         if client in self._forgotten:
             raise InfrastructureError(f"the sampler gave '{client}' up: it was silent for {FORGET_SECONDS:g} s")
         known = self._clients.get(client)
         if known is None:
             known = self._clients[client] = _ConnectedClient(sampler)
-        known.seen = asyncio.get_running_loop().time()
+        known.last_seen = asyncio.get_running_loop().time()
         return known
 
     def _state(self, sampler: Sampler) -> SamplerState:
         return SamplerState(
-            next(self._numbers), sampler.version, sampler.is_open, sampler.suspended, sampler.opened,
+            next(self._state_numbers), sampler.version, sampler.is_open, sampler.suspended, sampler.opened_at,
             dict(sampler.lost), sampler.devices, sampler.counters(),
         )  # fmt: skip
 
-    def _tell(self) -> SamplerState:
+    def _broadcast_state(self) -> SamplerState:
         assert self._sampler is not None
         state = self._state(self._sampler)
         for client in self._clients.values():
-            client.box.send(state)
+            client.mailbox.send(state)
         return state
 
-    def _changed(self, *what: object) -> None:
-        self._tell()
+    def _on_change(self, *what: object) -> None:
+        self._broadcast_state()
 
-    async def _look(self) -> None:
+    async def _watch_clients(self) -> None:
         """Give up clients that are gone."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             now = asyncio.get_running_loop().time()
             for name, client in list(self._clients.items()):
-                if now - client.seen > FORGET_SECONDS:
+                if now - client.last_seen > FORGET_SECONDS:
                     self._forget(name, client)
 
     def _forget(self, name: str, client: _ConnectedClient) -> None:
@@ -175,14 +175,14 @@ class SamplerProcess(Worker):
         logger.warning("the scheduler '%s' is silent; what it held is given back", name)
         del self._clients[name]
         self._forgotten.add(name)
-        client.clerk.close("client_lost")
+        client.grant_server.close("client_lost")
         for holder in self._sampler.holders:
             if isinstance(holder, str) and holder.startswith(f"{name}/"):
-                opening = self._sampler.let_go(holder)
+                opening = self._sampler.begin_resume(holder)
                 if opening is not None:
-                    opening.add_done_callback(self._opened)
+                    opening.add_done_callback(self._on_opened)
 
-    def _opened(self, opening: asyncio.Task[None]) -> None:
+    def _on_opened(self, opening: asyncio.Task[None]) -> None:
         if not opening.cancelled() and (error := opening.exception()) is not None:
             logger.error("the gate does not open: %s", error)
-        self._tell()
+        self._broadcast_state()

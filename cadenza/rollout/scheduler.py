@@ -123,7 +123,7 @@ class RolloutScheduler:
         await self._start()
         await self.sampler.refresh()
         if suspensions == self._suspensions:  # else a suspension that was asked for later is already under way
-            opening = self.sampler.let_go(holder=self)
+            opening = self.sampler.begin_resume(holder=self)
             if opening is not None:  # a batch that is ready does not wait for it
                 opening.add_done_callback(self._opened)
         async with self._turn:
@@ -173,12 +173,12 @@ class RolloutScheduler:
         if self._advance in self.sampler.on_version:
             self.sampler.on_version.remove(self._advance)
             self.sampler.on_lost.remove(self._lost)
-        if self.sampler.held_by(self):
+        if self.sampler.is_held_by(self):
             with suppress(NoReplicas, InfrastructureError):  # a sampler that is gone has no gate
                 await self.sampler.resume(holder=self)
         self._closing.set()
         if self._root is not None:
-            await asyncio.wait([self._root], timeout=self._slots.patience)
+            await asyncio.wait([self._root], timeout=self._slots.stop_seconds)
             self._slots.close()
             if not self._root.done():
                 logger.error("%d attempts do not end; they are left behind", self._slots.busy)
@@ -204,7 +204,9 @@ class RolloutScheduler:
                 except InfrastructureError as error:
                     logger.error("g%d is lost with what its members had finished: %s", group.id, error)
                     self.queue.lose(group)
-            token_bundles.load_now(a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None)
+            token_bundles.load_now(
+                a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None
+            )
         snapshot.save(directory, self.queue, self._uncollated)
 
     def restore(self, directory: Path) -> None:
@@ -308,7 +310,7 @@ class RolloutScheduler:
         asked, patience = loop.time(), self.config.stall_seconds
         with self.queue.demanding(groups):
             while (batch := self.queue.cut()) is None:
-                left = patience - (loop.time() - max(asked, self.queue.last_end, self.sampler.opened))
+                left = patience - (loop.time() - max(asked, self.queue.last_end, self.sampler.opened_at))
                 if left <= CLOCK_NOISE and not self.sampler.suspended:
                     self.queue.fatal(Stalled(self._stall()))
                     continue

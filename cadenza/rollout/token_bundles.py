@@ -1,6 +1,6 @@
-"""Finished trajectories on their way: the tokens in one parcel of flat arrays, and a small record of each.
+"""Finished trajectories on their way: the tokens in one bundle of flat arrays, and a small record of each.
 
-Invariant: the tokens are copied once, into the parcel, where they were made. The parcel stays there until a batch, a
+Invariant: the tokens are copied once, into the bundle, where they were made. The bundle stays there until a batch, a
 filter or a checkpoint wants the turns; the scheduler goes by the records.
 """
 
@@ -25,7 +25,7 @@ class TrajectoryRecord(NamedTuple):
 
     id: int
     row: int
-    """Its place in the parcel that came with it."""
+    """Its place in the bundle that came with it."""
     score: float
     terminated: bool
     truncated: bool
@@ -38,7 +38,7 @@ class TrajectoryRecord(NamedTuple):
 
 
 class BundleArrays(NamedTuple):
-    """What is in a parcel."""
+    """What is in a bundle."""
 
     tokens: Any
     """Prompt and response of every turn, int32."""
@@ -59,7 +59,7 @@ def pack(trajectories: Sequence[Trajectory]) -> BundleArrays:
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     counts = [(len(t.prompt), len(t.response), len(t.spans), _NUMBER[t.finish], t.fresh) for t in turns]
     return BundleArrays(
-        np.concatenate([part for t in turns for part in (t.prompt, t.response)], dtype=np.int32),
+        np.concatenate([tokens for t in turns for tokens in (t.prompt, t.response)], dtype=np.int32),
         np.concatenate([t.logprobs for t in turns], dtype=np.float32),
         np.array(counts, np.int64),
         np.array([(t.asked, t.answered, t.reward) for t in turns], np.float64),
@@ -71,24 +71,24 @@ def pack(trajectories: Sequence[Trajectory]) -> BundleArrays:
 class TokenBundle:
     """The turns of some trajectories, wherever they are."""
 
-    __slots__ = ("_contents", "_starts", "handle", "later", "peer")
+    __slots__ = ("_arrays", "_starts", "clock_offset", "handle", "worker")
 
-    def __init__(self, peer: WorkerHandle, handle: Any, later: float) -> None:
-        self.peer = peer
+    def __init__(self, worker: WorkerHandle, handle: Any, clock_offset: float) -> None:
+        self.worker = worker
         self.handle = handle
-        self.later = later
+        self.clock_offset = clock_offset
         """What the clock here is ahead of the one there."""
-        self._contents: BundleArrays | None = None
+        self._arrays: BundleArrays | None = None
         self._starts: tuple[list[int], list[int], list[int]]
 
     @property
-    def is_open(self) -> bool:
-        return self._contents is not None
+    def is_loaded(self) -> bool:
+        return self._arrays is not None
 
-    def open(self, contents: BundleArrays) -> None:
+    def receive(self, arrays: BundleArrays) -> None:
         """It has come."""
-        counts = contents.counts
-        self._contents = contents
+        counts = arrays.counts
+        self._arrays = arrays
         self._starts = (
             _offsets(counts[:, :2].ravel()).tolist(),
             _offsets(counts[:, 1]).tolist(),
@@ -97,26 +97,26 @@ class TokenBundle:
         self.handle = None
 
     def turns(self, row: int) -> list[Turn]:
-        """Of one trajectory; the arrays are views of the parcel."""
-        assert self._contents is not None
-        tokens, logprobs, counts, times, spans, offsets = self._contents
-        parts, responses, pieces = self._starts
+        """Of one trajectory; the arrays are views of the bundle."""
+        assert self._arrays is not None
+        tokens, logprobs, counts, times, spans, offsets = self._arrays
+        token_starts, logprob_starts, span_starts = self._starts
         found = []
         for turn in range(int(offsets[row]), int(offsets[row + 1])):
-            begin, middle, end = parts[2 * turn : 2 * turn + 3]
+            begin, middle, end = token_starts[2 * turn : 2 * turn + 3]
             asked, answered, reward = times[turn].tolist()
-            written = tuple(Span(*span) for span in spans[pieces[turn] : pieces[turn + 1]].tolist())
+            spans_of_turn = tuple(Span(*span) for span in spans[span_starts[turn] : span_starts[turn + 1]].tolist())
             finish, fresh = _FINISH[int(counts[turn, 3])], bool(counts[turn, 4])
             found.append(
                 Turn(
                     tokens[begin:middle],
                     tokens[middle:end],
-                    logprobs[responses[turn] : responses[turn + 1]],
-                    written,
+                    logprobs[logprob_starts[turn] : logprob_starts[turn + 1]],
+                    spans_of_turn,
                     finish,
                     fresh,
-                    asked + self.later,
-                    answered + self.later,
+                    asked + self.clock_offset,
+                    answered + self.clock_offset,
                     reward,
                 )
             )
@@ -125,54 +125,54 @@ class TokenBundle:
 
 @dataclass(slots=True)
 class LazyTrajectory(Trajectory):
-    """A trajectory whose turns are in a parcel until they are wanted."""
+    """A trajectory whose turns are in a bundle until they are wanted."""
 
-    parcel: TokenBundle | None = None
+    bundle: TokenBundle | None = None
     row: int = 0
-    written: tuple[int, int] | None = None
+    version_range: tuple[int, int] | None = None
     """Its versions."""
 
     @property
     def versions(self) -> tuple[int, int] | None:
-        return self.written
+        return self.version_range
 
 
 async def load(trajectories: Iterable[Trajectory]) -> None:
     """Have the turns of these trajectories here."""
-    stored = _closed(trajectories)
-    for peer, parcels in _by_peer(stored):
-        for parcel, contents in zip(parcels, await peer.fetch([p.handle for p in parcels]), strict=True):
-            parcel.open(contents)
-    _unpack(stored)
+    lazy = _not_loaded(trajectories)
+    for worker, bundles in _by_worker(lazy):
+        for bundle, arrays in zip(bundles, await worker.fetch([p.handle for p in bundles]), strict=True):
+            bundle.receive(arrays)
+    _unpack(lazy)
 
 
 def load_now(trajectories: Iterable[Trajectory]) -> None:
     """The same for whoever cannot wait."""
-    stored = _closed(trajectories)
-    for peer, parcels in _by_peer(stored):
-        for parcel, contents in zip(parcels, peer.fetch_blocking([p.handle for p in parcels]), strict=True):
-            parcel.open(contents)
-    _unpack(stored)
+    lazy = _not_loaded(trajectories)
+    for worker, bundles in _by_worker(lazy):
+        for bundle, arrays in zip(bundles, worker.fetch_blocking([p.handle for p in bundles]), strict=True):
+            bundle.receive(arrays)
+    _unpack(lazy)
 
 
-def _closed(trajectories: Iterable[Trajectory]) -> list[LazyTrajectory]:
-    return [t for t in trajectories if isinstance(t, LazyTrajectory) and t.parcel is not None]
+def _not_loaded(trajectories: Iterable[Trajectory]) -> list[LazyTrajectory]:
+    return [t for t in trajectories if isinstance(t, LazyTrajectory) and t.bundle is not None]
 
 
-def _by_peer(stored: Sequence[LazyTrajectory]) -> list[tuple[WorkerHandle, list[TokenBundle]]]:
-    """What has to be fetched. One peer fetches for all of its kind."""
-    parcels = {id(t.parcel): t.parcel for t in stored if t.parcel is not None and not t.parcel.is_open}
+def _by_worker(lazy: Sequence[LazyTrajectory]) -> list[tuple[WorkerHandle, list[TokenBundle]]]:
+    """What has to be fetched. One worker fetches for all of its kind."""
+    bundles = {id(t.bundle): t.bundle for t in lazy if t.bundle is not None and not t.bundle.is_loaded}
     kinds: dict[type[WorkerHandle], list[TokenBundle]] = {}
-    for parcel in parcels.values():
-        kinds.setdefault(type(parcel.peer), []).append(parcel)
-    return [(found[0].peer, found) for found in kinds.values()]
+    for bundle in bundles.values():
+        kinds.setdefault(type(bundle.worker), []).append(bundle)
+    return [(found[0].worker, found) for found in kinds.values()]
 
 
-def _unpack(stored: Sequence[LazyTrajectory]) -> None:
-    for trajectory in stored:
-        if trajectory.parcel is not None:
-            trajectory.turns = trajectory.parcel.turns(trajectory.row)
-            trajectory.parcel = None
+def _unpack(lazy: Sequence[LazyTrajectory]) -> None:
+    for trajectory in lazy:
+        if trajectory.bundle is not None:
+            trajectory.turns = trajectory.bundle.turns(trajectory.row)
+            trajectory.bundle = None
 
 
 def _offsets(lengths: Any) -> Any:

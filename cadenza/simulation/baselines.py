@@ -1,7 +1,7 @@
 """The schedules of other systems, compact: each a controller over the replicas, envs and traces that Cadenza gets too.
 
     barrier      a group is pinned to a replica, round robin; the batch waits for all (verl, synchronous)
-    queue        a queue of samples; whichever replica has room takes the next (ROLL, synchronous)
+    queue        a queue of samples; whichever replica has a free slot takes the next (ROLL, synchronous)
     oracle       the queue in the order of the true lengths, longest first
     admission    groups are admitted while floor((submitted - 1) / B) <= version + eta; an update interrupts what runs,
                  which goes on after its context is prefilled again; the oldest whole groups are trained (AReaL)
@@ -90,43 +90,43 @@ class BaselineStrategy(ScheduleStrategy):
         wasted = self._waste + tokens_discarded(self.replicas)
         return UsageTotals(tokens_generated(self.replicas), wasted, self.trained + self.given_up)
 
-    # -- for the strategies ----------------------------------------------------------------------------------------------
+    # -- for the strategies ------------------------------------------------------------------------------------------------
 
     def members(self, group: int) -> list[BaselineSample]:
         count = self.workload.group_size + self.settings.extra_members
         return [BaselineSample(group, member, self.trace.episode(group, member)) for member in range(count)]
 
-    def play(self, sample: BaselineSample, replica: int) -> None:
+    def launch(self, sample: BaselineSample, replica: int) -> None:
         """Start it there."""
         sample.replica = replica
         self.running[replica] += 1
         self._samples.add(sample)
-        sample.task = self._tasks.create_task(self._play(sample))
+        sample.task = self._tasks.create_task(self._run(sample))
 
     def stop(self, sample: BaselineSample, cause: str) -> None:
-        """Nobody wants it any more. Its place is free at once."""
-        self._vacate(sample)
+        """Nobody wants it any more. Its replica has a free slot at once."""
+        self._release_replica(sample)
         if sample.task is not None and not sample.task.done():
             sample.task.cancel(cause)
         self._waste[cause] += sample.tokens
 
-    def least(self) -> int | None:
-        """The replica with the fewest samples, if it has room."""
+    def least_loaded(self) -> int | None:
+        """The replica with the fewest samples, if it has a free slot."""
         replica = min(range(len(self.running)), key=self.running.__getitem__)
         return replica if self.running[replica] < (self.settings.concurrency or ENGINE_LIMIT) else None
 
-    def left(self, sample: BaselineSample) -> None:
+    def on_left_replica(self, sample: BaselineSample) -> None:
         """It needs its replica no more."""
 
-    def finished(self, sample: BaselineSample) -> None:
+    def on_finished(self, sample: BaselineSample) -> None:
         """It has its reward."""
 
-    def wake(self) -> None:
-        """What `changed` waits for may have happened."""
+    def notify(self) -> None:
+        """What `wait_for_change` waits for may have happened."""
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
-    async def changed(self) -> None:
+    async def wait_for_change(self) -> None:
         self._finished = asyncio.get_running_loop().create_future()
         await self._finished
 
@@ -134,7 +134,7 @@ class BaselineStrategy(ScheduleStrategy):
         self.trained += len(samples) // self.workload.group_size
         return [BatchRow(sample.group, sample.episode, sample.oldest) for sample in samples]
 
-    def _vacate(self, sample: BaselineSample) -> None:
+    def _release_replica(self, sample: BaselineSample) -> None:
         """Once, whoever comes first."""
         if sample in self._samples:
             self._samples.discard(sample)
@@ -142,19 +142,19 @@ class BaselineStrategy(ScheduleStrategy):
 
     # -- an episode ----------------------------------------------------------------------------------------------------
 
-    async def _play(self, sample: BaselineSample) -> None:
+    async def _run(self, sample: BaselineSample) -> None:
         try:
             failing = sample.episode.fails_at
             while not await self._attempt(sample, failing):
                 self._waste["env failed"] += sample.tokens
                 sample.tokens, sample.oldest, failing = 0, -1, NEVER
         finally:
-            self._vacate(sample)
-        self.left(sample)
+            self._release_replica(sample)
+        self.on_left_replica(sample)
         if sample.episode.reward:
             await asyncio.sleep(sample.episode.reward)
         sample.done = True
-        self.finished(sample)
+        self.on_finished(sample)
 
     async def _attempt(self, sample: BaselineSample, failing: int) -> bool:
         """Whether the env lasted to the end."""
@@ -210,14 +210,14 @@ class BarrierStrategy(BaselineStrategy):
             members = self.members(self.version * groups + number)
             samples += members
             for sample in members:
-                self.play(sample, number % self.generating_gpus)
+                self.launch(sample, number % self.generating_gpus)
         while not all(sample.done for sample in samples):
-            await self.changed()
+            await self.wait_for_change()
         return self.rows(samples)
 
-    def finished(self, sample: BaselineSample) -> None:
+    def on_finished(self, sample: BaselineSample) -> None:
         if not self._samples:
-            self.wake()
+            self.notify()
 
 
 class QueueStrategy(BaselineStrategy):
@@ -230,23 +230,23 @@ class QueueStrategy(BaselineStrategy):
         self._missing = len(samples)
         self._fill()
         while self._missing:
-            await self.changed()
+            await self.wait_for_change()
         return self.rows(samples)
 
     def order(self, samples: list[BaselineSample]) -> list[BaselineSample]:
         return samples
 
     def _fill(self) -> None:
-        while self._pending and (replica := self.least()) is not None:
-            self.play(self._pending.popleft(), replica)
+        while self._pending and (replica := self.least_loaded()) is not None:
+            self.launch(self._pending.popleft(), replica)
 
-    def left(self, sample: BaselineSample) -> None:
+    def on_left_replica(self, sample: BaselineSample) -> None:
         self._fill()
 
-    def finished(self, sample: BaselineSample) -> None:
+    def on_finished(self, sample: BaselineSample) -> None:
         self._missing -= 1
         if not self._missing:
-            self.wake()
+            self.notify()
 
 
 class OracleStrategy(QueueStrategy):
@@ -267,7 +267,7 @@ class AdmissionStrategy(BaselineStrategy):
 
     async def batch(self, groups: int) -> list[BatchRow]:
         while len(self._ready) < groups:
-            await self.changed()
+            await self.wait_for_change()
         numbers = [heappop(self._ready) for _ in range(groups)]
         return self.rows([sample for number in numbers for sample in self._groups.pop(number)])
 
@@ -283,16 +283,16 @@ class AdmissionStrategy(BaselineStrategy):
         self._fill()
 
     def _fill(self) -> None:
-        while self._pending and (replica := self.least()) is not None:
-            self.play(self._pending.popleft(), replica)
+        while self._pending and (replica := self.least_loaded()) is not None:
+            self.launch(self._pending.popleft(), replica)
 
-    def left(self, sample: BaselineSample) -> None:
+    def on_left_replica(self, sample: BaselineSample) -> None:
         self._fill()
 
-    def finished(self, sample: BaselineSample) -> None:
+    def on_finished(self, sample: BaselineSample) -> None:
         if all(member.done for member in self._groups[sample.group]):
             heappush(self._ready, sample.group)
-            self.wake()
+            self.notify()
 
 
 class _EnvGroupQueue:
@@ -313,7 +313,7 @@ class GroupQueueStrategy(BaselineStrategy):
         await super().start(tasks)
         count = self.workload.groups + self.settings.extra_groups
         self._queues = [_EnvGroupQueue() for _ in range(count)]
-        self._where: dict[int, int] = {}
+        self._queue_of_group: dict[int, int] = {}
         self._made = 0
         self._envs = self.workload.group_size + self.settings.extra_members
         self._bound = math.ceil(self.alpha)
@@ -322,7 +322,7 @@ class GroupQueueStrategy(BaselineStrategy):
 
     async def batch(self, groups: int) -> list[BatchRow]:
         while len(whole := [queue for queue in self._queues if self._whole(queue)]) < self.workload.groups:
-            await self.changed()
+            await self.wait_for_change()
         whole = sorted(whole, key=lambda queue: queue.made[0])[: self.workload.groups]
         samples: list[BaselineSample] = []
         for queue in whole:
@@ -341,21 +341,21 @@ class GroupQueueStrategy(BaselineStrategy):
                     self.stop(sample, "stale")
         self._next_round(version)
 
-    def left(self, sample: BaselineSample) -> None:
-        self._go_on(self._where[sample.group], sample.member)
-        if self.settings.concurrency:  # others of this replica may have waited for the place
+    def on_left_replica(self, sample: BaselineSample) -> None:
+        self._start_next(self._queue_of_group[sample.group], sample.member)
+        if self.settings.concurrency:  # others of this replica may have waited for the free slot
             for number in range(sample.replica, len(self._queues) * self._envs, self.generating_gpus):
-                self._go_on(*divmod(number, self._envs))
+                self._start_next(*divmod(number, self._envs))
 
-    def finished(self, sample: BaselineSample) -> None:
-        queue = self._queues[self._where[sample.group]]
+    def on_finished(self, sample: BaselineSample) -> None:
+        queue = self._queues[self._queue_of_group[sample.group]]
         group = next(group for group in queue.groups if group[0].group == sample.group)
         if sum(member.done for member in group) == self.workload.group_size:
             for member in group:
                 if not member.done:
                     self.stop(member, "surplus")
-                    self._go_on(self._where[member.group], member.member)
-            self.wake()
+                    self._start_next(self._queue_of_group[member.group], member.member)
+            self.notify()
 
     def _whole(self, queue: _EnvGroupQueue) -> bool:
         """Only the first group of a queue can be taken."""
@@ -367,20 +367,20 @@ class GroupQueueStrategy(BaselineStrategy):
                 continue
             queue.groups.append(self.members(self._made))
             queue.made.append(version)
-            self._where[self._made] = number
+            self._queue_of_group[self._made] = number
             self._made += 1
         for number in range(len(self._queues)):
             for env in range(self._envs):
-                self._go_on(number, env)
+                self._start_next(number, env)
 
-    def _go_on(self, number: int, env: int) -> None:
+    def _start_next(self, number: int, env: int) -> None:
         """An env plays its member of the oldest group that has not begun, unless it is busy."""
         for group in self._queues[number].groups:
             sample = group[env]
             if sample.task is None and not self._decided(group):
                 replica = (number * self._envs + env) % self.generating_gpus
                 if self.running[replica] < (self.settings.concurrency or ENGINE_LIMIT):
-                    self.play(sample, replica)
+                    self.launch(sample, replica)
                 return
             if sample in self._samples:
                 return

@@ -28,7 +28,7 @@ from cadenza.simulation.workloads import NEVER, TraceEpisode, TraceLike
 from cadenza.testing import LocalCluster
 
 MEMBER_BITS = 12
-PATIENCE = 1e7
+NO_DEADLINE = 1e7
 """Seconds: no deadline of the scheduler is part of what is compared."""
 HEARTBEAT = 300.0
 """Seconds between two looks at quiet replicas, none of which is ever lost here."""
@@ -40,13 +40,13 @@ class CadenzaStrategy(ScheduleStrategy):
         self._lengths: dict[int, int] = {}
         self._rows: list[BatchRow] = []
         cluster = LocalCluster(
-            await self._engines(),
+            await self._make_replicas(),
             _TokensOnlyCodec(),
             SamplerConfig(
                 balance_seconds=settings.balance_seconds,
                 prefill_weight=workload.cost.p / workload.cost.c if workload.cost.c else 0.0,
                 heartbeat_seconds=HEARTBEAT,
-                load_seconds=PATIENCE,
+                load_seconds=NO_DEADLINE,
             ),
         )
         most = (workload.groups * (1 + math.ceil(self.alpha)) + settings.extra_groups) * (
@@ -62,7 +62,7 @@ class CadenzaStrategy(ScheduleStrategy):
                 extra_after=settings.extra_after,
                 extra_groups=settings.extra_groups,
                 suspend_mode=PauseMode.KEEP,
-                stall_seconds=PATIENCE,
+                stall_seconds=NO_DEADLINE,
                 max_attempts=100,
             ),
             EnvManagerConfig(
@@ -74,11 +74,11 @@ class CadenzaStrategy(ScheduleStrategy):
                     )
                 },
                 slots=min(settings.concurrency * self.generating_gpus, most) or most,
-                rollout=self._play,
+                rollout=self._rollout,
                 sampling=Sampling(max_tokens=1 << 20),
-                lease_seconds=PATIENCE,
-                reward_seconds=PATIENCE,
-                close_seconds=PATIENCE,
+                lease_seconds=NO_DEADLINE,
+                reward_seconds=NO_DEADLINE,
+                close_seconds=NO_DEADLINE,
             ),
             cluster.resources,
             cluster,
@@ -87,12 +87,12 @@ class CadenzaStrategy(ScheduleStrategy):
         self.shared: SharedDevices | None = None
         if settings.shared:
             last = range(self.generating_gpus - settings.shared, self.generating_gpus)
-            self.shared = SharedDevices(self.scheduler, last, workload.groups, reload=self._switch)
+            self.shared = SharedDevices(self.scheduler, last, workload.groups, reload=self._switch_devices)
             await self.shared.lend()
 
     def chunks(self) -> list[int]:
-        groups, parts = self.workload.groups, min(self.settings.parts, self.workload.groups)
-        return [groups * (part + 1) // parts - groups * part // parts for part in range(parts)]
+        groups, chunks = self.workload.groups, min(self.settings.parts, self.workload.groups)
+        return [groups * (chunk + 1) // chunks - groups * chunk // chunks for chunk in range(chunks)]
 
     async def batch(self, groups: int) -> list[BatchRow]:
         data = DataProto(meta_info={"global_step": self.version})
@@ -119,12 +119,12 @@ class CadenzaStrategy(ScheduleStrategy):
         given_up = sum(count for fate, count in ledger.groups_closed.items() if fate is not Fate.TRAINED)
         return UsageTotals(tokens_generated(self.replicas), wasted, queue.consumed + given_up)
 
-    async def _switch(self) -> None:
+    async def _switch_devices(self) -> None:
         await asyncio.sleep(self.workload.switch_seconds)
 
     # -- what the scheduler is given -----------------------------------------------------------------------------------
 
-    async def _engines(self) -> Sequence[Replica]:
+    async def _make_replicas(self) -> Sequence[Replica]:
         workload = self.workload
         self.replicas = [
             SimReplica(
@@ -140,7 +140,7 @@ class CadenzaStrategy(ScheduleStrategy):
         ]
         return self.replicas
 
-    async def _play(self, task: Task, env: EnvHandle, model: Model) -> None:
+    async def _rollout(self, task: Task, env: EnvHandle, model: Model) -> None:
         """The default rollout, which besides tells the replicas how long each answer is."""
         trajectory = model.trajectory
         episode = self.trace.episode(task.seed, trajectory.member)

@@ -1,4 +1,4 @@
-"""The calibration gates: a comparison of strategies is to be believed only while the simulation reproduces what was
+"""The calibration checks: a comparison of strategies is to be believed only while the simulation reproduces what was
 published about them, in shape and within 20 %.
 
     admission     throughput of `admission` over `barrier` at eta 1, 2, 4, 8 (AReaL), on W2
@@ -30,7 +30,7 @@ SIGMAS = (1.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class CalibrationCheck:
-    """One gate."""
+    """One published figure, beside what the simulation gives."""
 
     name: str
     what: str
@@ -55,19 +55,19 @@ class CalibrationCheck:
         return {**asdict(self), "holds": self.holds}
 
 
-def check(pool: TrialPool, seeds: Sequence[int]) -> list[CalibrationCheck]:
-    """All gates, each figure the median over the seeds."""
+def run_checks(pool: TrialPool, seeds: Sequence[int]) -> list[CalibrationCheck]:
+    """All checks, each figure the median over the seeds."""
     return [_admission(pool, seeds), _env_level(seeds), _kv_bound(seeds), _sync_bound(seeds)]
 
 
-_HOLDING: dict[str, bool] = {}
+_HOLDS: dict[str, bool] = {}
 
 
-def holding(pool: TrialPool) -> dict[str, bool]:
-    """Which gates hold on the first seed: a function of the code alone, so that a process asks once."""
-    if not _HOLDING:
-        _HOLDING.update({gate.name: gate.holds for gate in check(pool, [0])})
-    return dict(_HOLDING)
+def which_checks_hold(pool: TrialPool) -> dict[str, bool]:
+    """Which checks hold on the first seed: a function of the code alone, so that a process asks once."""
+    if not _HOLDS:
+        _HOLDS.update({check.name: check.holds for check in run_checks(pool, [0])})
+    return dict(_HOLDS)
 
 
 def _admission(pool: TrialPool, seeds: Sequence[int]) -> CalibrationCheck:
@@ -113,8 +113,8 @@ def _sync_bound(seeds: Sequence[int]) -> CalibrationCheck:
     for seed in seeds:
         trace = trace_of(workload, seed)
         step = clock.run(
-            lambda trace=trace: run_training(QueueStrategy(workload, trace, 0.0, StrategySettings()), 1)
-        ).steps[0]  # type: ignore[misc]
+            lambda trace=trace: run_training(QueueStrategy(workload, trace, 0.0, StrategySettings()), 1)  # type: ignore[misc]
+        ).steps[0]
         members = range(workload.group_size)
         longest = max(
             bounds.alone_seconds(trace.episode(group, member), workload.cost)
@@ -137,7 +137,9 @@ def _ratio(above: list[float], below: list[float]) -> float:
     return median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _rollout_seconds(strategy: Callable[..., ScheduleStrategy], workload: Workload, seed: int, **settings: int) -> float:
+def _rollout_seconds(
+    strategy: Callable[..., ScheduleStrategy], workload: Workload, seed: int, **settings: int
+) -> float:
     """Of one batch that all GPUs generate."""
     made = strategy(workload, trace_of(workload, seed), 0.0, StrategySettings(**settings))
     return clock.run(lambda: run_training(made, 1)).steps[0].waited
@@ -153,8 +155,8 @@ class LockstepStrategy(BarrierStrategy):
     async def batch(self, groups: int) -> list[BatchRow]:
         numbers = range(self.version * groups, (self.version + 1) * groups)
         samples = [sample for number in numbers for sample in self.members(number)]
-        for place, sample in enumerate(samples):
-            sample.replica = place % self.generating_gpus
+        for index, sample in enumerate(samples):
+            sample.replica = index % self.generating_gpus
         await asyncio.sleep(max(sample.episode.reset for sample in samples))
         for turn in range(max(len(sample.episode.lengths) for sample in samples)):
             going = [sample for sample in samples if turn < len(sample.episode.lengths)]

@@ -17,7 +17,7 @@ import numpy as np
 from cadenza.inference.replica import Tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.simulation.faults import CLOSE, FOREVER, Fault, FaultInjector
-from cadenza.simulation.scenario import DomainSpec, Scenario, latency, mixed
+from cadenza.simulation.scenario import DomainSpec, Scenario, hash64, latency
 
 Outcome = tuple[Any, float, bool, bool, dict[str, Any]]
 
@@ -46,27 +46,27 @@ class EnvRecord:
 class SimWorld:
     """The envs and rewards of one schedule, and all that happened to them."""
 
-    def __init__(self, scenario: Scenario, plan: FaultInjector) -> None:
+    def __init__(self, scenario: Scenario, injector: FaultInjector) -> None:
         self.scenario = scenario
-        self.plan = plan
+        self.injector = injector
         self.episodes: list[EnvRecord] = []
         self.scores: dict[tuple[str, int], float] = {}
         """What the reward said, by scheduler and trajectory."""
-        self.hits: dict[tuple[str, str], str] = {}
+        self.faults_hit: dict[tuple[str, str], str] = {}
         """The fault that met an attempt in its env or reward, by scheduler and attempt."""
         self.verdicts: dict[int, bool] = {}
         """What the filter said, by group."""
         self.on_verdict: Callable[[int, bool, float], None] = lambda group, keep, delay: None
         """Told of each verdict and of the seconds until it is known."""
-        self._judged: dict[tuple[str, str], list[int]] = {}
+        self._reward_calls: dict[tuple[str, str], list[int]] = {}
 
-    def open(self, scheduler: str) -> int:
+    def new_env(self, scheduler: str) -> int:
         """An env is made; returns its number."""
         self.episodes.append(EnvRecord(scheduler, _begin_attempt()))
         return len(self.episodes) - 1
 
-    def hit(self, scheduler: str, fault: Fault) -> None:
-        self.hits[scheduler, _attempt()] = fault.kind
+    def record_fault(self, scheduler: str, fault: Fault) -> None:
+        self.faults_hit[scheduler, _current_attempt()] = fault.kind
 
     # -- rewards -------------------------------------------------------------------------------------------------------
 
@@ -74,21 +74,21 @@ class SimWorld:
         """The reward function of a domain."""
         if domain.reward == "none":
             return None
-        judge = _RewardFunction(self, domain, scheduler)
-        return judge.asynchronous if domain.reward == "async" else judge
+        function = _RewardFunction(self, domain, scheduler)
+        return function.asynchronous if domain.reward == "async" else function
 
-    def judge(self, scheduler: str) -> tuple[int, Fault | None]:
+    def next_reward_call(self, scheduler: str) -> tuple[int, Fault | None]:
         """Another call for an attempt: its number among the judged, and what goes wrong."""
-        judged = self._judged.setdefault((scheduler, _attempt()), [len(self._judged), 0])
+        calls = self._reward_calls.setdefault((scheduler, _current_attempt()), [len(self._reward_calls), 0])
         number, call = judged
-        judged[1] += 1
-        fault = self.plan.of_reward(number, call)
+        calls[1] += 1
+        fault = self.injector.reward_fault(number, call)
         if fault is not None:
-            self.hit(scheduler, fault)
+            self.record_fault(scheduler, fault)
         return number, fault
 
     def score(self, scheduler: str, trajectory: Trajectory) -> float:
-        value = (mixed(trajectory.seed, 5) % 65 - 32) / 16
+        value = (hash64(trajectory.seed, 5) % 65 - 32) / 16
         self.scores[scheduler, trajectory.id] = value
         return value
 
@@ -102,12 +102,12 @@ class SimWorld:
         async def on_loop(group: list[Trajectory]) -> bool:
             if kind == "slow":
                 await asyncio.sleep(latency(seconds, 0.25, self.scenario.seed, group[0].group, 3))
-            return self.keep(group, 0.0)
+            return self.filter_verdict(group, 0.0)
 
         return on_loop if kind in ("instant", "slow") else _OffLoopFilter(self)
 
-    def keep(self, group: list[Trajectory], delay: float) -> bool:
-        chance = (mixed(self.scenario.seed, group[0].task.seed, len(group[0].task.id), 4) % 1000) / 1000
+    def filter_verdict(self, group: list[Trajectory], delay: float) -> bool:
+        chance = (hash64(self.scenario.seed, group[0].task.seed, len(group[0].task.id), 4) % 1000) / 1000
         keep = chance >= self.scenario.filter_rate
         self.verdicts[group[0].group] = keep
         self.on_verdict(group[0].group, keep, delay)
@@ -130,7 +130,7 @@ class _OffLoopFilter:
         return self._cost
 
     def __call__(self, group: list[Trajectory]) -> bool:
-        return self.world.keep(group, self._cost)
+        return self.world.filter_verdict(group, self._cost)
 
 
 class _RewardFunction:
@@ -144,7 +144,7 @@ class _RewardFunction:
 
     def seconds(self) -> float:
         """What the next call costs; it meets its fault, if it has one."""
-        number, self._fault = self.world.judge(self.scheduler)
+        number, self._fault = self.world.next_reward_call(self.scheduler)
         if self._fault is not None and self._fault.kind == "reward_hang":
             return FOREVER
         return latency(self.domain.reward_seconds, self.domain.grid, self.world.scenario.seed, number, 2)
@@ -154,12 +154,12 @@ class _RewardFunction:
         fault = self._fault
         if seconds:
             await asyncio.sleep(seconds)
-        return self._say(trajectory, fault)
+        return self._score(trajectory, fault)
 
     def __call__(self, trajectory: Trajectory) -> float:
-        return self._say(trajectory, self._fault)
+        return self._score(trajectory, self._fault)
 
-    def _say(self, trajectory: Trajectory, fault: Fault | None) -> float:
+    def _score(self, trajectory: Trajectory, fault: Fault | None) -> float:
         if fault is not None and fault.kind == "reward_exception":
             raise SimulatedFault("the reward was told to raise")
         return self.world.score(self.scheduler, trajectory)
@@ -171,58 +171,58 @@ class SimEnv:
     def __init__(self, world: SimWorld, domain: DomainSpec, scheduler: str) -> None:
         self.world = world
         self.domain = domain
-        self.number = world.open(scheduler)
+        self.number = world.new_env(scheduler)
         self.episode = world.episodes[self.number]
         self._task = 0
 
     async def reset(self, seed: int) -> Tokens:
-        await self._pass(self.episode.calls)
+        await self._wait(self.episode.calls)
         return self._begin(seed)
 
     async def step(self, action: str) -> Outcome:
-        await self._pass(self.episode.calls)
-        return self._move(action)
+        await self._wait(self.episode.calls)
+        return self._take_step(action)
 
     async def close(self) -> None:
         self.episode.closed += 1
-        await self._pass(CLOSE)
+        await self._wait(CLOSE)
 
-    async def _pass(self, call: int) -> None:
-        fault = self.world.plan.of_env(self.number, call)
+    async def _wait(self, call: int) -> None:
+        fault = self.world.injector.env_fault(self.number, call)
         if seconds := self._seconds(call, fault):
             await asyncio.sleep(seconds)
-        self._suffer(fault)
+        self._raise_fault(fault)
 
     def _seconds(self, call: int, fault: Fault | None) -> float:
         domain = self.domain
         if fault is not None and fault.kind == "env_hang":
-            self._mark(fault)
+            self._record_fault(fault)
             return FOREVER
         if call == CLOSE:
             return domain.close_seconds
         slower = fault.amount if fault is not None and fault.kind == "env_slow" else 0.0
         return slower + latency(domain.seconds, domain.grid, self.world.scenario.seed, self.number, call, 1)
 
-    def _suffer(self, fault: Fault | None) -> None:
+    def _raise_fault(self, fault: Fault | None) -> None:
         if fault is not None and fault.kind == "env_exception":
-            self._mark(fault)
+            self._record_fault(fault)
             raise SimulatedFault("the env was told to raise")
 
-    def _mark(self, fault: Fault) -> None:
+    def _record_fault(self, fault: Fault) -> None:
         if fault.after != CLOSE:  # the episode is over by then
             self.episode.broken = fault.kind
-            self.world.hit(self.episode.scheduler, fault)
+            self.world.record_fault(self.episode.scheduler, fault)
 
     def _begin(self, seed: int) -> Tokens:
         self._task = seed
         return self._observe()
 
-    def _move(self, action: str) -> Outcome:
+    def _take_step(self, action: str) -> Outcome:
         scenario = self.world.scenario
         turn = len(self.episode.rewards) + 1
-        reward = (mixed(self._task, turn, len(action)) % 33 - 16) / 16
+        reward = (hash64(self._task, turn, len(action)) % 33 - 16) / 16
         self.episode.rewards.append(reward)
-        done = turn >= 1 + mixed(scenario.seed, self.number, 6) % self.domain.turns
+        done = turn >= 1 + hash64(scenario.seed, self.number, 6) % self.domain.turns
         return self._observe(), reward, done, False, {}
 
     def _observe(self) -> Tokens:
@@ -237,12 +237,12 @@ class SyncSimEnv(SimEnv):
     """The same env as plain code: the loop runs it off the loop, at the cost that it states beforehand."""
 
     def reset(self, seed: int) -> Tokens:  # type: ignore[override]
-        self._suffer(self._fault)
+        self._raise_fault(self._fault)
         return self._begin(seed)
 
     def step(self, action: str) -> Outcome:  # type: ignore[override]
-        self._suffer(self._fault)
-        return self._move(action)
+        self._raise_fault(self._fault)
+        return self._take_step(action)
 
     def close(self) -> None:  # type: ignore[override]
         self.episode.closed += 1
@@ -252,7 +252,7 @@ class SyncSimEnv(SimEnv):
     def seconds(self, method: str) -> float:
         """What the next call costs; it meets its fault, if it has one."""
         call = CLOSE if method == "close" else self.episode.calls
-        self._fault = self.world.plan.of_env(self.number, call)
+        self._fault = self.world.injector.env_fault(self.number, call)
         return self._seconds(call, self._fault)
 
 
@@ -293,7 +293,7 @@ _running: ContextVar[str] = ContextVar("attempt", default="")
 """The attempt whose code runs; what it starts inherits it."""
 
 
-def _attempt() -> str:
+def _current_attempt() -> str:
     return _running.get()
 
 

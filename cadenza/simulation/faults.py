@@ -1,6 +1,6 @@
 """What goes wrong in a schedule, drawn from its seed.
 
-Invariant: a fault counts as injected only when it took effect: an env raised, a call failed, an abort was lost. A plan
+Invariant: a fault counts as injected only when it took effect: an env raised, a call failed, an abort was lost. An injector
 that has hit nothing when most of the schedule has been issued lets the next env raise: no schedule goes without.
 
     ledger, controller --"it is such a moment"--> FaultInjector --strike, after its delay--> replica
@@ -22,12 +22,12 @@ from cadenza.simulation.replica import SimReplica
 ReplicaKind = Literal["kill", "hang", "slow", "flaky", "late_abort", "lost_abort", "failed_weight_update"]
 EnvKind = Literal["env_exception", "env_hang", "env_slow"]
 RewardKind = Literal["reward_exception", "reward_hang"]
-Kind = Literal[ReplicaKind, EnvKind, RewardKind]
+FaultKind = Literal[ReplicaKind, EnvKind, RewardKind]
 
 REPLICA_KINDS: tuple[ReplicaKind, ...] = get_args(ReplicaKind)
 ENV_KINDS: tuple[EnvKind, ...] = get_args(EnvKind)
 REWARD_KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
-KINDS: tuple[Kind, ...] = (*REPLICA_KINDS, *ENV_KINDS, *REWARD_KINDS)
+KINDS: tuple[FaultKind, ...] = (*REPLICA_KINDS, *ENV_KINDS, *REWARD_KINDS)
 
 Moment = Literal["issue", "suspend", "publish", "resume", "resize"]
 """An attempt is issued, or a control operation begins."""
@@ -44,7 +44,7 @@ FORCE_AFTER = 48
 class Fault:
     """One thing that goes wrong."""
 
-    kind: Kind
+    kind: FaultKind
     target: int
     """Replica: its index. Env: the n-th that is made. Reward: the n-th trajectory that is judged."""
     after: int = 0
@@ -77,7 +77,7 @@ def draw_faults(
     rng: Random, *, replicas: int, protected: int, versions: int, envs: int, turns: int, rewards: bool
 ) -> tuple[Fault, ...]:
     """One to three faults. What may cost a replica its life spares the protected one."""
-    kinds: list[Kind] = [*REPLICA_KINDS, "hang", "lost_abort", *ENV_KINDS]
+    kinds: list[FaultKind] = [*REPLICA_KINDS, "hang", "lost_abort", *ENV_KINDS]
     if rewards:
         kinds += [*REWARD_KINDS, *REWARD_KINDS]
     faults: list[Fault] = []
@@ -98,12 +98,12 @@ def draw_faults(
     return tuple(faults)
 
 
-def _env_fault(rng: Random, kind: Kind, envs: int, turns: int) -> Fault:
+def _env_fault(rng: Random, kind: FaultKind, envs: int, turns: int) -> Fault:
     calls = [CLOSE, 0, 1, *range(1, turns + 1)] if kind == "env_hang" else [0, 1, *range(1, turns + 1)]
     return Fault(kind, rng.randrange(envs), after=rng.choice(calls), amount=rng.choice((1.0, 2.5, 5.0)))
 
 
-def _replica_fault(rng: Random, kind: Kind, replicas: int, versions: int, envs: int) -> Fault:
+def _replica_fault(rng: Random, kind: FaultKind, replicas: int, versions: int, envs: int) -> Fault:
     amount = {
         "slow": rng.choice((2.0, 4.0, 8.0)),
         "flaky": float(rng.choice((1, 2, 4))),
@@ -123,7 +123,7 @@ class FaultInjector:
     """Strikes when the time has come, and counts what took effect."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
-        self.injected: Counter[Kind] = Counter()
+        self.injected: Counter[FaultKind] = Counter()
         self.replicas: Sequence[FaultyReplica] = ()
         self._waiting = [fault for fault in faults if fault.kind in REPLICA_KINDS]
         self._envs = {(fault.target, fault.after): fault for fault in faults if fault.kind in ENV_KINDS}
@@ -131,17 +131,17 @@ class FaultInjector:
         self._moments: Counter[Moment] = Counter()
         self._version = 0
 
-    def tell(self, moment: Moment) -> None:
+    def on_moment(self, moment: Moment) -> None:
         """It is such a moment."""
         self._moments[moment] += 1
         if self._waiting:
-            self._look()
+            self._strike_due()
 
-    def tell_published(self, version: int) -> None:
+    def on_published(self, version: int) -> None:
         self._version = version
-        self._look()
+        self._strike_due()
 
-    def of_env(self, env: int, call: int) -> Fault | None:
+    def env_fault(self, env: int, call: int) -> Fault | None:
         """The fault of this call of this env; whoever asks lets it happen."""
         fault = self._envs.get((env, call))
         if fault is None and call == 0 and self._moments["issue"] >= FORCE_AFTER and not self.injected:
@@ -150,7 +150,7 @@ class FaultInjector:
             self.injected[fault.kind] += 1
         return fault
 
-    def of_reward(self, trajectory: int, call: int) -> Fault | None:
+    def reward_fault(self, trajectory: int, call: int) -> Fault | None:
         """The fault of the n-th call for the n-th judged trajectory."""
         fault = self._rewards.get(trajectory)
         if fault is None or call >= fault.amount:
@@ -158,7 +158,7 @@ class FaultInjector:
         self.injected[fault.kind] += 1
         return fault
 
-    def _look(self) -> None:
+    def _strike_due(self) -> None:
         due = [f for f in self._waiting if f.after <= self._moments[f.moment] and f.version <= self._version]
         for fault in due:
             self._waiting.remove(fault)
@@ -193,28 +193,28 @@ class FaultInjector:
                 replica.fail_load(int(fault.amount))
 
 
-OnAsk = Callable[["FaultyReplica", Request, "asyncio.Future[Generation]"], None]
+OnRequest = Callable[["FaultyReplica", Request, "asyncio.Future[Generation]"], None]
 
 
 class FaultyReplica(SimReplica):
     """A simulated replica that tells what it is asked, and when a fault of it takes effect."""
 
-    def __init__(self, plan: FaultInjector, on_ask: OnAsk, *args: Any, **options: Any) -> None:
+    def __init__(self, injector: FaultInjector, on_request: OnRequest, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.dead = False
         self.asleep = False
         self.moving: set[int] = set()
         """Requests that the sampler called back, to move them or because others waited."""
-        self._plan = plan
-        self._on_ask = on_ask
-        self._told_late = False
+        self._injector = injector
+        self._on_request = on_request
+        self._counted_late = False
 
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         flaky = self._flaky
         future = super().generate(request)
         if self._flaky < flaky:
-            self._plan.injected["flaky"] += 1
-        self._on_ask(self, request, future)
+            self._injector.injected["flaky"] += 1
+        self._on_request(self, request, future)
         return future
 
     def abort(self, request_id: int, cause: str) -> None:
@@ -222,14 +222,14 @@ class FaultyReplica(SimReplica):
         if cause in ("moved", "gave_way"):
             self.moving.add(request_id)
         super().abort(request_id, cause)
-        self._tell_aborts(losing)
+        self._count_aborts(losing)
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         losing = self._lost_aborts
         try:
             await super().pause(epoch, mode)
         finally:
-            self._tell_aborts(losing)
+            self._count_aborts(losing)
 
     async def load_weights(self, version: int, weights: object) -> None:
         try:
@@ -237,7 +237,7 @@ class FaultyReplica(SimReplica):
         except ReplicaLost:
             raise
         except ReplicaError:
-            self._plan.injected["failed_weight_update"] += 1
+            self._injector.injected["failed_weight_update"] += 1
             raise
 
     async def sleep(self) -> None:
@@ -256,9 +256,9 @@ class FaultyReplica(SimReplica):
         self.dead = True
         super().crash()
 
-    def _tell_aborts(self, losing: int) -> None:
+    def _count_aborts(self, losing: int) -> None:
         if self._lost_aborts < losing:
-            self._plan.injected["lost_abort"] += 1
-        elif self._late > 0 and not self._told_late:
-            self._told_late = True
-            self._plan.injected["late_abort"] += 1
+            self._injector.injected["lost_abort"] += 1
+        elif self._late > 0 and not self._counted_late:
+            self._counted_late = True
+            self._injector.injected["late_abort"] += 1

@@ -79,8 +79,8 @@ class RunFigures:
     wait_seconds: float
     """For which the trainer waited, per step."""
     balanced_seconds: float
-    """T_bal: what one batch takes under perfect balance on the GPUs that generate; where the strategy is synchronous and
-    turns have no env, `wait_seconds` compares with it."""
+    """T_bal: what one batch takes under perfect balance on the GPUs that generate; where the strategy is synchronous
+    and turns have no env, `wait_seconds` compares with it."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,7 +99,7 @@ class FiguresBuilder:
         self._staleness: Counter[int] = Counter()
 
     def add_chunk(self, rows: Sequence[BatchRow], version: int) -> float:
-        """A batch, or a part of it, is trained on this version; returns the seconds it takes."""
+        """A batch, or a chunk of it, is trained on this version; returns the seconds it takes."""
         size = self.workload.group_size
         groups = [[row.episode for row in rows[at : at + size]] for at in range(0, len(rows), size)]
         demand = Demand.of(groups)

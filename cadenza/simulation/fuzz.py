@@ -3,7 +3,7 @@
 Invariant: the findings of N schedules from a seed do not depend on how many processes ran them: each schedule is a
 function of its own seed, and the results are added up in the order of the seeds.
 
-    fuzz(N, seed) -> chunks of seeds -> processes -> Chunk -> Findings
+    fuzz(N, seed) -> chunks of seeds -> processes -> Findings of each chunk -> Findings
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Findings:
     staleness_max: dict[str, int] = field(default_factory=dict)
     """Largest staleness that was trained under `wait`, by alpha."""
     stale_under_wait: int = 0
-    """Attempts dropped for their staleness although the policy was `wait`."""
+    """Attempts dropped for their staleness although the staleness policy was `wait`."""
     min_trajectories: int | None = None
     """In any one schedule; so are the next two."""
     min_versions: int | None = None
@@ -103,13 +103,13 @@ def examine(scenario: Scenario, *, twice: bool) -> ScheduleOutcome:
     """Run a schedule, check that it was worth running, and if asked that it runs the same way again."""
     outcome = run(scenario)
     problems: list[tuple[int, str]] = []
-    if twice and (difference := first_difference(outcome.lines, run(scenario).lines)):
+    if twice and (difference := first_difference(outcome.events, run(scenario).events)):
         problems.append((8, f"the same seed gave another schedule; {difference}"))
     enough = outcome.issued >= MIN_TRAJECTORIES and outcome.versions >= MIN_VERSIONS and bool(outcome.injected)
     if not enough and not outcome.violations:
         found = f"{outcome.issued} trajectories, {outcome.versions} versions, faults {outcome.injected}"
         problems.append((0, f"not a schedule: {found}"))
-    return outcome.blamed(problems)
+    return outcome.with_violations(problems)
 
 
 def fuzz(
@@ -129,20 +129,20 @@ def fuzz(
     chunks = [(first, min(CHUNK, seed + schedules - first)) for first in range(seed, seed + schedules, CHUNK)]
     findings = Findings()
     if workers == 1 or len(chunks) == 1:
-        parts: Iterator[Findings] = (_chunk(first, count, repeat_every, draw) for first, count in chunks)
-        _collect(findings, parts, progress)
+        results: Iterator[Findings] = (_chunk(first, count, repeat_every, draw) for first, count in chunks)
+        _collect(findings, results, progress)
     else:
         # A fresh interpreter: a fork would copy the threads of a progress display.
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            parts = _in_order(pool, chunks, repeat_every, draw, ahead=4 * workers)
-            _collect(findings, parts, progress)
+            results = _in_order(pool, chunks, repeat_every, draw, ahead=4 * workers)
+            _collect(findings, results, progress)
     return findings
 
 
-def _collect(findings: Findings, parts: Iterator[Findings], progress: Callable[[Findings], None] | None) -> None:
-    for part in parts:
-        findings.merge(part)
+def _collect(findings: Findings, results: Iterator[Findings], progress: Callable[[Findings], None] | None) -> None:
+    for result in results:
+        findings.merge(result)
         if progress is not None:
             progress(findings)
 
@@ -270,10 +270,10 @@ def _replay(seed: int, json: bool) -> int:
     print(f"faults that took effect: {outcome.injected or 'none'}")
     print(f"{outcome.issued} trajectories, {outcome.trained} trained, {outcome.versions} versions")
     print(f"virtual time: {outcome.seconds:.3f} s")
-    print(f"the last {SHOWN} of {len(outcome.lines)} events:")
-    for line in outcome.lines[-SHOWN:]:
-        event = line.event
-        print(f"  {event.time:12.6f} {line.source:8} {event.kind:10} {event.subject:12} {event.detail}")
+    print(f"the last {SHOWN} of {len(outcome.events)} events:")
+    for logged in outcome.events[-SHOWN:]:
+        event = logged.event
+        print(f"  {event.time:12.6f} {logged.source:8} {event.kind:10} {event.subject:12} {event.detail}")
     for found in outcome.violations:
         print(f"invariant {found.invariant} violated: {found.message}", file=sys.stderr)
     if not outcome.violations:

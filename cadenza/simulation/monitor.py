@@ -51,7 +51,7 @@ RESOLUTION = 1e-9
 MAX_EVENTS = 200_000
 """A schedule that says more than this runs in circles."""
 
-Answer: TypeAlias = "asyncio.Future[Generation]"
+GenerationFuture: TypeAlias = "asyncio.Future[Generation]"
 
 
 class Violation(NamedTuple):
@@ -80,16 +80,16 @@ class Monitor:
         self.scenario = scenario
         self.world = world
         self.violations: list[Violation] = []
-        self.lines: list[LoggedEvent] = []
+        self.log: list[LoggedEvent] = []
         self.views: list[SchedulerView] = []
         self.replicas: Sequence[FaultyReplica] = ()
         self.version = 0
         """Newest fully published version."""
-        self.told = False
+        self.controller_failed = False
         """The controller got an error that ends everything."""
         self.on_issued: Callable[[int], None] = lambda issued: None
-        self._asked: dict[int, list[tuple[Request, Answer, FaultyReplica]]] = {}
-        self._answers: dict[int, Answer] = {}
+        self._requests: dict[int, list[tuple[Request, GenerationFuture, FaultyReplica]]] = {}
+        self._answers: dict[int, GenerationFuture] = {}
         self._suspending = 0
         self._mode = PauseMode(scenario.suspend_mode)
         self._closed_at: float | None = None
@@ -98,19 +98,19 @@ class Monitor:
     def violate(self, invariant: int, message: str) -> None:
         self.violations.append(Violation(self.scenario.seed, invariant, message))
 
-    def note(self, source: str, event: Event) -> None:
-        self.lines.append(LoggedEvent(source, event))
-        if len(self.lines) > MAX_EVENTS:
+    def log_event(self, source: str, event: Event) -> None:
+        self.log.append(LoggedEvent(source, event))
+        if len(self.log) > MAX_EVENTS:
             raise Livelock(f"{MAX_EVENTS} events at virtual time {event.time:.3f} s, the last one: {event}")
 
-    def tell_issued(self, issued: int) -> None:
+    def notify_issued(self, issued: int) -> None:
         self.on_issued(issued)
 
-    def hear_sampler(self, event: Event) -> None:
+    def on_sampler_event(self, event: Event) -> None:
         """The sink of the sampler."""
-        self.note("sampler", event)
+        self.log_event("sampler", event)
 
-    def hear_loop(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def on_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The loop met an exception that nobody caught."""
         error, message = context.get("exception"), str(context.get("message"))
         if error is not None and not isinstance(error, Livelock) and "shutdown" not in message:
@@ -121,7 +121,7 @@ class Monitor:
     def published(self, version: int) -> None:
         """The sampler says that every active replica has the version."""
         self.version = version
-        self.world.plan.tell_published(version)
+        self.world.injector.on_published(version)
         behind = {r.name: r.version for r in self.replicas if not r.dead and not r.asleep and r.version != version}
         if behind:
             self.violate(3, f"version {version} is published, but replicas have {behind}")
@@ -140,7 +140,7 @@ class Monitor:
         if generating := [replica.name for replica in self.replicas if replica.generating]:
             self.violate(6, f"suspend returned while {generating} generate")
 
-    def ask_gate(self) -> None:
+    def gate_may_open(self) -> None:
         """Whoever suspended calls `resume` or `get_batch`: from here on the gate may be open."""
         closed, self._closed_at = self._closed_at, None
         if closed is None:
@@ -158,16 +158,16 @@ class Monitor:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def asked(self, replica: FaultyReplica, request: Request, future: Answer) -> None:
+    def on_request(self, replica: FaultyReplica, request: Request, future: GenerationFuture) -> None:
         """A client sends a request."""
         env = int(request.chunks[0][0]) if request.chunks else -1
-        self._asked.setdefault(env, []).append((request, future, replica))
+        self._requests.setdefault(env, []).append((request, future, replica))
         self._answers[request.id] = future
 
-    def hear_replica(self, index: int) -> Callable[[float, str, Any], None]:
+    def replica_sink(self, index: int) -> Callable[[float, str, Any], None]:
         """The sink of a replica."""
 
-        def hear(time: float, kind: str, request: Any) -> None:
+        def on_event(time: float, kind: str, request: Any) -> None:
             if kind == "start":
                 if self._closed_at is not None:
                     self.violate(6, f"r{index} accepted request {request.id} while suspended")
@@ -177,13 +177,13 @@ class Monitor:
                 if not (by_suspend or asked or self._answers[request.id].cancelled()):
                     self.violate(6, f"r{index} interrupted request {request.id} at {time:.4f} s unasked")
 
-        return hear
+        return on_event
 
     def turns(self, env: int) -> list[list[Generation]]:
         """What the replicas returned for an env, by turn."""
         found: list[list[Generation]] = []
         seed: int | None = None
-        for request, future, _ in self._asked.get(env, ()):
+        for request, future, _ in self._requests.get(env, ()):
             if request.seed != seed:
                 seed = request.seed
                 found.append([])
@@ -202,11 +202,11 @@ class Monitor:
         self._check_tokens()
 
     def _check_turns(self) -> None:
-        for env, asked in self._asked.items():
+        for env, requests in self._requests.items():
             seed: int | None = None
             done = 0
             ended = False
-            for request, future, replica in asked:
+            for request, future, replica in requests:
                 if request.seed != seed:
                     seed, done, ended = request.seed, 0, False
                 where = f"request {request.id} of env {env} to {replica.name}"

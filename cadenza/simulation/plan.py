@@ -134,28 +134,28 @@ def make_plan(
     if workload.gpus == 1 and any(alphas):
         raise ValueError("with one GPU nothing can train while something generates: give more GPUs, or alpha 0")
     search = _PlanSearch(pool, workload, fits)
-    lines = [CandidateFamily(alpha) for alpha in alphas if search.possible(CandidateFamily(alpha))]
-    lines += [
+    families = [CandidateFamily(alpha) for alpha in alphas if search.possible(CandidateFamily(alpha))]
+    families += [
         CandidateFamily(alpha, True)
         for alpha in alphas
         if shared and alpha and search.possible(CandidateFamily(alpha, True))
     ]
     for alpha in alphas:
-        if not any(line.alpha == alpha for line in lines):
+        if not any(family.alpha == alpha for family in families):
             raise ValueError(f"no split of {workload.gpus} GPUs fits at alpha {alpha:g}")
-    search.run([(line, gpus) for line in lines for gpus in search.splits(line)], 0)
-    search.run([(line, gpus) for line in lines for gpus in search.around(line)], 1)
+    search.run([(family, gpus) for family in families for gpus in search.splits(family)], 0)
+    search.run([(family, gpus) for family in families for gpus in search.around(family)], 1)
     if not search.frugal:
-        search.run([(line, search.best(line)) for line in lines], 2)
-    return search.plan(lines)
+        search.run([(family, search.best(family)) for family in families], 2)
+    return search.plan(families)
 
 
 def predict(pool: TrialPool, workload: Workload, alphas: Sequence[float], train_gpus: int, shared_gpus: int) -> Plan:
     """What comes of GPUs that are given, for every alpha."""
     search = _PlanSearch(pool, workload, lambda train, shared: train == train_gpus, shared_gpus)
-    lines = [CandidateFamily(alpha, bool(shared_gpus)) for alpha in alphas]
-    search.run([(line, train_gpus) for line in lines], 1 if search.frugal else 2)
-    return search.plan(lines)
+    families = [CandidateFamily(alpha, bool(shared_gpus)) for alpha in alphas]
+    search.run([(family, train_gpus) for family in families], 1 if search.frugal else 2)
+    return search.plan(families)
 
 
 class _PlanSearch:
@@ -164,59 +164,59 @@ class _PlanSearch:
     def __init__(self, pool: TrialPool, workload: Workload, fits: Fits, shared_gpus: int | None = None) -> None:
         """All GPUs that train are shared where any are, unless it is given how many."""
         self.found: dict[tuple[CandidateFamily, int], Prediction] = {}
-        """By line and training GPUs, from the longest run of each."""
+        """By family and training GPUs, from the longest run of each."""
         self._pool = pool
         self._workload = workload
         self._shared_gpus = shared_gpus
-        self._outlook = StepLimits.of(workload)
-        self.frugal = self._outlook.turns > MANY_TURNS
+        self._step_limits = StepLimits.of(workload)
+        self.frugal = self._step_limits.turns > MANY_TURNS
         self._fitting = {
             is_shared: [gpus for gpus in range(workload.gpus) if fits(gpus, gpus if is_shared else 0)]
             for is_shared in (False, True)
         }
 
-    def possible(self, line: CandidateFamily) -> list[int]:
+    def possible(self, family: CandidateFamily) -> list[int]:
         """Training GPUs that can be had: none that only train when synchronous, else at least one."""
-        return [gpus for gpus in self._fitting[line.is_shared] if bool(gpus) == bool(line.alpha)]
+        return [gpus for gpus in self._fitting[family.is_shared] if bool(gpus) == bool(family.alpha)]
 
-    def splits(self, line: CandidateFamily) -> list[int]:
+    def splits(self, family: CandidateFamily) -> list[int]:
         """Where to begin."""
-        if not line.alpha:
+        if not family.alpha:
             return [0]
-        if line.is_shared:
-            return self._nearest(line, (self._workload.gpus * f for f in (FEW_SHARED if self.frugal else SHARED)))
-        guess = first_guess(self._workload, STRATEGY, line.alpha).train_gpus
-        return self._nearest(line, (guess * f for f in (FEW_SPLITS if self.frugal else SPLITS)))
+        if family.is_shared:
+            return self._nearest(family, (self._workload.gpus * f for f in (FEW_SHARED if self.frugal else SHARED)))
+        guess = first_guess(self._workload, STRATEGY, family.alpha).train_gpus
+        return self._nearest(family, (guess * f for f in (FEW_SPLITS if self.frugal else SPLITS)))
 
-    def around(self, line: CandidateFamily) -> list[int]:
+    def around(self, family: CandidateFamily) -> list[int]:
         """The best so far, and the middles between it and its neighbours; beyond the last one, half as far again."""
-        if not line.alpha:
+        if not family.alpha:
             return [0]
-        tried, best = sorted(gpus for known, gpus in self.found if known == line), self.best(line)
+        tried, best = sorted(gpus for known, gpus in self.found if known == family), self.best(family)
         at = tried.index(best)
         below = (best + tried[at - 1]) // 2 if at else round(best / 1.5)
         above = (best + tried[at + 1]) // 2 if at + 1 < len(tried) else round(best * 1.5)
-        return self._nearest(line, (best, below, above))
+        return self._nearest(family, (best, below, above))
 
-    def _nearest(self, line: CandidateFamily, wanted: Iterable[float]) -> list[int]:
-        possible = self.possible(line)
+    def _nearest(self, family: CandidateFamily, wanted: Iterable[float]) -> list[int]:
+        possible = self.possible(family)
         return sorted({min(possible, key=lambda gpus: abs(gpus - round(want))) for want in wanted})
 
-    def best(self, line: CandidateFamily) -> int:
+    def best(self, family: CandidateFamily) -> int:
         """The shortest steps among those that ran longest; of equals the one with fewer training GPUs."""
-        known = [prediction for (other, _), prediction in self.found.items() if other == line]
+        known = [prediction for (other, _), prediction in self.found.items() if other == family]
         longest = max(prediction.steps for prediction in known)
         finalists = [prediction for prediction in known if prediction.steps == longest]
         return min(finalists, key=lambda found: (found.figures.step_seconds, found.train_gpus)).train_gpus
 
-    def plan(self, lines: Sequence[CandidateFamily]) -> Plan:
+    def plan(self, families: Sequence[CandidateFamily]) -> Plan:
         """What is best of what was simulated; of a split and shared GPUs, whatever has the shorter steps."""
         by_alpha: dict[float, Prediction] = {}
-        for line in sorted(lines):
-            found = self.found[line, self.best(line)]
-            known = by_alpha.get(line.alpha)
+        for family in sorted(families):
+            found = self.found[family, self.best(family)]
+            known = by_alpha.get(family.alpha)
             if known is None or found.figures.step_seconds < known.figures.step_seconds:
-                by_alpha[line.alpha] = found
+                by_alpha[family.alpha] = found
         finalists = list(by_alpha.values())
         chosen = _chosen(finalists)
         predicted = tuple(self.found[key] for key in sorted(self.found))
@@ -227,15 +227,17 @@ class _PlanSearch:
         candidates = list(candidates)
         counted = STEPS[round]
         trials, shares = [], []
-        for line, gpus in candidates:
-            warm_up = min(2 * (round + 1) + math.ceil(line.alpha), MOST_WARM_UP)
-            shares.append((gpus if self._shared_gpus is None else self._shared_gpus) if line.is_shared else 0)
+        for family, gpus in candidates:
+            warm_up = min(2 * (round + 1) + math.ceil(family.alpha), MOST_WARM_UP)
+            shares.append((gpus if self._shared_gpus is None else self._shared_gpus) if family.is_shared else 0)
             settings = StrategySettings(train_gpus=gpus, shared=shares[-1])
-            trials.append(Trial(self._workload, STRATEGY, line.alpha, SEARCH_SEED, settings, warm_up + counted, warm_up))
-        for (line, gpus), shared, figures in zip(candidates, shares, self._pool.run(trials), strict=True):
-            limits = self._outlook.limits(line.alpha, gpus, shared)
+            trials.append(
+                Trial(self._workload, STRATEGY, family.alpha, SEARCH_SEED, settings, warm_up + counted, warm_up)
+            )
+        for (family, gpus), shared, figures in zip(candidates, shares, self._pool.run(trials), strict=True):
+            limits = self._step_limits.limits(family.alpha, gpus, shared)
             generating = self._workload.gpus - gpus + shared
-            self.found[line, gpus] = Prediction(line.alpha, gpus, shared, generating, figures, counted, limits)
+            self.found[family, gpus] = Prediction(family.alpha, gpus, shared, generating, figures, counted, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,21 +290,21 @@ def _why(chosen: Prediction, finalists: Sequence[Prediction], predicted: Sequenc
     seconds = chosen.figures.step_seconds
     below = [finalist for finalist in finalists if finalist.alpha < chosen.alpha]
     above = [finalist for finalist in finalists if finalist.alpha > chosen.alpha]
-    parts = [f"steps of {seconds:,.4g} s at efficiency {chosen.figures.efficiency:.2f}"]
+    reasons = [f"steps of {seconds:,.4g} s at efficiency {chosen.figures.efficiency:.2f}"]
     if below:
         slower = min(below, key=lambda finalist: finalist.figures.step_seconds)
-        parts.append(f"{slower.figures.step_seconds / seconds - 1:.0%} longer at alpha {slower.alpha:g}")
+        reasons.append(f"{slower.figures.step_seconds / seconds - 1:.0%} longer at alpha {slower.alpha:g}")
     if above:
         faster = min(above, key=lambda finalist: finalist.figures.step_seconds)
         gain = 1 - faster.figures.step_seconds / seconds
-        parts.append(
+        reasons.append(
             f"{gain:.0%} shorter at alpha {faster.alpha:g}, not worth its staleness" if gain > 0.005
             else "no shorter at a larger alpha"
         )  # fmt: skip
     beside = [other for other in predicted if other.alpha == chosen.alpha and other is not chosen]
     if beside:
-        parts.append(f"the best of {len(beside) + 1} splits")
-    return f"alpha {chosen.alpha:g} with {_split(chosen)}: {', '.join(parts)}; {_limit(chosen)}."
+        reasons.append(f"the best of {len(beside) + 1} splits")
+    return f"alpha {chosen.alpha:g} with {_split(chosen)}: {', '.join(reasons)}; {_limit(chosen)}."
 
 
 def _limit(chosen: Prediction) -> str:

@@ -30,16 +30,16 @@ def plan(
     as_json: bool,
 ) -> int:
     """Make a plan and show it; returns the exit code."""
-    load = cli_args.workload(workload or WORKLOAD, needs_costs=model_cost is None)
+    chosen_workload = cli_args.workload(workload or WORKLOAD, needs_costs=model_cost is None)
     alphas = cli_args.alphas(alpha or ALPHAS)
     if gpus is not None:
-        load = replace(load, gpus=gpus)
+        chosen_workload = replace(chosen_workload, gpus=gpus)
     if model_cost is not None:
-        load = cli_args.with_cost(load, model_cost)
-    if load.gpus == 1 and any(alphas):
+        chosen_workload = cli_args.with_cost(chosen_workload, model_cost)
+    if chosen_workload.gpus == 1 and any(alphas):
         raise InvalidArgument("with one GPU nothing can train while something generates: give --gpus 2, or --alpha 0")
     with trial_pool() as pool:
-        made = make_plan(pool, load, alphas, shared=shared)
+        made = make_plan(pool, chosen_workload, alphas, shared=shared)
     if as_json:
         print(json.dumps(made.to_json(), indent=2))
     else:
@@ -49,8 +49,8 @@ def plan(
 
 def show(made: Plan, why: str = "") -> None:
     console = wide_console()
-    load = made.workload
-    title = f"{load.name} {load.like}, {load.groups} x {load.group_size} a batch, {load.gpus} GPUs"
+    workload = made.workload
+    title = f"{workload.name} {workload.like}, {workload.groups} x {workload.group_size} a batch, {workload.gpus} GPUs"
     table = Table(title=escape(title), title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("alpha", "train", "generate", "step s", "efficiency", "tokens/s", "staleness", "trainer waits s"):
         table.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""Strategies side by side, and a strip of time of each of them, as pictures and as one page.
+"""Strategies side by side, and a window of time of each of them, as pictures and as one page.
 
 DIR/NAME-policies.png    efficiency, step time against its limit, staleness, waste
 DIR/NAME-timeline.png    the same seconds of every strategy: what the replicas carried, when the trainer worked
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 COLUMNS = 400
 """Of a window."""
 STEPS_SHOWN = 2.6
-"""Steps of the slowest strategy that a strip shows."""
+"""Steps of the slowest strategy that a window shows."""
 MOST_STEPS = 60
-"""That are simulated for a strip after the warm-up, however fast a strategy is."""
+"""That are simulated for a window after the warm-up, however fast a strategy is."""
 OURS, OTHERS, LIMIT, WORKS, WAITS = "#3568b0", "#9db4d3", "#d63a3a", "#2f9e6e", "#e0a92e"
 WASTE = ("#b5713a", "#d63a3a", "#a86fc0", "#e0a92e", "#9097a0")
 
@@ -66,7 +66,7 @@ class PlottedRun:
 
 @dataclass(frozen=True, slots=True)
 class _RecordingJob:
-    """The first seed of a result, run once more before a camera."""
+    """The first seed of a result, run once more with a recorder."""
 
     workload: Workload
     result: StrategyResult
@@ -115,7 +115,7 @@ def _by_workload(plotted: Sequence[PlottedRun]) -> dict[str, list[PlottedRun]]:
     return {name: [run for run in plotted if run.result.workload == name] for name in names}
 
 
-# -- strategies side by side ---------------------------------------------------------------------------------------------
+# -- strategies side by side -------------------------------------------------------------------------------------------
 
 
 def _strategies(name: str, plotted: Sequence[PlottedRun]) -> Figure:
@@ -191,8 +191,8 @@ def _caption(ax: Axes, title: str, note: str, values: Sequence[str]) -> None:
         row = round(patch.get_y() + patch.get_height() / 2)  # type: ignore[attr-defined]
         ends[row] = max(ends[row], patch.get_x() + patch.get_width())  # type: ignore[attr-defined]
     for line in ax.lines:
-        for row, place in enumerate(np.asarray(line.get_xdata(), np.float64).tolist()):
-            ends[row] = max(ends[row], place)
+        for row, x in enumerate(np.asarray(line.get_xdata(), np.float64).tolist()):
+            ends[row] = max(ends[row], x)
     for row, (end, text) in enumerate(zip(ends, values, strict=True)):
         ax.text(end + 0.02 * width, row, text, va="center", fontsize=8, color=INK)
     ax.set_xlim(0, max(width, max(ends) * 1.16))
@@ -208,7 +208,7 @@ def _bare(ax: Axes) -> None:
 
 
 def _timeline(name: str, plotted: Sequence[PlottedRun]) -> Figure:
-    """A strip per strategy, all of the same length in seconds."""
+    """A window per strategy, all of the same length in seconds."""
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -223,7 +223,7 @@ def _timeline(name: str, plotted: Sequence[PlottedRun]) -> Figure:
     figure.text(
         0.012,
         1 - 0.12 / height,
-        f"{name}: the same {seconds:,.0f} s of every policy",
+        f"{name}: the same {seconds:,.0f} s of every strategy",
         va="top",
         fontsize=13,
         weight="bold",
@@ -240,7 +240,7 @@ def _timeline(name: str, plotted: Sequence[PlottedRun]) -> Figure:
             figure.add_axes((0.13, (below + at) / height, 0.855, lane / height))
             for at, lane in ((block - 0.22, 0.16), (0.12, block - 0.36))
         ]
-        image = _strip(lanes[0], lanes[1], run, seconds, norm, colours)
+        image = _draw_window(lanes[0], lanes[1], run, seconds, norm, colours)
         middle = (below + 0.12 + (block - 0.36) / 2) / height
         figure.text(0.122, middle + 0.14 / height, run.name, ha="right", va="center", weight="bold")
         figure.text(0.122, middle - 0.06 / height, run.gpus, ha="right", va="center", fontsize=7.5, color=FAINT)
@@ -261,7 +261,7 @@ def _timeline(name: str, plotted: Sequence[PlottedRun]) -> Figure:
     return figure
 
 
-def _strip(trainer: Axes, replicas: Axes, run: PlottedRun, seconds: float, norm: Any, colours: Any) -> Any:
+def _draw_window(trainer: Axes, replicas: Axes, run: PlottedRun, seconds: float, norm: Any, colours: Any) -> Any:
     window = run.window
     for ax in (trainer, replicas):
         _bare(ax)

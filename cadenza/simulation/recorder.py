@@ -21,7 +21,7 @@ MOST_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class TimelineWindow:
-    """A part of a film, cut into columns of equal time."""
+    """A window of a recorded run, cut into columns of equal time."""
 
     start: float
     end: float
@@ -42,12 +42,12 @@ class TimelineWindow:
 
 @dataclass(slots=True)
 class RunRecorder:
-    """A run, watched."""
+    """Records when every replica decoded which request, and when the trainer asked, began and ended."""
 
     spans: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
     """By replica: from when to when each request was decoded. Times do not go back."""
     steps: list[tuple[float, float, float]] = field(default_factory=list)
-    """When the trainer asked for a batch or a part of one, had it, and had trained it."""
+    """When the trainer asked for a batch or a chunk of one, had it, and had trained it."""
     versions: list[float] = field(default_factory=list)
     """When all of a batch was trained."""
     running: dict[int, dict[int, float]] = field(default_factory=dict)

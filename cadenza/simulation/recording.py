@@ -29,11 +29,11 @@ class ScheduleRecording:
     """What happened."""
 
     scenario: Scenario
-    lines: tuple[LoggedEvent, ...]
+    events: tuple[LoggedEvent, ...]
 
     def save(self, path: Path) -> None:
         encode = msgspec.json.encode
-        rows = (encode((line.source, *line.event)) for line in self.lines)
+        rows = (encode((logged.source, *logged.event)) for logged in self.events)
         path.write_bytes(b"\n".join((encode(self.scenario), *rows)) + b"\n")
 
     @classmethod
@@ -42,7 +42,7 @@ class ScheduleRecording:
         rows = path.read_bytes().splitlines()
         if not rows:
             raise ValueError(f"{path} is empty: it should begin with a scenario")
-        return cls(_decoded(path, 1, rows[0], Scenario), tuple(_lines(path, rows[1:])))
+        return cls(_decoded(path, 1, rows[0], Scenario), tuple(_decoded_events(path, rows[1:])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ class Difference:
     replayed: LoggedEvent | None
 
     def __str__(self) -> str:
-        return f"event {self.number}: recorded {_told(self.recorded)}, replayed {_told(self.replayed)}"
+        return f"event {self.number}: recorded {_describe(self.recorded)}, replayed {_describe(self.replayed)}"
 
 
 def record(scenario: Scenario) -> ScheduleRecording:
     """Run a scenario and keep what happened."""
-    return ScheduleRecording(scenario, tuple(run(scenario).lines))
+    return ScheduleRecording(scenario, tuple(run(scenario).events))
 
 
 def replay(path: Path) -> Difference | None:
     """Run a recording again; None when it is the same, event by event."""
     recorded = ScheduleRecording.load(path)
-    return first_difference(recorded.lines, record(recorded.scenario).lines)
+    return first_difference(recorded.events, record(recorded.scenario).events)
 
 
 def first_difference(recorded: Sequence[LoggedEvent], replayed: Sequence[LoggedEvent]) -> Difference | None:
@@ -78,7 +78,7 @@ def first_difference(recorded: Sequence[LoggedEvent], replayed: Sequence[LoggedE
     return None
 
 
-def _lines(path: Path, rows: list[bytes]) -> Iterator[LoggedEvent]:
+def _decoded_events(path: Path, rows: list[bytes]) -> Iterator[LoggedEvent]:
     for number, row in enumerate(rows, start=2):
         source, time, kind, subject, detail = _decoded(path, number, row, _Row)
         yield LoggedEvent(source, Event(time, kind, subject, detail))
@@ -91,8 +91,8 @@ def _decoded(path: Path, number: int, row: bytes, type: Any) -> Any:
         raise ValueError(f"{path}, line {number}: {error}") from error
 
 
-def _told(line: LoggedEvent | None) -> str:
-    if line is None:
+def _describe(logged: LoggedEvent | None) -> str:
+    if logged is None:
         return "the end"
-    event = line.event
-    return f"{line.source} {event.kind} {event.subject} '{event.detail}' at {event.time!r} s"
+    event = logged.event
+    return f"{logged.source} {event.kind} {event.subject} '{event.detail}' at {event.time!r} s"

@@ -25,13 +25,13 @@ from heapq import heappop, heappush
 
 from cadenza.inference.replica import (
     Finish,
-    Flight,
     Generation,
     PauseMode,
     ReplicaError,
     ReplicaLost,
     ReplicaStats,
     Request,
+    RequestProgress,
     RequestRefused,
     Span,
     StaleEpoch,
@@ -169,17 +169,17 @@ class SimReplica:
         else:
             self._abort(request_id, cause)
 
-    def flights(self) -> list[Flight]:
+    def requests_in_flight(self) -> list[RequestProgress]:
         """Of a thousand replicas these are millions: they are made without the call that a named tuple makes."""
         self._advance(self._now())
         new, steps, found = tuple.__new__, self._steps, []
         for sequence in self._running.values():
             request, written = sequence.request, sequence.held + steps - sequence.since
             context = request.context + written
-            found.append(new(Flight, (request.id, context, request.offset + written, context, written)))
+            found.append(new(RequestProgress, (request.id, context, request.offset + written, context, written)))
         for sequence in self._waiting.values():
             request, written = sequence.request, sequence.held
-            found.append(Flight(request.id, request.context + written, request.offset + written, 0, written))
+            found.append(RequestProgress(request.id, request.context + written, request.offset + written, 0, written))
         return found
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:

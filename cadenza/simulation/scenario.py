@@ -20,7 +20,7 @@ ALPHAS = (0.0, 0.5, 1.0, 2.0, 4.0)
 MIN_TRAJECTORIES = 64
 """A schedule issues at least so many attempts, and unless it ends in an error trains so many."""
 MIN_VERSIONS = 3
-LAST_CALL = 4
+VERSIONS_BEFORE_DOOM = 4
 """Versions that are published before all replicas may be killed."""
 
 Order = Literal["resume_first", "resume_last", "no_resume", "rolling", "colocated", "prefetch"]
@@ -59,7 +59,7 @@ DEADLINES = Deadlines()
 MASK64 = (1 << 64) - 1
 
 
-def mixed(*parts: int) -> int:
+def hash64(*parts: int) -> int:
     """64 random bits that depend on nothing but the parts."""
     x = 0
     for part in parts:
@@ -224,7 +224,7 @@ def _draw(seed: int, rng: Random) -> Scenario:
     odd_size: Size = rng.choice(("same", "same", "same", "double", "twice", "halves"))
     steps, groups = rng.choice(_shapes(group_size, math.ceil(alpha), odd_size in ("double", "twice")))
     doomed = rng.random() < 0.03
-    steps += LAST_CALL if doomed else 0
+    steps += VERSIONS_BEFORE_DOOM if doomed else 0
     staleness: Staleness = "wait" if rng.random() < 0.8 else "drop"
     extra_groups = rng.choice((0, 0, 0, 0, 1, 2))
     filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
@@ -248,7 +248,9 @@ def _draw(seed: int, rng: Random) -> Scenario:
     )
     if doomed:
         faults += tuple(
-            Fault("kill", index, MIN_TRAJECTORIES, delay=rng.choice((0.0, rng.random() * 2)), version=LAST_CALL)
+            Fault(
+                "kill", index, MIN_TRAJECTORIES, delay=rng.choice((0.0, rng.random() * 2)), version=VERSIONS_BEFORE_DOOM
+            )
             for index in range(replicas)
         )
     return Scenario(
@@ -256,8 +258,8 @@ def _draw(seed: int, rng: Random) -> Scenario:
         shuffle=rng.getrandbits(32) if rng.random() < 0.5 else None,
         replicas=replicas,
         protected=protected,
-        balance_seconds=(0.0, 0.25, 1.0)[mixed(seed, 2) % 3],
-        slice_tokens=(None, 0, 3, 20)[mixed(seed, 5) % 4],
+        balance_seconds=(0.0, 0.25, 1.0)[hash64(seed, 2) % 3],
+        slice_tokens=(None, 0, 3, 20)[hash64(seed, 5) % 4],
         step_seconds=2.0**-5 if on_grid else rng.uniform(0.01, 0.1),
         load_cost=0.0 if on_grid else 1.0,
         kv_capacity=rng.choice((320, 640, 4096)),
@@ -285,10 +287,10 @@ def _draw(seed: int, rng: Random) -> Scenario:
         suspend_mode=rng.choice(("abort", "abort", "drain", "keep")),
         order=_order(rng, seed, prefetch=alpha > 0 and odd_size == "same"),
         repeated=rng.random() < 0.15,
-        prefetch=1 + mixed(seed, 1) % max(1, math.ceil(alpha)),
+        prefetch=1 + hash64(seed, 1) % max(1, math.ceil(alpha)),
         odd_step=rng.randrange(steps),
         odd_size=odd_size,
-        parts=(1, 1, 1, 2, 4)[mixed(seed, 3) % 5],
+        parts=(1, 1, 1, 2, 4)[hash64(seed, 3) % 5],
         patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.5)),
         train_seconds=rng.choice((0.0, 0.25, 0.5, 1.0, 4.0)),
         validation=_validation(rng) if rng.random() < 0.25 else None,
@@ -296,13 +298,13 @@ def _draw(seed: int, rng: Random) -> Scenario:
         take_all=finite and rng.random() < 0.5,
         doomed=doomed,
         faults=faults,
-        workers=(0, 0, 0, 1 + mixed(seed, 4) % 3)[mixed(seed, 3) % 4],
+        workers=(0, 0, 0, 1 + hash64(seed, 4) % 3)[hash64(seed, 3) % 4],
     )
 
 
 def _order(rng: Random, seed: int, *, prefetch: bool) -> Order:
     order = rng.choice(ORDERS)
-    return "prefetch" if prefetch and mixed(seed) % 6 == 0 else order
+    return "prefetch" if prefetch and hash64(seed) % 6 == 0 else order
 
 
 @lru_cache
@@ -372,7 +374,7 @@ def latency(seconds: float, grid: float, *key: int) -> float:
     """A random time with this mean, the same for the same key: heavy-tailed, or a multiple of the grid."""
     if not seconds:
         return 0.0
-    drawn = -math.log(1.0 - (mixed(*key) >> 12) / (1 << 52)) * seconds
+    drawn = -math.log(1.0 - (hash64(*key) >> 12) / (1 << 52)) * seconds
     drawn = min(drawn, 5 * seconds)
     return round(drawn / grid) * grid if grid else drawn
 
@@ -382,6 +384,6 @@ def length_of(scenario: Scenario) -> Callable[[Any], int]:
     mean = scenario.length
 
     def length(request: Any) -> int:
-        return 1 + int(min(-math.log(1.0 - (mixed(request.seed) >> 12) / (1 << 52)) * mean, 5 * mean))
+        return 1 + int(min(-math.log(1.0 - (hash64(request.seed) >> 12) / (1 << 52)) * mean, 5 * mean))
 
     return length

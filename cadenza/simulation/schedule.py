@@ -32,9 +32,9 @@ from cadenza.simulation.clock import Deadlock, VirtualTimeout
 from cadenza.simulation.clock import run as run_virtual
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.envs import LengthCodec, SimEnv, SimTrainer, SimWorld, SyncSimEnv, executor_cost
-from cadenza.simulation.faults import FaultInjector, FaultyReplica, Kind
+from cadenza.simulation.faults import FaultInjector, FaultKind, FaultyReplica
 from cadenza.simulation.monitor import Livelock, LoggedEvent, Monitor, Violation, invariant_of
-from cadenza.simulation.scenario import DEADLINES, DomainSpec, Resize, Scenario, ValidationSpec, length_of, mixed
+from cadenza.simulation.scenario import DEADLINES, DomainSpec, Resize, Scenario, ValidationSpec, hash64, length_of
 from cadenza.simulation.view import SchedulerView
 from cadenza.testing import LocalCluster
 
@@ -55,13 +55,13 @@ class ScheduleOutcome:
     max_staleness: int
     stale: int
     """Attempts dropped for their staleness."""
-    injected: dict[Kind, int]
+    injected: dict[FaultKind, int]
     violations: tuple[Violation, ...]
     seconds: float
     """Virtual."""
-    lines: list[LoggedEvent] = field(repr=False)
+    events: list[LoggedEvent] = field(repr=False)
 
-    def blamed(self, problems: Sequence[tuple[int, str]]) -> ScheduleOutcome:
+    def with_violations(self, problems: Sequence[tuple[int, str]]) -> ScheduleOutcome:
         """The same, with what else was found."""
         found = [Violation(self.scenario.seed, invariant, message) for invariant, message in problems]
         return replace(self, violations=(*self.violations, *found))
@@ -70,12 +70,12 @@ class ScheduleOutcome:
 def run(scenario: Scenario) -> ScheduleOutcome:
     """Run one schedule and check it."""
     gc.collect(1)  # the schedule before. First of all: what is made before this survives it, and holds the rest.
-    plan = FaultInjector(scenario.faults)
-    world = SimWorld(scenario, plan)
+    injector = FaultInjector(scenario.faults)
+    world = SimWorld(scenario, injector)
     monitor = Monitor(scenario, world)
     driver = _Controller(scenario, world, monitor)
     seconds = 0.0
-    with _quiet(), _not_collecting():
+    with _quiet(), _gc_paused():
         try:
             seconds = run_virtual(
                 driver.main, shuffle=scenario.shuffle, executor_cost=executor_cost, max_time=scenario.time_limit
@@ -83,7 +83,7 @@ def run(scenario: Scenario) -> ScheduleOutcome:
         except (Deadlock, VirtualTimeout, Livelock) as error:
             monitor.violate(5, f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever ends a schedule is a finding
-            monitor.violate(invariant_of(error), _told(error))
+            monitor.violate(invariant_of(error), _describe(error))
         gc.collect(0)  # a future that failed unheard complains when it is collected
     train = monitor.views[0]
     return ScheduleOutcome(
@@ -93,24 +93,24 @@ def run(scenario: Scenario) -> ScheduleOutcome:
         versions=monitor.version,
         max_staleness=train.max_staleness,
         stale=train.fates["stale"],
-        injected=dict(plan.injected),
+        injected=dict(injector.injected),
         violations=tuple(monitor.violations),
         seconds=seconds,
-        lines=monitor.lines,
+        events=monitor.log,
     )
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """What an error says, those inside of it included."""
     if isinstance(error, BaseExceptionGroup):
-        return "; ".join(_told(inner) for inner in error.exceptions)
+        return "; ".join(_describe(inner) for inner in error.exceptions)
     where = traceback.extract_tb(error.__traceback__)[-1:]
     place = f" ({Path(where[0].filename).name}:{where[0].lineno})" if where else ""
     return f"{type(error).__name__}: {error}{place}"
 
 
 @contextmanager
-def _not_collecting() -> Iterator[None]:
+def _gc_paused() -> Iterator[None]:
     """A schedule is garbage as a whole, and collected when it is over: cheaper than all the time, and always alike."""
     enabled = gc.isenabled()
     gc.disable()
@@ -146,40 +146,40 @@ class _Controller:
     async def main(self) -> float:
         scenario, monitor = self.scenario, self.monitor
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(monitor.hear_loop)
+        loop.set_exception_handler(monitor.on_loop_exception)
         self._build()
         for resize in scenario.resizes:
             self._triggers.append((resize.after, loop.create_future()))
         monitor.on_issued = self._tell_issued
-        async with asyncio.TaskGroup() as beside:
+        async with asyncio.TaskGroup() as background:
             for resize, (_, trigger) in zip(scenario.resizes, list(self._triggers), strict=True):
-                beside.create_task(self._resize(resize, trigger), name="resize")
+                background.create_task(self._resize(resize, trigger), name="resize")
             try:
                 prefetch = scenario.order == "prefetch"
-                await (self._prefetching_steps(beside) if prefetch else self._steps(beside))
+                await (self._prefetching_steps(background) if prefetch else self._steps(background))
             except NoReplicas as error:
                 if not scenario.doomed:
                     monitor.violate(5, f"NoReplicas, although replica {scenario.protected} is well: {error}")
-                monitor.told = True
+                monitor.controller_failed = True
             except Stalled as error:
                 asleep = any(replica.asleep for replica in monitor.replicas)
                 if not (scenario.doomed and asleep):  # else somebody might still have brought one back
                     monitor.violate(5, f"Stalled: {error}")
-                monitor.told = True
+                monitor.controller_failed = True
             except RolloutError as error:
                 monitor.violate(invariant_of(error), f"{type(error).__name__}: {error}")
-                monitor.told = True
+                monitor.controller_failed = True
             for _, trigger in self._triggers:
                 if not trigger.done():
                     trigger.set_result(False)
-            await self._end()
+            await self._shut_down()
         await self.cluster.sampler.close()
         monitor.finish()
         return loop.time()
 
     # -- the program ---------------------------------------------------------------------------------------------------
 
-    async def _steps(self, beside: asyncio.TaskGroup) -> None:
+    async def _steps(self, background: asyncio.TaskGroup) -> None:
         scenario = self.scenario
         for step in range(scenario.steps):
             if scenario.order not in ("rolling", "colocated"):
@@ -187,11 +187,11 @@ class _Controller:
             await self._publish(step + 1)
             if scenario.order == "resume_first":
                 await self._resume()
-            self._validate(beside, step)
-            for number, groups in enumerate(self._sizes(step)):
+            self._validate(background, step)
+            for number, groups in enumerate(self._batch_sizes(step)):
                 if number and scenario.parts > 1:
                     await asyncio.sleep(scenario.train_seconds / scenario.parts)
-                batch = await self._get(self.train, self.train_view, groups, step)
+                batch = await self._get_batch(self.train, self.train_view, groups, step)
                 if batch is None:
                     return
             if scenario.order == "colocated":
@@ -200,26 +200,26 @@ class _Controller:
             if scenario.order == "resume_last":
                 await self._resume()
         if scenario.take_all:
-            await self._get(self.train, self.train_view, None, scenario.steps)
-            await self._get(self.train, self.train_view, scenario.groups, scenario.steps)
+            await self._get_batch(self.train, self.train_view, None, scenario.steps)
+            await self._get_batch(self.train, self.train_view, scenario.groups, scenario.steps)
 
-    async def _prefetching_steps(self, beside: asyncio.TaskGroup) -> None:
+    async def _prefetching_steps(self, background: asyncio.TaskGroup) -> None:
         """Training, and beside it the wait for the next batches, as many as the bound allows."""
         scenario = self.scenario
         # `get_batch` opens the gate: it must have begun before the gate is closed.
         suspends = scenario.suspend_mode != "keep" and scenario.train_seconds > 0 and scenario.prefetch == 1
         await self._publish(1)
-        room = asyncio.Semaphore(scenario.prefetch)
+        prefetch_slots = asyncio.Semaphore(scenario.prefetch)
         batches: asyncio.Queue[DataProto | None] = asyncio.Queue()
-        loader = asyncio.create_task(self._prefetch(room, batches))
+        loader = asyncio.create_task(self._prefetch(prefetch_slots, batches))
         try:
             for step in range(scenario.steps):
                 batch = await self._next(batches, loader)
                 if batch is None or step == scenario.steps - 1:
                     return
-                self._validate(beside, step)
-                room.release()
-                self._check_age(batch)
+                self._validate(background, step)
+                prefetch_slots.release()
+                self._check_staleness(batch)
                 await self.trainer.train(batch)
                 if suspends:
                     await self._suspend()
@@ -232,10 +232,10 @@ class _Controller:
             if not loader.cancelled():
                 loader.exception()  # the controller has one to tell of already
 
-    async def _prefetch(self, room: asyncio.Semaphore, batches: asyncio.Queue[DataProto | None]) -> None:
+    async def _prefetch(self, prefetch_slots: asyncio.Semaphore, batches: asyncio.Queue[DataProto | None]) -> None:
         for step in range(self.scenario.steps):
-            await room.acquire()
-            await batches.put(await self._get(self.train, self.train_view, self.scenario.groups, step))
+            await prefetch_slots.acquire()
+            await batches.put(await self._get_batch(self.train, self.train_view, self.scenario.groups, step))
 
     async def _next(self, batches: asyncio.Queue[DataProto | None], loader: asyncio.Task[None]) -> DataProto | None:
         """The next batch, or what ended the wait for it."""
@@ -246,18 +246,18 @@ class _Controller:
             loader.result()
         return await getting
 
-    def _check_age(self, batch: DataProto) -> None:
+    def _check_staleness(self, batch: DataProto) -> None:
         """The bound holds when a batch is trained, also if it was taken ahead."""
         versions = batch.batch.ragged("versions").values
         written = versions[versions >= 0]
-        age = self.monitor.version - int(written.min()) if len(written) else 0
-        if age > self.scenario.bound:
-            self.monitor.violate(3, f"a batch is trained at age {age}, above {self.scenario.bound}")
+        staleness = self.monitor.version - int(written.min()) if len(written) else 0
+        if staleness > self.scenario.bound:
+            self.monitor.violate(3, f"a batch is trained at staleness {staleness}, above {self.scenario.bound}")
 
-    def _sizes(self, step: int) -> tuple[int, ...]:
+    def _batch_sizes(self, step: int) -> tuple[int, ...]:
         groups = self.scenario.groups
         if step != self.scenario.odd_step:
-            rng = Random(mixed(self.scenario.seed, step))
+            rng = Random(hash64(self.scenario.seed, step))
             ends = sorted(rng.sample(range(1, groups), min(self.scenario.parts, groups) - 1))
             return tuple(end - start for start, end in pairwise((0, *ends, groups)))
         match self.scenario.odd_size:
@@ -271,24 +271,24 @@ class _Controller:
 
     async def _suspend(self) -> None:
         self.monitor.suspending()
-        self.world.plan.tell("suspend")
+        self.world.injector.on_moment("suspend")
         await self.train.suspend()
         self.monitor.suspended()
         if self.scenario.repeated:
             await self.train.suspend()
 
     async def _resume(self) -> None:
-        self.monitor.ask_gate()
-        self.world.plan.tell("resume")
+        self.monitor.gate_may_open()
+        self.world.injector.on_moment("resume")
         await self.train.resume()
         if self.scenario.repeated:
             await self.train.resume()
 
     async def _publish(self, version: int) -> None:
-        self.world.plan.tell("publish")
+        self.world.injector.on_moment("publish")
         await self.cluster.sampler.load_weights(version)
 
-    async def _get(
+    async def _get_batch(
         self, scheduler: RolloutScheduler, view: SchedulerView, groups: int | None, step: int
     ) -> DataProto | None:
         """A batch. An impatient controller takes its call back and asks again."""
@@ -298,8 +298,8 @@ class _Controller:
         patience = None if self.scenario.order == "prefetch" else self.scenario.patience or None
         while True:
             if scheduler is self.train:  # the other one does not hold the gate
-                self.monitor.ask_gate()
-                self.world.plan.tell("resume")
+                self.monitor.gate_may_open()
+                self.world.injector.on_moment("resume")
             view.ask(groups)
             try:
                 async with asyncio.timeout(patience):
@@ -310,30 +310,30 @@ class _Controller:
             view.returned(batch)
             return batch
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         """Shut everything down, validation first or in the middle of its batch."""
         validation = self.scenario.validation
         if self._validation is not None and validation is not None and not validation.abrupt:
-            if not self.monitor.told:
+            if not self.monitor.controller_failed:
                 await self._resume()
             await asyncio.wait([self._validation])
         for scheduler, view in zip(self.schedulers, self.monitor.views, strict=True):
             view.closing = True
             if scheduler is self.train:  # it lets go of the gate
-                self.monitor.ask_gate()
+                self.monitor.gate_may_open()
             await scheduler.shutdown()
 
     # -- beside it -----------------------------------------------------------------------------------------------------
 
-    def _validate(self, beside: asyncio.TaskGroup, step: int) -> None:
-        plan = self.scenario.validation
-        if plan is None or step % plan.every or (self._validation is not None and not self._validation.done()):
+    def _validate(self, background: asyncio.TaskGroup, step: int) -> None:
+        spec = self.scenario.validation
+        if spec is None or step % spec.every or (self._validation is not None and not self._validation.done()):
             return
-        self._validation = beside.create_task(self._validation_batch(plan, step), name="validation")
+        self._validation = background.create_task(self._validation_batch(spec, step), name="validation")
 
-    async def _validation_batch(self, plan: ValidationSpec, step: int) -> None:
+    async def _validation_batch(self, spec: ValidationSpec, step: int) -> None:
         try:
-            await self._get(self.schedulers[1], self.monitor.views[1], plan.groups, step)
+            await self._get_batch(self.schedulers[1], self.monitor.views[1], spec.groups, step)
         except SchedulerClosed:
             if not self.monitor.views[1].closing:
                 raise
@@ -347,7 +347,7 @@ class _Controller:
         await asyncio.sleep(resize.delay)
         devices, scheduler = resize.devices, self.train
         self.monitor.leaving(devices)
-        self.world.plan.tell("resize")
+        self.world.injector.on_moment("resize")
         try:
             await scheduler.shrink_sampler(devices)
         except ValueError:
@@ -355,7 +355,7 @@ class _Controller:
         finally:
             self.monitor.left(devices)
         await asyncio.sleep(resize.away)
-        self.world.plan.tell("resize")
+        self.world.injector.on_moment("resize")
         for skip_load in (True, False) if resize.skip_load else (False,):
             states = self.cluster.sampler.devices
             back = [device for device in devices if states[device] == "asleep"]
@@ -374,11 +374,11 @@ class _Controller:
             if issued >= after and not trigger.done():
                 trigger.set_result(True)
 
-    # -- the parts -----------------------------------------------------------------------------------------------------
+    # -- building ----------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         scenario, monitor = self.scenario, self.monitor
-        plan = self.world.plan
+        injector = self.world.injector
         share = scenario.load_cost
         cost = CostModel(
             scenario.step_seconds, 1e-4 * share, 1e-6 * share, 1e-4 * share, scenario.kv_capacity, scenario.max_running
@@ -386,13 +386,13 @@ class _Controller:
         length, delay = length_of(scenario), scenario.arrival_delay
         replicas = [
             FaultyReplica(
-                plan, monitor.asked, f"r{index}", cost, length, devices=(index,), load_seconds=scenario.load_seconds,
-                wake_seconds=scenario.wake_seconds, keep_kv=scenario.keep_kv, on_event=monitor.hear_replica(index),
+                injector, monitor.on_request, f"r{index}", cost, length, devices=(index,), load_seconds=scenario.load_seconds,
+                wake_seconds=scenario.wake_seconds, keep_kv=scenario.keep_kv, on_event=monitor.replica_sink(index),
                 arrival_delay=(lambda request: delay * (request.id % 3) / 2) if delay else 0.0,
             )
             for index in range(scenario.replicas)
         ]  # fmt: skip
-        plan.replicas = monitor.replicas = replicas
+        injector.replicas = monitor.replicas = replicas
         self.cluster = LocalCluster(
             replicas,
             LengthCodec(),
@@ -405,7 +405,7 @@ class _Controller:
                 prefill_weight=1.0 if scenario.balance_seconds else PREFILL_WEIGHT,
             ),
         )
-        self.cluster.sampler.events = monitor.hear_sampler
+        self.cluster.sampler.events = monitor.on_sampler_event
         self.cluster.sampler.on_version.append(monitor.published)
         self.train_view = SchedulerView(
             monitor,
@@ -418,7 +418,7 @@ class _Controller:
             tasks=scenario.tasks,
             filtered=scenario.filter != "none",
         )
-        self.world.on_verdict = self.train_view.judged
+        self.world.on_verdict = self.train_view.filter_decided
         self.train = self._scheduler(
             self.train_view,
             RolloutConfig(
@@ -441,28 +441,28 @@ class _Controller:
         )
         self.schedulers = [self.train]
         if (validation := scenario.validation) is not None:
-            self.schedulers.append(self._validator(validation))
+            self.schedulers.append(self._validation_scheduler(validation))
 
-    def _validator(self, plan: ValidationSpec) -> RolloutScheduler:
+    def _validation_scheduler(self, spec: ValidationSpec) -> RolloutScheduler:
         view = SchedulerView(
             self.monitor,
             "val",
-            group_size=plan.group_size,
-            per_batch=plan.groups or 1,
+            group_size=spec.group_size,
+            per_batch=spec.groups or 1,
             bound=0,
             extra_groups=0,
             staleness="wait",
-            tasks=plan.domain.tasks,
+            tasks=spec.domain.tasks,
             filtered=False,
         )
         config = RolloutConfig(
-            batch_size=plan.group_size * (plan.groups or 1),
-            group_size=plan.group_size,
+            batch_size=spec.group_size * (spec.groups or 1),
+            group_size=spec.group_size,
             slice_tokens=self.scenario.slice_tokens,
             stall_seconds=DEADLINES.stall,
             seed=self.scenario.seed + 1,
         )
-        return self._scheduler(view, config, (plan.domain,), plan.slots)
+        return self._scheduler(view, config, (spec.domain,), spec.slots)
 
     def _scheduler(
         self, view: SchedulerView, config: RolloutConfig, domains: tuple[DomainSpec, ...], slots: int
@@ -470,15 +470,15 @@ class _Controller:
         scenario = self.scenario
         manager = EnvManagerConfig(
             domains={
-                plan.name: DomainConfig(
-                    env=SyncSimEnv if plan.sync else SimEnv,
-                    env_args={"world": self.world, "domain": plan, "scheduler": view.name},
-                    tasks=plan.tasks,
-                    weight=plan.weight,
-                    max_envs=plan.max_envs,
-                    reward=self.world.reward(plan, view.name),
+                spec.name: DomainConfig(
+                    env=SyncSimEnv if spec.sync else SimEnv,
+                    env_args={"world": self.world, "domain": spec, "scheduler": view.name},
+                    tasks=spec.tasks,
+                    weight=spec.weight,
+                    max_envs=spec.max_envs,
+                    reward=self.world.reward(spec, view.name),
                 )
-                for plan in domains
+                for spec in domains
             },
             slots=slots,
             workers=min(scenario.workers, slots),

@@ -1,4 +1,4 @@
-"""`cadenza simulate`: strategies side by side on the same traces, and the gates that say whether to believe it."""
+"""`cadenza simulate`: strategies side by side on the same traces, and the checks that say whether to believe it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cadenza.simulation.cli_args import InvalidArgument
 from cadenza.simulation.experiment import STRATEGIES, StrategyResult, TrialPool, evaluate, trial_pool
 from cadenza.simulation.workloads import WORKLOADS, Workload
 
-GATE_SEEDS = 3
+CHECK_SEEDS = 3
 WIDTH = 160
 """Columns, where there is no terminal to say."""
 
@@ -43,15 +43,15 @@ def simulate(
         raise InvalidArgument(f"--warm-up must be below --steps {steps}, got {warm_up}")
     if gates and (settings or out is not None):
         raise InvalidArgument("--gates checks workloads and settings of its own: leave out --settings and --out")
-    loads = cli_args.workloads(workload)
+    workloads = cli_args.workloads(workload)
     given = cli_args.settings(settings)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # rather now than after the simulation
-    wanted = [(w, p, a) for w in loads for a in cli_args.alphas(alpha) for p in cli_args.strategies(strategy)]
+    wanted = [(w, p, a) for w in workloads for a in cli_args.alphas(alpha) for p in cli_args.strategies(strategy)]
     synchronous = {p for _, p, _ in wanted if not STRATEGIES[p].asynchronous}
     console = wide_console()
     with trial_pool() as pool:
-        checked = calibration.check(pool, range(min(seeds, GATE_SEEDS))) if gates else []
+        checks = calibration.run_checks(pool, range(min(seeds, CHECK_SEEDS))) if gates else []
         results: list[StrategyResult] = []
         done: dict[tuple[str, str], StrategyResult] = {}
         for w, p, a in [] if gates else wanted:
@@ -67,22 +67,24 @@ def simulate(
                 if p in synchronous:  # they have no alpha: once is enough
                     done[w.name, p] = result
         is_comparison = len({result.strategy for result in results}) > 1
-        holding = calibration.holding(pool) if is_comparison else None
-        plotted = [] if out is None or gates else _record_runs(pool, loads, results, warm_up)
+        holds = calibration.which_checks_hold(pool) if is_comparison else None
+        plotted = [] if out is None or gates else _record_runs(pool, workloads, results, warm_up)
     if as_json:
-        print(jsonlib.dumps(_to_json(results, checked, holding), indent=2))
+        print(jsonlib.dumps(_to_json(results, checks, holds), indent=2))
     else:
-        _show(console, results, checked, holding)
+        _show(console, results, checks, holds)
     if out is not None and results:
         _draw(console, out, plotted, quiet=as_json)
-    return 0 if all(gate.holds for gate in checked) else 1
+    return 0 if all(check.holds for check in checks) else 1
 
 
 def _record_runs(
-    pool: TrialPool, loads: list[Workload], results: list[StrategyResult], warm_up: int
+    pool: TrialPool, workloads: list[Workload], results: list[StrategyResult], warm_up: int
 ) -> list[plots.PlottedRun]:
-    by_load = [(load, [result for result in results if result.workload == load.name]) for load in loads]
-    return [run for load, own in by_load for run in plots.record_runs(pool, load, own, warm_up)]
+    by_workload = [
+        (workload, [result for result in results if result.workload == workload.name]) for workload in workloads
+    ]
+    return [run for workload, own in by_workload for run in plots.record_runs(pool, workload, own, warm_up)]
 
 
 def _draw(console: Console, out: Path, plotted: list[plots.PlottedRun], *, quiet: bool) -> None:
@@ -106,7 +108,7 @@ def wide_console() -> Console:
 
 
 def _to_json(
-    results: list[StrategyResult], checked: list[CalibrationCheck], holding: dict[str, bool] | None
+    results: list[StrategyResult], checks: list[CalibrationCheck], holds: dict[str, bool] | None
 ) -> dict[str, Any]:
     """One result stands at the top, several in a list."""
     told: dict[str, Any] = {}
@@ -114,16 +116,16 @@ def _to_json(
         told |= results[0].to_json()
     elif results:
         told["results"] = [result.to_json() for result in results]
-    if checked:
-        told["gates"] = {gate.name: gate.to_json() for gate in checked}
-        holding = {gate.name: gate.holds for gate in checked}
-    if holding is not None:
-        told["gates_hold"] = all(holding.values())
+    if checks:
+        told["gates"] = {check.name: check.to_json() for check in checks}
+        holds = {check.name: check.holds for check in checks}
+    if holds is not None:
+        told["gates_hold"] = all(holds.values())
     return told
 
 
 def _show(
-    console: Console, results: list[StrategyResult], checked: list[CalibrationCheck], holding: dict[str, bool] | None
+    console: Console, results: list[StrategyResult], checks: list[CalibrationCheck], holds: dict[str, bool] | None
 ) -> None:
     for name in dict.fromkeys(result.workload for result in results):
         console.print(_table(name, [result for result in results if result.workload == name]))
@@ -132,17 +134,17 @@ def _show(
             "[dim]medians over the seeds; staleness mean/max; worst: the seed with the lowest efficiency[/]",
             soft_wrap=True,
         )
-    if holding is not None:
-        console.print(_verdict(holding), soft_wrap=True)
-    if checked:
-        console.print(_gate_table(checked))
+    if holds is not None:
+        console.print(_verdict(holds), soft_wrap=True)
+    if checks:
+        console.print(_check_table(checks))
 
 
-def _verdict(holding: dict[str, bool]) -> str:
+def _verdict(holds: dict[str, bool]) -> str:
     """Whether to believe a comparison."""
-    if broken := [name for name, holds in holding.items() if not holds]:
-        return f"[bold red]not to be believed: {', '.join(broken)} of the calibration gates do not hold[/]"
-    return f"[green]all {len(holding)} calibration gates hold[/] [dim](one seed; `--gates` shows them)[/]"
+    if broken := [name for name, does in holds.items() if not does]:
+        return f"[bold red]not to be believed: {', '.join(broken)} of the calibration checks do not hold[/]"
+    return f"[green]all {len(holds)} calibration checks hold[/] [dim](one seed; `--gates` shows them)[/]"
 
 
 def _table(name: str, results: list[StrategyResult]) -> Table:
@@ -201,13 +203,13 @@ def _settings(result: StrategyResult) -> str:
     return ", ".join(told)
 
 
-def _gate_table(checked: list[CalibrationCheck]) -> Table:
+def _check_table(checks: list[CalibrationCheck]) -> Table:
     table = Table(title="Calibration", title_style="bold", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("gate", "what", "published", "here", "holds"):
         table.add_column(column)
-    for gate in checked:
-        verdict = Text("yes", style="green") if gate.holds else Text("no", style="bold red")
-        table.add_row(gate.name, gate.what, _figures(gate.published), _figures(gate.value), verdict)
+    for check in checks:
+        verdict = Text("yes", style="green") if check.holds else Text("no", style="bold red")
+        table.add_row(check.name, check.what, _figures(check.published), _figures(check.value), verdict)
     return table
 
 

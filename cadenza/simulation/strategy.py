@@ -2,8 +2,8 @@
 
     run_training(): batch -> train (a sleep) -> publish, over and over, whatever the strategy is
 
-A strategy decides what `batch` waits for and what is generated meanwhile. Where it is synchronous, all GPUs generate and
-then all of them train; else `train_gpus` of them train while the others generate, and those that are `shared` generate
+A strategy decides what `batch` waits for and what is generated meanwhile. Where it is synchronous, all GPUs generate
+and then all of them train; else `train_gpus` of them train while the others generate, and those that are `shared` generate
 too while nothing is trained.
 """
 
@@ -55,7 +55,7 @@ class StrategySettings:
     extra_groups: int = 0
     """Redundancy, of those strategies that have it."""
     parts: int = 1
-    """A batch is taken and trained in so many parts, by the strategy `cadenza`, and is one update."""
+    """A batch is taken and trained in so many chunks, by the strategy `cadenza`, and is one update."""
     balance_seconds: float = 5.0
     """Of the sampler, of the strategy `cadenza`."""
     slice_tokens: int = -1
@@ -127,7 +127,7 @@ class ScheduleStrategy(ABC):
         """Build everything, on the running loop."""
 
     def chunks(self) -> list[int]:
-        """The groups of every part of a batch. Each is trained as soon as it is there; together they are one update."""
+        """The groups of every chunk of a batch. Each is trained as soon as it is there; together they are one update."""
         return [self.workload.groups]
 
     @abstractmethod

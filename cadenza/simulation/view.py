@@ -4,7 +4,7 @@ Invariant: the view follows from the events and the world alone. It keeps its ow
 through their filter, so that it knows the instant at which a batch is possible without asking the scheduler. The one
 thing it does ask the ledger is whether a group without a running member is still there.
 
-    events -> groups, fates        ask() .. look() -> since when a batch is possible        returned() -> checks
+    events -> groups, fates        ask() .. update_possible() -> since when a batch is possible        returned() -> checks
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SchedulerView:
     # -- the stream ----------------------------------------------------------------------------------------------------
 
     def __call__(self, event: Event) -> None:
-        self.monitor.note(self.name, event)
+        self.monitor.log_event(self.name, event)
         kind = event.kind
         if kind == "issue":
             self._issue(event.subject)
@@ -122,7 +122,7 @@ class SchedulerView:
         elif kind == "open":
             number = int(event.subject[1:])
             self._groups[number] = _GroupView(number, self.monitor.version)
-            self.look()
+            self.update_possible()
 
     def _issue(self, key: str) -> None:
         if key in self._states:
@@ -130,8 +130,8 @@ class SchedulerView:
         self._states[key] = "running"
         self._group(key).live += 1
         if self.name == "train":
-            self.monitor.world.plan.tell("issue")
-            self.monitor.tell_issued(len(self._states))
+            self.monitor.world.injector.on_moment("issue")
+            self.monitor.notify_issued(len(self._states))
 
     def _finish(self, event: Event) -> None:
         key, group = event.subject, self._group(event.subject)
@@ -162,7 +162,7 @@ class SchedulerView:
         elif fate != "surplus" or state == "finished" or group.finished < self.group_size:
             group.open = False
             self._ready.pop(group.id, None)
-        self.look()
+        self.update_possible()
 
     def _explain(self, event: Event, group: _GroupView) -> None:
         """A fate has a reason that the monitor knows of."""
@@ -170,7 +170,7 @@ class SchedulerView:
         world, scenario = self.monitor.world, self.monitor.scenario
         train = self.name == "train"
         match fate:
-            case "failed" if (self.name, key) not in world.hits:
+            case "failed" if (self.name, key) not in world.faults_hit:
                 self._violate(5, f"{key} failed, although no fault met it")
             case "cancelled" if not self.closing and event.detail.isidentifier():
                 self.ended_by = event.detail
@@ -183,7 +183,7 @@ class SchedulerView:
             case "stale" if self.staleness != "drop":
                 self._violate(3, f"{key} is stale under policy '{self.staleness}'")
 
-    def judged(self, number: int, keep: bool, delay: float) -> None:
+    def filter_decided(self, number: int, keep: bool, delay: float) -> None:
         """The filter made up its mind; the scheduler can know it after `delay` seconds."""
         group = self._groups[number]
         if not keep or not group.open:
@@ -191,12 +191,12 @@ class SchedulerView:
         loop = asyncio.get_running_loop()
         self._make_ready(group, loop.time() + delay)
         if delay:
-            loop.call_later(delay, self.look)
+            loop.call_later(delay, self.update_possible)
 
     def _make_ready(self, group: _GroupView, when: float) -> None:
         group.ready = when
         self._ready[group.id] = group
-        self.look()
+        self.update_possible()
 
     def _group(self, key: str) -> _GroupView:
         return self._groups[int(key[1 : key.index(".")])]
@@ -206,20 +206,20 @@ class SchedulerView:
     def published(self) -> None:
         """There is a new version to cut for."""
         self._ahead = max(0, min(self._ahead - self.per_batch, max(1, self.bound) * self.per_batch))
-        self.look()
+        self.update_possible()
 
     def ask(self, groups: int | None) -> None:
         """The controller calls `get_batch`."""
         self._demand = math.inf if groups is None else groups
         self._cut = None
         self._since = math.inf
-        self.look()
+        self.update_possible()
 
     def withdraw(self) -> None:
         """The controller does not wait any longer."""
         self._demand = 0.0
 
-    def look(self) -> None:
+    def update_possible(self) -> None:
         """Something changed: note since when a batch is possible."""
         if not self._demand or self._cut is not None:
             return
@@ -256,8 +256,8 @@ class SchedulerView:
         left = [version for number, version in cut.begun.items() if number not in set(taken)]
         for k in range(self.bound + 1):
             oldest = cut.version - self.bound + k
-            room = (k + 1) * self.per_batch - cut.ahead - len(taken)
-            old, limit = sum(version <= oldest for version in left), max(room, 0) + self.extra_groups
+            capacity = (k + 1) * self.per_batch - cut.ahead - len(taken)
+            old, limit = sum(version <= oldest for version in left), max(capacity, 0) + self.extra_groups
             if old > limit:
                 return f"{old} groups begun at or before version {oldest} are left, {limit} may be"
         return None
@@ -349,7 +349,7 @@ class SchedulerView:
             key = keys[row]
             if episode.attempt != key or episode.scheduler != self.name:
                 self._violate(7, f"{key} holds the episode of {episode.scheduler} {episode.attempt}")
-            if episode.broken or monitor.world.hits.get((self.name, key)) == "reward_exception":
+            if episode.broken or monitor.world.faults_hit.get((self.name, key)) == "reward_exception":
                 self._violate(7, f"{key} is in a batch, but it met {episode.broken or 'reward_exception'}")
             total = sum(episode.rewards)
             verdict = monitor.world.scores.get((self.name, ids[row]), total)
@@ -360,9 +360,9 @@ class SchedulerView:
             for turn, observation in zip(monitor.turns(env), episode.observations, strict=False):
                 pieces.append(observation)
                 spans.append((-1, len(observation)))
-                for part in turn:
-                    pieces.append(part.tokens)
-                    spans.extend((span.version, span.length) for span in part.spans)
+                for generation in turn:
+                    pieces.append(generation.tokens)
+                    spans.extend((span.version, span.length) for span in generation.spans)
         counts = [count for _, count in spans]
         if not np.array_equal(tokens.values, np.concatenate(pieces)):
             self._violate(7, "the tokens of the batch are not those of env and replica")
@@ -378,7 +378,7 @@ class SchedulerView:
         consumed = self.fates["trained"] + self.fates["validated"]
         if consumed != len(self._seen):
             self._violate(1, f"{consumed} attempts were trained or validated, {len(self._seen)} came back in batches")
-        if self.ended_by and not self.monitor.told:
+        if self.ended_by and not self.monitor.controller_failed:
             self._violate(5, f"{self.ended_by} ended the schedule, but the controller was not told")
         if busy := self.metrics().get("slots/busy"):
             self._violate(5, f"{busy} slots are taken after the shutdown")
