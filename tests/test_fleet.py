@@ -183,7 +183,7 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
     async def main() -> None:
         async with playing([fake(1.0)], slots=4, workers=2, batch_size=4, alpha=1.0) as scheduler:
             await got(scheduler, 4)
-            real, tries = fleet_module.start, 0
+            real, tries = fleet_module.start_worker, 0
 
             async def full(*args: Any, **options: Any) -> WorkerHandle:
                 nonlocal tries
