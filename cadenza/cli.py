@@ -151,18 +151,18 @@ def plan(
     overrides
         key=value, as in devices=auto.
     gpus
-        All of them, those that train among them; those of the workload, or that the config names, unless args. The
+        All of them, those that train among them; those of the workload, or that the config names, unless given. The
         batch stays that of the workload or config: `--workload W2x64` has the batch of 64 GPUs.
     nodes
-        With a config: the nodes that have these GPUs, equally many each; one unless args.
+        With a config: the nodes that have these GPUs, equally many each; one unless given.
     workload
         W1 to W6, W4:3 (another sigma), W2x64 (on so many GPUs), a trace file (.json), or the directory of a run; W2
-        unless args, and with a config what its own run measured before.
+        unless given, and with a config what its own run measured before.
     alpha
-        Asynchronous ratios to choose from, with commas; 0, 0.5, 1, 2 and 4 unless args, and with a config its own.
+        Asynchronous ratios to choose from, with commas; 0, 0.5, 1, 2 and 4 unless given, and with a config its own.
     model_cost
         h100-qwen3-8b, h100-qwen2.5-7b, a100-qwen2.5-7b, or a=..,b=..,c=..,p=..,kv=..,running=..,train=.. in seconds and
-        tokens (docs/simulation.md), or a name and then what differs; that of the workload unless args.
+        tokens (docs/simulation.md), or a name and then what differs; that of the workload unless given.
     shared
         Try GPUs too that train and, between two train steps, generate.
     """

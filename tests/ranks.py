@@ -1,7 +1,7 @@
 """Processes that compute together, for tests: started once, then given one function after the other.
 
 with Ranks(2) as ranks:
-    losses = ranks.run(train, batch)        # train(peers, batch) in every rank; the answers, by rank
+    losses = ranks.run(train, batch)        # train(group, batch) in every rank; the answers, by rank
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Ranks:
         self._pipes, self._processes = [], []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(peers, *args)` gives in each rank; the exception of one that raises."""
+        """What `function(group, *args)` gives in each rank; the exception of one that raises."""
         answers = self._ask(function, args)
         for answer in answers:
             if isinstance(answer, Exception):
@@ -118,19 +118,19 @@ class Ranks:
 def _serve(pipe: Connection, rank: int, size: int, tensor_ranks: int) -> None:
     import torch
 
-    from cadenza.training.peers import Group, Meeting
+    from cadenza.training.process_group import ProcessGroup, Rendezvous
 
     torch.set_num_threads(1)
     where: Any = None
     if rank == 0:
-        where = Meeting("127.0.0.1")
+        where = Rendezvous("127.0.0.1")
         pipe.send(where.address)
     else:
         where = pipe.recv()
-    peers = Group(where, rank, [f"rank {i}" for i in range(size)], tensor_ranks=tensor_ranks)
+    group = ProcessGroup(where, rank, [f"rank {i}" for i in range(size)], tensor_ranks=tensor_ranks)
     while True:
         function, args = pipe.recv()
         try:
-            pipe.send(function(peers, *args))
+            pipe.send(function(group, *args))
         except Exception as error:  # noqa: BLE001 - the test raises it
             pipe.send(error)

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from cadenza.inference.replica import Generation, PauseMode, Request, RequestProgress, Sampling
 from cadenza.rollout import balance
-from cadenza.rollout.balance import MAX_LOOKS, MIN_GAIN, ROOM, SHARE, Balancer, plan
+from cadenza.rollout.balance import (
+    MAX_FILL_AFTER_MOVE,
+    MAX_REPLICAS_PER_TICK,
+    MIN_GAIN,
+    REPLICAS_PER_MOVE,
+    Balancer,
+    moves_to_balance,
+)
 from cadenza.rollout.router import SEQUENCE_WEIGHT, ReplicaEntry, Router
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.scheduler import RolloutScheduler
@@ -45,7 +52,7 @@ def planned(
     make: Callable[[], list[tuple[ReplicaEntry, list[RequestProgress]]]], prefill_weight: float = 400.0
 ) -> list[Any]:
     async def main() -> list[Any]:
-        moves = plan(make(), prefill_weight)
+        moves = moves_to_balance(make(), prefill_weight)
         return [(move.request, move.source.index, move.target.index) for move in moves]
 
     return simulate(main)
@@ -77,7 +84,7 @@ def test_a_request_that_waits_for_room_moves_for_nothing() -> None:
 
 
 def test_a_replica_takes_no_more_than_it_has_room_for() -> None:
-    full = int(ROOM * CAPACITY) - SEQUENCE_WEIGHT
+    full = int(MAX_FILL_AFTER_MOVE * CAPACITY) - SEQUENCE_WEIGHT
     assert planned(lambda: [entry(0, *[20_000] * 7), entry(1, full - 20_000 - 2 * SEQUENCE_WEIGHT)]) == [(0, 0, 1)]
     assert planned(lambda: [entry(0, *[20_000] * 7), entry(1, full - 20_000)]) == []
 
@@ -106,15 +113,15 @@ def test_moves_relieve_the_heaviest_and_never_make_a_replica_the_heavier_one(
 ) -> None:
     async def main() -> None:
         found = [entry(index, *contexts) for index, contexts in enumerate(loads)]
-        moves = plan(found, weight)
-        assert len(moves) <= max(1, len(loads) // SHARE)
+        moves = moves_to_balance(found, weight)
+        assert len(moves) <= max(1, len(loads) // REPLICAS_PER_MOVE)
         touched = [place.index for move in moves for place in (move.source, move.target)]
         assert len(touched) == len(set(touched))
         for move in moves:
             moved = loads[move.source.index][move.request % 1000] + SEQUENCE_WEIGHT
             source, target = (at.inflight_tokens + SEQUENCE_WEIGHT * at.inflight for at in (move.source, move.target))
             assert target + moved <= source - MIN_GAIN * source
-            assert target + moved <= ROOM * CAPACITY
+            assert target + moved <= MAX_FILL_AFTER_MOVE * CAPACITY
 
     simulate(main)
 
@@ -129,12 +136,12 @@ def test_a_tick_looks_at_a_bounded_number_of_replicas_and_at_all_of_them_in_turn
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        count = 3 * MAX_LOOKS - 20
+        count = 3 * MAX_REPLICAS_PER_TICK - 20
         found = [ReplicaEntry(i, Watched(devices=(i,)), loop.create_future()) for i in range(count)]
         balancer = Balancer(400.0)
         for tick in range(1, 5):
             balancer.tick(found)
-            assert len(looks) == tick * MAX_LOOKS
+            assert len(looks) == tick * MAX_REPLICAS_PER_TICK
         assert set(looks) == set(range(count))
 
     simulate(main)
@@ -462,7 +469,7 @@ def spread_out(
     make: Callable[[], list[tuple[ReplicaEntry, list[RequestProgress]]]], prefill_weight: float = 400.0
 ) -> list[Any]:
     async def main() -> list[Any]:
-        moves = balance.spread(make(), prefill_weight)
+        moves = balance.moves_to_spread(make(), prefill_weight)
         return [(move.request, move.source.index, move.target.index) for move in moves]
 
     return simulate(main)

@@ -197,26 +197,26 @@ def test_a_padded_row_has_no_weight() -> None:
     assert run(lambda adder: adder.total(rows(7))) == 21.0
 
 
-@given(count=st.integers(1, 60), parts=st.integers(1, 9), tensor=st.integers(1, 3))
-def test_every_row_is_sent_once_unmarked_and_parts_are_equal(count: int, parts: int, tensor: int) -> None:
+@given(count=st.integers(1, 60), chunks=st.integers(1, 9), tensor=st.integers(1, 3))
+def test_every_row_is_sent_once_unmarked_and_chunks_are_equal(count: int, chunks: int, tensor: int) -> None:
     places = (
-        ResourceManager(parts * tensor)
-        .place({"a": {"devices": range(parts * tensor), "tensor_parallel": tensor}})["a"]
+        ResourceManager(chunks * tensor)
+        .place({"a": {"devices": range(chunks * tensor), "tensor_parallel": tensor}})["a"]
         .places
     )
-    trip = DispatchCall(DispatchSpec(DispatchMode.SPLIT, None), places, (rows(count),), {})
-    firsts = [call for call, place in zip(trip.calls, places, strict=True) if place.tensor_rank == 0]
+    dispatched = DispatchCall(DispatchSpec(DispatchMode.SPLIT, None), places, (rows(count),), {})
+    firsts = [call for call, place in zip(dispatched.calls, places, strict=True) if place.tensor_rank == 0]
     sent = [call.args[0] for call in firsts]
-    marks = [part.batch.numpy(IS_PADDING) for part in sent]
-    real = [part.batch.numpy("x")[~mark].tolist() for part, mark in zip(sent, marks, strict=True)]
-    assert [x for part in real for x in part] == list(range(count))
-    assert len({len(part) for part in sent}) == 1
+    marks = [chunk.batch.numpy(IS_PADDING) for chunk in sent]
+    real = [chunk.batch.numpy("x")[~mark].tolist() for chunk, mark in zip(sent, marks, strict=True)]
+    assert [x for chunk in real for x in chunk] == list(range(count))
+    assert len({len(chunk) for chunk in sent}) == 1
     assert all(mark.sum() <= 1 for mark in marks)
-    assert count < parts or all(part for part in real)
-    assert [call.answers for call in trip.calls] == [place.tensor_rank == 0 for place in places]
-    for call, place in zip(trip.calls, places, strict=True):
+    assert count < chunks or all(chunk for chunk in real)
+    assert [call.wants_answer for call in dispatched.calls] == [place.tensor_rank == 0 for place in places]
+    for call, place in zip(dispatched.calls, places, strict=True):
         assert call.args[0] is sent[place.data_rank]
-    assert trip.gather({call.rank: call.args[0] for call in firsts}) == rows(count)
+    assert dispatched.gather({call.rank: call.args[0] for call in firsts}) == rows(count)
 
 
 def test_what_all_ranks_get_is_one_object() -> None:
@@ -237,7 +237,7 @@ def test_what_a_worker_does_to_its_batch_is_not_seen_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda adder: adder.shorten(rows(6)), ValueError, "answered a part of 2 rows with 1"),
+        (lambda adder: adder.shorten(rows(6)), ValueError, "answered a chunk of 2 rows with 1"),
         (lambda adder: adder.reverse(rows(7)), ValueError, "replica 1 changed the order of its rows"),
         (lambda adder: adder.total(rows(0)), ValueError, "no rows to split"),
         (lambda adder: adder.total(DataProto()), TypeError, "needs a DataProto with rows"),

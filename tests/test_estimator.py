@@ -21,7 +21,7 @@ from cadenza.inference.replica import Finish, Span
 from cadenza.rollout.collate import collate
 from cadenza.rollout.records import Task, Trajectory, Turn
 from cadenza.training import Actor, ActorConfig, Critic, CriticConfig, Estimator, EstimatorConfig
-from cadenza.training.rows import Rows
+from cadenza.training.token_rows import TokenRows
 
 EPS = 1e-6
 CONTEXTS = ("one", "each", "some")
@@ -79,13 +79,13 @@ def batch_of(trajectories: Sequence[Trajectory], **columns: Sequence[Sequence[fl
     batch = collate(trajectories)
     TRAIN_BATCH.check(batch)
     for name, values in columns.items():
-        batch = Rows.of(batch).write(batch, name, np.array([v for line in values for v in line], np.float32))
+        batch = TokenRows.of(batch).write(batch, name, np.array([v for line in values for v in line], np.float32))
     return batch
 
 
 def told(batch: DataProto, name: str = "advantages") -> list[float]:
     """A column at the trained tokens: trajectory by trajectory, in the order in which they were written."""
-    values: list[float] = Rows.of(batch).read(batch, name).tolist()
+    values: list[float] = TokenRows.of(batch).read(batch, name).tolist()
     return values
 
 
@@ -645,7 +645,7 @@ def test_a_critic_and_an_actor_learn_from_what_it_gives() -> None:
     assert any(not torch.equal(before[name], now) for name, now in parameters(actor.module).items())
     for _ in range(20):
         critic.train(critic.values(batch))
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     mask = torch.ones(1, len(rows.trained), dtype=torch.bool)
     values = torch.tensor([told(critic.values(batch), "values")])
     assert explained_variance(values, torch.tensor([told(batch, "returns")]), mask) > 0.2

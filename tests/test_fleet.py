@@ -265,7 +265,7 @@ def test_exceptions_of_user_code_are_counted_where_the_budget_is() -> None:
     async def main() -> None:
         async with playing(env=first_time(broken), slots=4, workers=2, batch_size=4) as scheduler:
             await got(scheduler, 4)
-            assert scheduler.queue.errors.by_place == {"step of domain 'toy': KeyError": 1}
+            assert scheduler.queue.errors.by_origin == {"step of domain 'toy': KeyError": 1}
             assert causes(scheduler, Fate.FAILED) == {"step: KeyError": 1}
 
     simulate(main)

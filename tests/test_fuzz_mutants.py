@@ -145,7 +145,7 @@ def test_the_youngest_first_is_found(monkeypatch: Patch) -> None:
 
 
 def test_leases_that_never_expire_are_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(LeaseDeadlines, "_look", lambda self: None)
+    monkeypatch.setattr(LeaseDeadlines, "_expire_due", lambda self: None)
     hunt(5)
 
 
@@ -153,18 +153,18 @@ def test_a_sampler_without_a_health_check_is_found(monkeypatch: Patch) -> None:
     async def blind(self: Sampler) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Sampler, "_watch", blind)
+    monkeypatch.setattr(Sampler, "_health_check_loop", blind)
     hunt(5)
 
 
 def test_a_slot_that_is_never_freed_is_found(monkeypatch: Patch) -> None:
-    vacate = EnvWorker._vacate
+    free_slot = EnvWorker._free_slot
 
     def forgetful(self: EnvWorker, attempt: Attempt) -> None:
         if attempt.fate is not Fate.FAILED:
-            vacate(self, attempt)
+            free_slot(self, attempt)
 
-    monkeypatch.setattr(EnvWorker, "_vacate", forgetful)
+    monkeypatch.setattr(EnvWorker, "_free_slot", forgetful)
     hunt(5)
 
 
@@ -187,7 +187,7 @@ def test_a_fence_that_is_not_raised_is_found(monkeypatch: Patch) -> None:
 def test_partial_tokens_that_are_thrown_away_are_found(monkeypatch: Patch) -> None:
     async def wasteful(self: Model, chunks: Any, context: int, limit: int, answer: Generation) -> Generation:
         while answer.finish is Finish.ABORT:
-            answer = await self._part(chunks, context, limit, 0)
+            answer = await self._generate_once(chunks, context, limit, 0)
         return answer
 
     monkeypatch.setattr(Model, "_continue", wasteful)
@@ -199,7 +199,7 @@ def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> No
 
     async def wasteful(self: Model, chunks: Any, context: int, limit: int, answer: Generation) -> Generation:
         while answer.finish is Finish.ABORT and self._moved_to is not None:
-            answer = await self._part(chunks, context, limit, 0)
+            answer = await self._generate_once(chunks, context, limit, 0)
         return await going_on(self, chunks, context, limit, answer)
 
     monkeypatch.setattr(Model, "_continue", wasteful)
@@ -224,15 +224,15 @@ def test_a_shrink_that_touches_other_replicas_is_found(monkeypatch: Patch) -> No
 
 
 def test_a_failed_reward_that_counts_as_zero_is_found(monkeypatch: Patch) -> None:
-    judge = EnvWorker._judge
+    compute_reward = EnvWorker._compute_reward
 
     async def lenient(self: EnvWorker, *args: Any) -> Any:
         try:
-            return await judge(self, *args)
+            return await compute_reward(self, *args)
         except Exception:  # noqa: BLE001 - this is what must not be done
             return 0.0
 
-    monkeypatch.setattr(EnvWorker, "_judge", lenient)
+    monkeypatch.setattr(EnvWorker, "_compute_reward", lenient)
     hunt(7)
 
 

@@ -94,7 +94,7 @@ def run(devices: str, work: Work, *, trainers: str = "0", strategy: StrategyName
                 reference=ReferenceConfig(), failures=None,
             )  # fmt: skip
             async with actor:
-                where = await actor.meet() if actor.world_size > 1 else None
+                where = await actor.open_rendezvous() if actor.world_size > 1 else None
                 await actor.build(where, [str(place) for place in actor.places])
                 await actor.nudge(0)
                 spec = InferenceSpec(actor, places, codec, model_spec, EngineConfig(), SamplerConfig(balance_seconds=0))

@@ -1,4 +1,4 @@
-"""Who gets the KV caches when they are too small for all: router.py and line.py."""
+"""Who gets the KV caches when they are too small for all: router.py and wait_queue.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request
-from cadenza.rollout.router import FULL, HOLD_SECONDS, ReplicaEntry, Router, RouteRequest
+from cadenza.rollout.router import HOLD_SECONDS, MAX_FILL, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.sampler import Sampler
 from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
 from cadenza.simulation.cost import CostModel
 
 CAPACITY = 10_000
-ROOM = int(FULL * CAPACITY)
+USABLE = int(MAX_FILL * CAPACITY)
 """Tokens that are given out."""
 
 
@@ -25,7 +25,7 @@ def entries(count: int = 1) -> tuple[Router, list[ReplicaEntry]]:
     loop = asyncio.get_running_loop()
     found = [ReplicaEntry(n, fake(name=f"r{n}", kv_capacity=CAPACITY), loop.create_future()) for n in range(count)]
     router = Router()
-    router.answer = 100.0
+    router.mean_answer = 100.0
     router.rebuild(found)
     return router, found
 
@@ -33,12 +33,12 @@ def entries(count: int = 1) -> tuple[Router, list[ReplicaEntry]]:
 def test_a_session_that_is_away_keeps_its_room() -> None:
     async def main() -> None:
         router, [entry] = entries()
-        router.keep(entry, session=1, context=ROOM // 2, age=1, now=0.0)
-        assert router.admit(RouteRequest(2, 2, ROOM // 2, age=2), None, 0, 1.0) is entry
-        assert router.admit(RouteRequest(2, 2, ROOM // 2 + 10, age=2), None, 0, 1.0) is None
-        assert router.admit(RouteRequest(1, 1, ROOM, age=1), entry, ROOM // 2, 1.0) is entry  # it grew
-        assert router.forget(entry, 1)
-        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, 1.0) is entry
+        router.keep_context(entry, session=1, context=USABLE // 2, group_number=1, now=0.0)
+        assert router.admit(RouteRequest(2, 2, USABLE // 2, group_number=2), None, 0, 1.0) is entry
+        assert router.admit(RouteRequest(2, 2, USABLE // 2 + 10, group_number=2), None, 0, 1.0) is None
+        assert router.admit(RouteRequest(1, 1, USABLE, group_number=1), entry, USABLE // 2, 1.0) is entry  # it grew
+        assert router.drop_context(entry, 1)
+        assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, 1.0) is entry
 
     simulate(main)
 
@@ -47,12 +47,12 @@ def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_f
     async def main() -> None:
         router, [entry] = entries()
         for age in (5, 7, 6):
-            router.keep(entry, session=age, context=ROOM // 3, age=age, now=0.0)
-        assert router.admit(RouteRequest(9, 9, 1_000, age=9), None, 0, 1.0) is None
+            router.keep_context(entry, session=age, context=USABLE // 3, group_number=age, now=0.0)
+        assert router.admit(RouteRequest(9, 9, 1_000, group_number=9), None, 0, 1.0) is None
         assert set(entry.cached_contexts) == {5, 6, 7}
-        assert router.admit(RouteRequest(1, 1, 1_000, age=1), None, 0, 1.0) is entry
+        assert router.admit(RouteRequest(1, 1, 1_000, group_number=1), None, 0, 1.0) is entry
         assert set(entry.cached_contexts) == {5, 6}
-        assert not router.forget(entry, 7)
+        assert not router.drop_context(entry, 7)
 
     simulate(main)
 
@@ -60,9 +60,9 @@ def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_f
 def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
     async def main() -> None:
         router, [entry] = entries()
-        router.keep(entry, session=1, context=ROOM, age=1, now=0.0)
-        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS) is None
-        assert router.admit(RouteRequest(2, 2, ROOM, age=2), None, 0, HOLD_SECONDS + 1) is entry
+        router.keep_context(entry, session=1, context=USABLE, group_number=1, now=0.0)
+        assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, HOLD_SECONDS) is None
+        assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, HOLD_SECONDS + 1) is entry
 
     simulate(main)
 
@@ -70,9 +70,9 @@ def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
 def test_a_replica_without_work_takes_a_context_of_any_size() -> None:
     async def main() -> None:
         router, [entry] = entries()
-        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is entry
+        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, group_number=1), None, 0, 0.0) is entry
         router.add(entry, 10)
-        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, age=1), None, 0, 0.0) is None
+        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, group_number=1), None, 0, 0.0) is None
 
     simulate(main)
 
@@ -80,14 +80,14 @@ def test_a_replica_without_work_takes_a_context_of_any_size() -> None:
 def test_another_replica_with_room_is_better_than_waiting() -> None:
     async def main() -> None:
         router, [full, other] = entries(2)
-        router.add(full, ROOM)
-        router.keep(full, session=1, context=10, age=1, now=0.0)
-        assert router.admit(RouteRequest(1, 1, ROOM, age=1), full, 10, 0.0) is other
+        router.add(full, USABLE)
+        router.keep_context(full, session=1, context=10, group_number=1, now=0.0)
+        assert router.admit(RouteRequest(1, 1, USABLE, group_number=1), full, 10, 0.0) is other
 
     simulate(main)
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, ROOM)), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(1, USABLE)), max_size=40))
 def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[int, int, int]]) -> None:
     async def main() -> None:
         router, found = entries(2)
@@ -96,13 +96,13 @@ def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[i
             if kind == 0 and session not in where:
                 entry = router.admit(RouteRequest(session, session, context, session), None, 0, float(now))
                 if entry is not None:
-                    assert entry.inflight_tokens + entry.cached_tokens + context <= ROOM
+                    assert entry.inflight_tokens + entry.cached_tokens + context <= USABLE
                     router.add(entry, context)
-                    router.keep(entry, session, context, session, float(now))
+                    router.keep_context(entry, session, context, session, float(now))
                     router.remove(entry, context)
                     where[session] = entry
             elif kind == 1 and session in where:
-                router.forget(where.pop(session), session)
+                router.drop_context(where.pop(session), session)
             for entry in found:
                 assert entry.cached_tokens == sum(held.context for held in entry.cached_contexts.values())
                 assert entry.pressure == pytest.approx(entry.cached_tokens / CAPACITY, abs=1e-9)
@@ -110,27 +110,31 @@ def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[i
     simulate(main)
 
 
-# -- the line ----------------------------------------------------------------------------------------------------------
+# -- the wait queue ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
     async def main() -> None:
-        line, order = WaitQueue(), []
+        wait_queue, order = WaitQueue(), []
 
         async def wait(age: int) -> None:
-            await line.wait(RouteRequest(0, 0, 1, age))
+            await wait_queue.wait(RouteRequest(0, 0, 1, age))
             order.append(age)
-            line.move()
+            wait_queue.wake_next()
 
         waits = [asyncio.ensure_future(wait(age)) for age in (3, 1, 2)]
         await asyncio.sleep(0)
-        assert (len(line), line.is_behind(RouteRequest(0, 0, 1, 1)), line.is_behind(RouteRequest(0, 0, 1, 2))) == (
+        assert (
+            len(wait_queue),
+            wait_queue.has_earlier(RouteRequest(0, 0, 1, 1)),
+            wait_queue.has_earlier(RouteRequest(0, 0, 1, 2)),
+        ) == (
             3,
             False,
             True,
         )
         waits[1].cancel()
-        line.move()
+        wait_queue.wake_next()
         await asyncio.gather(*waits, return_exceptions=True)
         assert order == [2, 3]
 
@@ -139,13 +143,13 @@ def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
 
 def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_along() -> None:
     async def main() -> None:
-        line = WaitQueue()
+        wait_queue = WaitQueue()
         first, second = (
-            asyncio.ensure_future(line.wait(RouteRequest(0, 0, 1, 1))),
-            asyncio.ensure_future(line.wait(RouteRequest(0, 0, 1, 2))),
+            asyncio.ensure_future(wait_queue.wait(RouteRequest(0, 0, 1, 1))),
+            asyncio.ensure_future(wait_queue.wait(RouteRequest(0, 0, 1, 2))),
         )
         await asyncio.sleep(0)
-        line.move()
+        wait_queue.wake_next()
         first.cancel()
         await asyncio.wait([first, second], timeout=1.0)
         assert first.cancelled()
@@ -156,8 +160,8 @@ def test_one_who_is_cancelled_at_the_head_of_the_line_does_not_take_the_turn_alo
 
 def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
     async def main() -> None:
-        line = WaitQueue()
-        waits = [asyncio.ensure_future(line.wait(RouteRequest(0, 0, 1, age))) for age in (1, 2, 3, 4)]
+        wait_queue = WaitQueue()
+        waits = [asyncio.ensure_future(wait_queue.wait(RouteRequest(0, 0, 1, age))) for age in (1, 2, 3, 4)]
         await asyncio.sleep(0)
         waits[2].cancel()
         await asyncio.sleep(0.1)
@@ -166,7 +170,7 @@ def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
         waits[1].cancel()
         await asyncio.sleep(0.1)
         assert waits[3].done()
-        assert not line.is_behind(RouteRequest(0, 0, 1, 5))
+        assert not wait_queue.has_earlier(RouteRequest(0, 0, 1, 5))
 
     simulate(main)
 
@@ -175,15 +179,15 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        entry = await sampler.grant(RouteRequest(1, 1, 5_000, age=1))
-        oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, ROOM, age=0)))
+        entry = await sampler.grant(RouteRequest(1, 1, 5_000, group_number=1))
+        oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, USABLE, group_number=0)))
         await asyncio.sleep(0.1)
-        behind = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 10, age=2)))
+        behind = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 10, group_number=2)))
         await asyncio.sleep(0.1)
         oldest.cancel()
         await asyncio.sleep(0.1)
         assert behind.result() is entry
-        assert await sampler.grant(RouteRequest(3, 3, 10, age=3)) is entry
+        assert await sampler.grant(RouteRequest(3, 3, 10, group_number=3)) is entry
         assert asyncio.get_running_loop().time() < 1.0
         await sampler.close()
 
@@ -192,8 +196,8 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
 
 def test_the_first_in_line_looks_again_after_a_while() -> None:
     async def main() -> None:
-        line = WaitQueue()
-        _, when = await timed(line.wait(RouteRequest(0, 0, 1, 1)))
+        wait_queue = WaitQueue()
+        _, when = await timed(wait_queue.wait(RouteRequest(0, 0, 1, 1)))
         assert when == RETRY_SECONDS
 
     simulate(main)
@@ -203,13 +207,13 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        entry = await sampler.grant(RouteRequest(1, 1, ROOM, age=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, age=2)))
-        behind = asyncio.ensure_future(sampler.grant(RouteRequest(3, 3, 10, age=3)))
+        entry = await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
+        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
+        behind = asyncio.ensure_future(sampler.grant(RouteRequest(3, 3, 10, group_number=3)))
         await asyncio.sleep(2 * RETRY_SECONDS)
         assert not waiting.done()
         assert not behind.done()  # small as it is, it does not overtake
-        sampler.release(entry, RouteRequest(1, 1, ROOM, age=1), 0)
+        sampler.release(entry, RouteRequest(1, 1, USABLE, group_number=1), 0)
         await asyncio.wait([waiting, behind], timeout=1.0)
         assert waiting.result() is behind.result() is entry
         await sampler.close()
@@ -222,8 +226,8 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
         sampler = Sampler([fake(name=f"r{number}", devices=(number,), kv_capacity=CAPACITY) for number in range(2)])
         await sampler.resume()
         await sampler.shrink([1])
-        await sampler.grant(RouteRequest(1, 1, ROOM, age=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, age=2)))
+        await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
+        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
         await asyncio.sleep(0.1)
         await sampler.expand([1], skip_load=True)
         await asyncio.wait([waiting], timeout=0.1)
@@ -233,12 +237,12 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
     simulate(main)
 
 
-def test_closing_the_sampler_ends_the_line() -> None:
+def test_closing_the_sampler_ends_the_wait_queue() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        await sampler.grant(RouteRequest(1, 1, ROOM, age=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, age=2)))
+        await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
+        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
         await asyncio.sleep(0)
         await sampler.close()
         await asyncio.wait([waiting], timeout=1.0)

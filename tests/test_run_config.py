@@ -96,7 +96,9 @@ def test_an_engine_gets_a_model_and_devices_that_it_can_use(overrides: list[str]
 
 
 def test_an_engine_is_chosen_by_its_kind() -> None:
-    vllm = build_config(CHECKPOINT, ["engine.kind=vllm", "backend=ray", "engine.python=/x/python", "engine.options={seed: 3}"])
+    vllm = build_config(
+        CHECKPOINT, ["engine.kind=vllm", "backend=ray", "engine.python=/x/python", "engine.options={seed: 3}"]
+    )
     assert (vllm.engine.python, vllm.engine.options) == ("/x/python", {"seed": 3})
     build_config(dump_config(vllm), ["devices.inference={devices: 0-3, devices_per_worker: 2}"])
     assert build_config(dump_config(vllm)).engine == vllm.engine

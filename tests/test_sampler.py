@@ -397,7 +397,7 @@ def test_the_turns_of_a_session_stay_on_its_replica() -> None:
     async def main() -> None:
         replicas = pool(4, lambda request: 1.0 + request.session % 3)
         async with playing(replicas, env=chain(6), batch_size=16, slots=16) as scheduler:
-            scheduler.sampler.router.answer = 10.0
+            scheduler.sampler.router.mean_answer = 10.0
             await got(scheduler, 16)
         assert all(len(names) == 1 for names in replicas_of(replicas, "session").values())
         assert all(len(replica.requests) == 4 * 6 for replica in replicas)
@@ -413,7 +413,7 @@ def test_the_members_of_a_group_share_a_home() -> None:
     async def main() -> None:
         replicas = pool(4)
         async with playing(replicas, env=Long, group_size=4, batch_size=16, slots=16) as scheduler:
-            scheduler.sampler.router.answer = 10.0
+            scheduler.sampler.router.mean_answer = 10.0
             await got(scheduler, 16)
         assert all(len(names) == 1 for names in replicas_of(replicas, "group").values())
         assert [len(replica.requests) for replica in replicas] == [4] * 4
@@ -436,7 +436,7 @@ def entries(*loads: int, capacity: int = 100_000, answer: float = 50.0) -> tuple
     loop = asyncio.get_running_loop()
     found = [ReplicaEntry(i, fake(name=f"r{i}", kv_capacity=capacity), loop.create_future()) for i in range(len(loads))]
     router = Router()
-    router.answer = answer
+    router.mean_answer = answer
     router.rebuild(found)
     for entry, load in zip(found, loads, strict=True):
         if load:
@@ -468,7 +468,7 @@ def test_a_request_leaves_its_prefix_the_sooner_the_longer_answers_are() -> None
         router, (home, idle) = entries(3_000, 0)
         for _ in range(2_000):
             router.observe_answer_length(10_000)
-        assert router.answer == pytest.approx(10_000, rel=0.01)
+        assert router.mean_answer == pytest.approx(10_000, rel=0.01)
         assert router.pick(home, 0, context=1_100, cached=1_000) is idle
 
     simulate(main)

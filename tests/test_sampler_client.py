@@ -225,6 +225,6 @@ def test_a_shutdown_that_meets_a_start_leaves_nothing_running() -> None:
             await scheduler.shutdown()
             with pytest.raises(SchedulerClosed):
                 await starting
-            assert scheduler._root is None
+            assert scheduler._run_task is None
 
     simulate(main)

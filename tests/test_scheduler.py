@@ -1596,7 +1596,7 @@ def test_a_version_that_is_published_while_the_scheduler_starts_counts_when_it_h
         async with playing([replica], batch_size=4) as scheduler:
             starting = asyncio.ensure_future(scheduler.resume())
             await asyncio.sleep(0)
-            assert scheduler._root is not None
+            assert scheduler._run_task is not None
             assert scheduler._tasks is None
             replica.version = scheduler.sampler.version = 1  # what the end of a `load_weights` does
             for heard in scheduler.sampler.on_version:

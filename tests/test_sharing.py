@@ -1,4 +1,4 @@
-"""Devices that generate and train by turns: the gate by its numbers, and the devices as they change hands."""
+"""Devices that generate and train by turns: the lending_rule by its numbers, and the devices as they change hands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from builders import got, now, playing, publish, responses, sims, simulate
 from cadenza.rollout.sharing import DECAY, TRY_EVERY, DecayingRate, LendingRule, SharedDevices
 
 
-def gate(*, lend: float, take: float, alone: float, together: float, tokens: float = 100.0) -> LendingRule:
+def lending_rule(*, lend: float, take: float, alone: float, together: float, tokens: float = 100.0) -> LendingRule:
     """What was measured: seconds, tokens per second, tokens per missing group."""
     found = LendingRule()
     found.lend_seconds.add(lend)
@@ -21,7 +21,7 @@ def gate(*, lend: float, take: float, alone: float, together: float, tokens: flo
     return found
 
 
-# -- the gate ----------------------------------------------------------------------------------------------------------
+# -- the lending_rule ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_rate_follows_the_last_measurements() -> None:
@@ -44,52 +44,52 @@ def test_a_measurement_counts_by_its_weight() -> None:
 
 def test_lending_pays_when_the_faster_wait_and_both_changes_take_less_than_the_slow_wait() -> None:
     # 8 groups are 800 tokens: 80 s alone; lent 5 s with 50 tokens of the others, then 750 at 20/s = 37.5 s, then 3 s
-    found = gate(lend=5.0, take=3.0, alone=10.0, together=20.0)
-    assert found.wait(8, lent=False) == pytest.approx(80.0)
-    assert found.wait(8, lent=True) == pytest.approx(5.0 + 37.5 + 3.0)
-    assert found.pays(8)
+    found = lending_rule(lend=5.0, take=3.0, alone=10.0, together=20.0)
+    assert found.expected_wait(8, lent=False) == pytest.approx(80.0)
+    assert found.expected_wait(8, lent=True) == pytest.approx(5.0 + 37.5 + 3.0)
+    assert found.should_lend(8)
     assert found.refusals == 0
 
 
 def test_lending_does_not_pay_for_a_short_wait() -> None:
     # one group is 100 tokens: 10 s alone; lent 5 + 50 / 20 + 3 = 10.5 s
-    found = gate(lend=5.0, take=3.0, alone=10.0, together=20.0)
-    assert found.wait(1, lent=True) == pytest.approx(10.5)
-    assert not found.pays(1)
-    assert found.pays(2)
+    found = lending_rule(lend=5.0, take=3.0, alone=10.0, together=20.0)
+    assert found.expected_wait(1, lent=True) == pytest.approx(10.5)
+    assert not found.should_lend(1)
+    assert found.should_lend(2)
     assert found.refusals == 1
 
 
 def test_lending_does_not_pay_where_more_devices_write_no_faster() -> None:
-    assert not gate(lend=1.0, take=1.0, alone=10.0, together=10.0).pays(8)
+    assert not lending_rule(lend=1.0, take=1.0, alone=10.0, together=10.0).should_lend(8)
 
 
 def test_a_switch_that_costs_more_than_it_gains_is_refused() -> None:
-    assert gate(lend=20.0, take=19.0, alone=10.0, together=20.0).pays(8)
-    assert not gate(lend=40.0, take=39.0, alone=10.0, together=20.0).pays(8)
+    assert lending_rule(lend=20.0, take=19.0, alone=10.0, together=20.0).should_lend(8)
+    assert not lending_rule(lend=40.0, take=39.0, alone=10.0, together=20.0).should_lend(8)
 
 
 def test_a_batch_that_is_ready_needs_no_devices() -> None:
-    found = gate(lend=0.0, take=0.0, alone=1.0, together=100.0)
-    assert not found.pays(0)
+    found = lending_rule(lend=0.0, take=0.0, alone=1.0, together=100.0)
+    assert not found.should_lend(0)
     assert found.refusals == 1
 
 
 def test_both_ways_are_tried_before_they_are_compared() -> None:
     found = LendingRule()
-    assert found.pays(8)
+    assert found.should_lend(8)
     found.rates[True].add(100.0, 10.0)
-    assert not found.pays(8)
+    assert not found.should_lend(8)
     found.rates[False].add(10.0, 10.0)
     found.group_tokens.add(100.0, 8)
-    assert found.pays(8)
+    assert found.should_lend(8)
 
 
 @pytest.mark.parametrize("together", [20.0, 10.0])
 def test_the_other_way_is_tried_once_in_a_while(together: float) -> None:
-    found = gate(lend=1.0, take=1.0, alone=10.0, together=together)
+    found = lending_rule(lend=1.0, take=1.0, alone=10.0, together=together)
     usual = together > 10.0
-    chosen = [found.pays(8) for _ in range(3 * (TRY_EVERY + 1))]
+    chosen = [found.should_lend(8) for _ in range(3 * (TRY_EVERY + 1))]
     assert chosen == ([usual] * TRY_EVERY + [not usual]) * 3
 
 
@@ -114,17 +114,17 @@ def test_devices_change_hands_and_no_token_is_written_twice() -> None:
         async with playing(replicas, batch_size=4, alpha=1, slots=4, tasks=20) as scheduler:
             shared = SharedDevices(scheduler, [1], 4, offload=offload, reload=reload)
             assert await shared.lend()
-            shared.gate.rates[False].add(1.0, 10.0)  # so slow that lending pays
+            shared.lending_rule.rates[False].add(1.0, 10.0)  # so slow that lending pays
             first = await got(scheduler, 4)
             await shared.take_back()
             assert not shared.is_lent
             assert scheduler.sampler.devices == {0: "active", 1: "asleep"}
-            assert shared.gate.take_seconds.value == pytest.approx(3.0, abs=0.02)
+            assert shared.lending_rule.take_seconds.value == pytest.approx(3.0, abs=0.02)
             await shared.take_back()  # once is enough
             await publish(scheduler, 1)
             assert await shared.lend()
             assert replicas[1].version == 1
-            assert shared.gate.lend_seconds.value == pytest.approx(2.0, abs=0.02)
+            assert shared.lending_rule.lend_seconds.value == pytest.approx(2.0, abs=0.02)
             second = await got(scheduler, 4, 1)
             await shared.take_back()
             assert told == ["offload 0 False", "reload True", "offload 0 True", "reload True"]
@@ -166,7 +166,7 @@ def test_a_refusal_leaves_the_devices_with_the_actor() -> None:
             await asyncio.sleep(10.0)
             assert scheduler.queue.ready >= 4
             assert not await shared.lend()
-            assert (shared.is_lent, shared.gate.refusals) == (False, 1)
+            assert (shared.is_lent, shared.lending_rule.refusals) == (False, 1)
             assert scheduler.sampler.devices == {0: "active", 1: "asleep"}
 
     simulate(main)
@@ -199,7 +199,7 @@ def test_when_the_last_other_replica_dies_those_that_were_taken_wake(
         async with playing(replicas, batch_size=4, alpha=1, slots=4) as scheduler:
             shared = SharedDevices(scheduler, [1], 4)
             assert await shared.lend()
-            shared.gate.rates[False].add(1000.0, 1.0)  # so fast that lending does not pay
+            shared.lending_rule.rates[False].add(1000.0, 1.0)  # so fast that lending does not pay
             await got(scheduler, 4)
             await shared.take_back()
             if dies > 1.0:
@@ -224,7 +224,7 @@ def test_a_shared_replica_that_died_stays_out() -> None:
         async with playing(replicas, batch_size=4, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1, 2], 4)
             assert await shared.lend()
-            shared.gate.rates[False].add(1.0, 10.0)  # so slow that lending pays
+            shared.lending_rule.rates[False].add(1.0, 10.0)  # so slow that lending pays
             await got(scheduler, 4)
             replicas[1].crash()
             await publish(scheduler, 1)
@@ -266,7 +266,7 @@ def test_a_lend_that_fails_half_way_is_taken_back_whole() -> None:
 
         async with playing(sims(2, 100), batch_size=4, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1], 4, offload=offload, reload=reload)
-            shared.gate.rates[False].add(1.0, 10.0)  # so slow that lending pays
+            shared.lending_rule.rates[False].add(1.0, 10.0)  # so slow that lending pays
             await shared.lend()
             await got(scheduler, 4)
             await shared.take_back()

@@ -1,4 +1,4 @@
-"""Long answers that give way to those that wait: balance.py, line.py, router.py, model.py."""
+"""Long answers that give way to those that wait: balance.py, wait_queue.py, router.py, model.py."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from cadenza.inference.replica import Request, RequestProgress
 from cadenza.pipelines.agentic import _validation_configs
 from cadenza.pipelines.config import RunConfig
-from cadenza.rollout.balance import Balancer, give_way
+from cadenza.rollout.balance import Balancer, requests_to_preempt
 from cadenza.rollout.config import SLICE_TOKENS, RolloutConfig
-from cadenza.rollout.router import FULL, ReplicaEntry, Router, RouteRequest
+from cadenza.rollout.router import MAX_FILL, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.wait_queue import WaitQueue
 from cadenza.simulation.cost import CostModel
@@ -118,7 +118,7 @@ def test_validation_takes_turns_where_training_does(alpha: float, expected: int)
 def test_answers_that_cannot_be_so_long_do_not_take_turns(max_tokens: int, expected: int) -> None:
     async def main() -> None:
         async with playing(slice_tokens=SLICE, sampling={"max_tokens": max_tokens}) as scheduler:
-            assert scheduler._slots._around.slice_tokens == expected  # type: ignore[attr-defined]
+            assert scheduler._slots._shared.slice_tokens == expected  # type: ignore[attr-defined]
 
     simulate(main)
 
@@ -244,17 +244,17 @@ def test_one_who_is_stopped_between_two_slices_leaves_nothing_behind() -> None:
 
 def test_the_line_counts_slices_before_age() -> None:
     async def main() -> None:
-        line = WaitQueue()
+        wait_queue = WaitQueue()
         route_requests = [
-            RouteRequest(0, 0, 1, age=1, slices=1),
-            RouteRequest(1, 1, 1, age=3),
-            RouteRequest(2, 2, 1, age=2),
+            RouteRequest(0, 0, 1, group_number=1, slices=1),
+            RouteRequest(1, 1, 1, group_number=3),
+            RouteRequest(2, 2, 1, group_number=2),
         ]
-        waits = [asyncio.ensure_future(line.wait(route_request)) for route_request in route_requests]
+        waits = [asyncio.ensure_future(wait_queue.wait(route_request)) for route_request in route_requests]
         await asyncio.sleep(0)
-        assert line.first is route_requests[2]
+        assert wait_queue.first is route_requests[2]
         for expected in (2, 1, 0):
-            line.move()
+            wait_queue.wake_next()
             await asyncio.wait([waits[expected]], timeout=0.1)
             assert waits[expected].done()
 
@@ -263,13 +263,13 @@ def test_the_line_counts_slices_before_age() -> None:
 
 def test_one_who_is_called_and_has_not_looked_yet_is_still_before_the_others() -> None:
     async def main() -> None:
-        line = WaitQueue()
-        wait = asyncio.ensure_future(line.wait(RouteRequest(0, 0, 1, age=1)))
+        wait_queue = WaitQueue()
+        wait = asyncio.ensure_future(wait_queue.wait(RouteRequest(0, 0, 1, group_number=1)))
         await asyncio.sleep(0)
-        line.move()
-        assert line.is_behind(RouteRequest(1, 1, 1, age=2))
+        wait_queue.wake_next()
+        assert wait_queue.has_earlier(RouteRequest(1, 1, 1, group_number=2))
         await wait
-        assert not line.is_behind(RouteRequest(1, 1, 1, age=2))
+        assert not wait_queue.has_earlier(RouteRequest(1, 1, 1, group_number=2))
 
     simulate(main)
 
@@ -285,9 +285,9 @@ def test_who_gives_way() -> None:
             RequestProgress(4, 500, 450, 500, 450),
             RequestProgress(5, 500, 120, 500, 120),
         ]
-        assert give_way([(entry, requests)], first) == [(entry, 4), (entry, 2), (entry, 5)]
-        assert give_way([(entry, requests)], first._replace(slices=2)) == [(entry, 4), (entry, 2)]
-        assert give_way([(entry, requests)], first._replace(slices=5)) == []
+        assert requests_to_preempt([(entry, requests)], first) == [(entry, 4), (entry, 2), (entry, 5)]
+        assert requests_to_preempt([(entry, requests)], first._replace(slices=2)) == [(entry, 4), (entry, 2)]
+        assert requests_to_preempt([(entry, requests)], first._replace(slices=5)) == []
 
     simulate(main)
 
@@ -321,7 +321,7 @@ def test_room_is_kept_for_what_slices_are_going_to_write() -> None:
         router = Router()
         entry = ReplicaEntry(0, fake(kv_capacity=capacity), asyncio.get_running_loop().create_future())
         router.rebuild([entry])
-        router.answer = 2_000.0
+        router.mean_answer = 2_000.0
         counts = {}
         for slice_tokens in (0, 1_000, 50_000):
             while (
@@ -331,7 +331,7 @@ def test_room_is_kept_for_what_slices_are_going_to_write() -> None:
             counts[slice_tokens] = entry.inflight
             while entry.inflight:
                 router.remove(entry, 500)
-        assert counts == {0: FULL * capacity // 500, 1_000: capacity // 1_000, 50_000: capacity // 1_500}
+        assert counts == {0: MAX_FILL * capacity // 500, 1_000: capacity // 1_000, 50_000: capacity // 1_500}
 
     simulate(main)
 
@@ -346,7 +346,7 @@ def test_an_answer_goes_on_where_its_context_is_and_else_where_there_is_least_to
         assert router.admit(RouteRequest(0, 1, 10), None, 0, 0.0) is home  # the group's prompt is there
         router.add(home, 4_000)
         assert router.admit(route_request, home, 1_000, 0.0) is idle
-        router.keep(home, session=1, context=1_000, age=0, now=0.0)
+        router.keep_context(home, session=1, context=1_000, group_number=0, now=0.0)
         assert router.admit(route_request, home, 1_000, 0.0) is home
         assert router.admit(route_request._replace(slices=0), home, 1_000, 0.0) is idle
 

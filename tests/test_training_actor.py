@@ -26,7 +26,7 @@ from cadenza.algorithms import TokenLoss, policy_gradient
 from cadenza.data import DataProto, Ragged
 from cadenza.training import Actor, ActorConfig, NonFiniteLoss
 from cadenza.training.learner import Learner, LearnerConfig
-from cadenza.training.rows import Rows
+from cadenza.training.token_rows import TokenRows
 
 PLAIN = {"optimizer": "SGD", "lr": 1.0, "max_grad_norm": None}
 """A step of this is the gradient itself."""
@@ -230,7 +230,7 @@ def test_mini_batches_are_shuffled_by_seed_and_version() -> None:
 def test_every_epoch_and_every_version_has_mini_batches_of_its_own() -> None:
     batch = random_batch(3)
     learner = Learner(tiny_model(), LearnerConfig(epochs=2, mini_batches=3), 0)
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     first = [part.tolist() for part in learner.updates(batch, rows)]
     assert [part.tolist() for part in learner.updates(batch, rows)] == first
     learner.version += 1

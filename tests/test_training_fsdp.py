@@ -36,12 +36,12 @@ from cadenza.training import (
     SupervisedConfig,
     load_model,
 )
-from cadenza.training.checkpoint import load_part
+from cadenza.training.checkpoint import load_role
 from cadenza.training.fsdp import Fsdp2
 from cadenza.training.models import save_model
-from cadenza.training.peers import Group, Peers
-from cadenza.training.sharded import Saving, load
-from cadenza.training.strategy import Strategy
+from cadenza.training.process_group import ProcessGroup, RankGroup
+from cadenza.training.sharded_checkpoint import ShardedSave, load
+from cadenza.training.strategy import ParallelStrategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ADAM = {"lr": 1e-2, "max_grad_norm": 0.05, "weight_decay": 0.01}
@@ -62,27 +62,27 @@ def four() -> Iterator[Ranks]:
         yield ranks
 
 
-def strategy(peers: Peers, **options: Any) -> Strategy:
+def strategy(group: RankGroup, **options: Any) -> ParallelStrategy:
     """For one rank, the one without shards."""
-    if not isinstance(peers, Group):
-        return Strategy(peers)
-    if (found := STRATEGIES.get(peers, str(options))) is None:
-        found = STRATEGIES[peers, str(options)] = Fsdp2(peers, **options)
+    if not isinstance(group, ProcessGroup):
+        return ParallelStrategy(group)
+    if (found := STRATEGIES.get(group, str(options))) is None:
+        found = STRATEGIES[group, str(options)] = Fsdp2(group, **options)
     return found
 
 
 class Strategies(dict[Any, Fsdp2]):
     """Process groups are made once."""
 
-    def get(self, peers: Group, options: str) -> Fsdp2 | None:  # type: ignore[override]
-        return super().get((peers, options))
+    def get(self, group: ProcessGroup, options: str) -> Fsdp2 | None:  # type: ignore[override]
+        return super().get((group, options))
 
 
 STRATEGIES = Strategies()
 
 
-def whole(of: Strategy, module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in of.full(dict(module.named_parameters())).items()}
+def whole(of: ParallelStrategy, module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in of.gather_full(dict(module.named_parameters())).items()}
 
 
 def double(name: str) -> nn.Module:
@@ -92,15 +92,15 @@ def double(name: str) -> nn.Module:
     return load_model(ModelConfig(path=name), VOCAB, 0).double()
 
 
-def act(peers: Peers, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
-    fsdp = strategy(peers)
+def act(group: RankGroup, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
+    fsdp = strategy(group)
     actor = Actor(double(model), ActorConfig(**config), 0, strategy=fsdp)
     told = [actor.train(batch) for batch in batches]
     return whole(fsdp, actor.module), told
 
 
-def act_in_parts(peers: Peers, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
-    fsdp = strategy(peers)
+def act_in_parts(group: RankGroup, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
+    fsdp = strategy(group)
     actor = Actor(double(model), ActorConfig(**config), 0, strategy=fsdp)
     told = []
     for batch in batches:
@@ -110,8 +110,8 @@ def act_in_parts(peers: Peers, model: str, batches: list[DataProto], config: dic
     return whole(fsdp, actor.module), told
 
 
-def criticise(peers: Peers, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
-    fsdp = strategy(peers)
+def criticise(group: RankGroup, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
+    fsdp = strategy(group)
     critic = Critic(double(model), CriticConfig(**config), 0, strategy=fsdp)
     for parameter in critic.head.parameters():
         parameter.data = parameter.data.double()
@@ -123,9 +123,9 @@ def criticise(peers: Peers, model: str, batches: list[DataProto], config: dict[s
     return whole(fsdp, critic.module) | (heads if fsdp.is_first else {}), told
 
 
-def imitate(peers: Peers, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
+def imitate(group: RankGroup, model: str, batches: list[DataProto], config: dict[str, Any]) -> Told:
     """A module that an actor has wrapped before."""
-    fsdp = strategy(peers)
+    fsdp = strategy(group)
     actor = Actor(double(model), ActorConfig(), 0, strategy=fsdp)
     trainer = Supervised(actor.module, SupervisedConfig(**config), 0, strategy=fsdp)
     told = [trainer.train(batch) for batch in batches]
@@ -136,7 +136,7 @@ def assert_as_one(
     ranks: Ranks, work: Callable[..., Told], batches: list[DataProto], config: dict[str, Any], model: str = "tiny"
 ) -> None:
     """The weights, losses and norms of one rank that holds everything."""
-    weights, told = work(Peers(), model, batches, config)
+    weights, told = work(RankGroup(), model, batches, config)
     (first, metrics), *others = ranks.run(work, model, batches, config)
     assert_same_parameters(first, weights, atol=1e-5)
     for mine, alone in zip(metrics, told, strict=True):
@@ -159,7 +159,7 @@ def test_shards_learn_what_one_would(two: Ranks, config: dict[str, Any], cut: di
 
 def test_shards_learn_from_parts_what_one_would_from_the_whole(two: Ranks) -> None:
     config = {**ADAM, "aggregation": "sequence_mean", "token_budget": 25}
-    weights, told = act(Peers(), "tiny", THREE, config)
+    weights, told = act(RankGroup(), "tiny", THREE, config)
     (first, metrics), (_, same) = two.run(act_in_parts, "tiny", THREE, config)
     assert_same_parameters(first, weights, atol=1e-5)
     assert same == metrics
@@ -219,8 +219,8 @@ def test_halves_of_heads_and_shards_of_them_learn_what_one_would(four: Ranks, mo
     assert_as_one(four, act, THREE, {**ADAM, "token_budget": 25, "entropy_coef": 0.01, "mini_batches": 2}, model)
 
 
-def too_many(peers: Group) -> None:
-    Actor(tiny_model(heads=1), ActorConfig(), 0, strategy=strategy(peers))
+def too_many(group: ProcessGroup) -> None:
+    Actor(tiny_model(heads=1), ActorConfig(), 0, strategy=strategy(group))
 
 
 def test_heads_that_do_not_divide_are_refused(four: Ranks) -> None:
@@ -231,8 +231,8 @@ def test_heads_that_do_not_divide_are_refused(four: Ranks) -> None:
 # -- precision, adapters -----------------------------------------------------------------------------------------------
 
 
-def rounded(peers: Group) -> tuple[list[torch.dtype], list[float], list[float]]:
-    fsdp = strategy(peers, bf16=True)
+def rounded(group: ProcessGroup) -> tuple[list[torch.dtype], list[float], list[float]]:
+    fsdp = strategy(group, bf16=True)
     actor = Actor(tiny_model(), ActorConfig(**ADAM), 0, strategy=fsdp)
     losses = [actor.train(batch)["grad_norm"] for batch in THREE]
     exact = Actor(tiny_model(), ActorConfig(**ADAM), 0)
@@ -246,8 +246,8 @@ def test_bf16_rounds_products_and_not_shards(two: Ranks) -> None:
         assert found != pytest.approx(exact, rel=1e-5)
 
 
-def adapt(peers: Peers, directory: Path) -> tuple[dict[str, Tensor], list[float], DataProto]:
-    fsdp = strategy(peers)
+def adapt(group: RankGroup, directory: Path) -> tuple[dict[str, Tensor], list[float], DataProto]:
+    fsdp = strategy(group)
     model = load_model(ModelConfig(path=str(directory), lora=LoraConfig(r=2)), VOCAB, 0)
     actor = Actor(model, ActorConfig(**ADAM), 0, strategy=fsdp)
     reference = Reference(actor.module, strategy=fsdp)
@@ -257,7 +257,7 @@ def adapt(peers: Peers, directory: Path) -> tuple[dict[str, Tensor], list[float]
 
 def test_adapters_are_sharded_and_published_alone(two: Ranks, tmp_path: Path) -> None:
     save_model(tmp_path, tiny_model())
-    weights, losses, under = adapt(Peers(), tmp_path)
+    weights, losses, under = adapt(RankGroup(), tmp_path)
     (found, mine, same), (nothing, _, _) = two.run(adapt, tmp_path)
     assert not nothing
     assert_same_parameters(found, {name: tensor.clone() for name, tensor in weights.items()}, atol=1e-5)
@@ -268,29 +268,29 @@ def test_adapters_are_sharded_and_published_alone(two: Ranks, tmp_path: Path) ->
 # -- checkpoints and offload -------------------------------------------------------------------------------------------
 
 
-def save(peers: Group, directory: Path) -> Told:
+def save(group: ProcessGroup, directory: Path) -> Told:
     """The weights in the end, with a checkpoint after the first batch that is written while the second is trained."""
-    fsdp = strategy(peers)
+    fsdp = strategy(group)
     assert isinstance(fsdp, Fsdp2)
     actor = Actor(tiny_model(), ActorConfig(**ADAM), 0, strategy=fsdp)
     actor.train(THREE[0])
     exported = whole(fsdp, actor.module)
-    saving = Saving(directory, actor, fsdp)
+    saving = ShardedSave(directory, actor, fsdp)
     told = [actor.train(THREE[1])]
     saving.wait()
     return whole(fsdp, actor.module) | {f"then/{name}": tensor for name, tensor in exported.items()}, told
 
 
-def go_on(peers: Group, directory: Path) -> Told:
-    fsdp = strategy(peers)
+def go_on(group: ProcessGroup, directory: Path) -> Told:
+    fsdp = strategy(group)
     assert isinstance(fsdp, Fsdp2)
     actor = Actor(tiny_model(5), ActorConfig(**ADAM), 0, strategy=fsdp)
     load(directory, actor, fsdp)
     return whole(fsdp, actor.module), [actor.train(THREE[1])]
 
 
-def go_on_to_the_end(peers: Group, directory: Path) -> dict[str, Tensor]:
-    fsdp = strategy(peers)
+def go_on_to_the_end(group: ProcessGroup, directory: Path) -> dict[str, Tensor]:
+    fsdp = strategy(group)
     assert isinstance(fsdp, Fsdp2)
     actor = Actor(tiny_model(5), ActorConfig(**ADAM), 0, strategy=fsdp)
     load(directory, actor, fsdp)
@@ -310,11 +310,11 @@ def test_a_checkpoint_is_of_its_moment_and_fits_other_ranks(two: Ranks, four: Ra
         assert metrics[0] == pytest.approx(told[0], abs=1e-5)
         assert_same_parameters(ranks.run(go_on_to_the_end, tmp_path)[0], end, atol=atol)
     with pytest.raises(CheckpointError, match="is sharded: go on with the strategy 'fsdp2'"):
-        load_part(tmp_path, Actor(tiny_model(), ActorConfig(), 0))
+        load_role(tmp_path, Actor(tiny_model(), ActorConfig(), 0))
 
 
-def go_on_from_another(peers: Group, directory: Path) -> None:
-    fsdp = strategy(peers)
+def go_on_from_another(group: ProcessGroup, directory: Path) -> None:
+    fsdp = strategy(group)
     assert isinstance(fsdp, Fsdp2)
     load(directory, Actor(tiny_model(), ActorConfig(), 0, strategy=fsdp), fsdp)
 
@@ -325,8 +325,8 @@ def test_a_checkpoint_of_another_strategy_is_refused(two: Ranks, tmp_path: Path)
         assert "was written by another strategy than 'fsdp2'" in str(error)
 
 
-def rest(peers: Peers, away: bool) -> tuple[Told, int, int, str]:
-    fsdp = strategy(peers)
+def rest(group: RankGroup, away: bool) -> tuple[Told, int, int, str]:
+    fsdp = strategy(group)
     actor = Actor(tiny_model(), ActorConfig(**ADAM), 0, strategy=fsdp)
     told = [actor.train(THREE[0])]
     freed, said, left = 0, "", 0
@@ -359,15 +359,15 @@ def test_what_was_offloaded_and_reloaded_goes_on_as_if_nothing_had_happened(two:
 
 
 def test_one_rank_can_offload_too() -> None:
-    (weights, told), *_ = rest(Peers(), False)
-    (same, metrics), freed, left, _ = rest(Peers(), True)
+    (weights, told), *_ = rest(RankGroup(), False)
+    (same, metrics), freed, left, _ = rest(RankGroup(), True)
     assert_same_parameters(same, weights, atol=0)
     assert (metrics, left) == (told, 0)
     assert freed > 0
 
 
-def fail(peers: Group, batch: DataProto) -> None:
-    fsdp = strategy(peers)
+def fail(group: ProcessGroup, batch: DataProto) -> None:
+    fsdp = strategy(group)
     actor = Actor(tiny_model(), ActorConfig(**ADAM, token_budget=1), 0, strategy=fsdp)
     before = whole(fsdp, actor.module)
     try:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from training_cases import VOCAB, random_batch, row_by_row, segments_batch, tiny_model, without
 
 from cadenza.data import DataProto, Ragged
+from cadenza.training.attention_blocks import attention_layout
 from cadenza.training.batching import micro_batches, mini_batches
-from cadenza.training.blocks import plan
 from cadenza.training.forward import Forward, TokenScores
 from cadenza.training.packing import Packing, pack
-from cadenza.training.rows import Rows
+from cadenza.training.token_rows import TokenRows
 
 PACKINGS: tuple[Packing, ...] = get_args(Packing)
 batches = st.builds(
@@ -28,7 +28,7 @@ def scores_by_row(
     forward: Forward, batch: DataProto, packing: Packing, budget: int = 10_000, **options: Any
 ) -> list[TokenScores]:
     """The scores of each row of the batch, in its order."""
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     found: dict[int, TokenScores] = {}
     for part in micro_batches(rows, rows.active, budget, packing):
         scores = forward.scores(pack(rows, part, packing), **options)
@@ -56,7 +56,7 @@ def assert_as_row_by_row(module: Any, batch: DataProto, packing: Packing, atol: 
 
 def test_a_row_is_computed_up_to_its_last_trained_token() -> None:
     row = [(False, [1, 2]), (True, [3, 4]), (False, [5]), (True, [6]), (False, [7, 8])]
-    rows = Rows.of(segments_batch([row, [(False, [1])]]))
+    rows = TokenRows.of(segments_batch([row, [(False, [1])]]))
     assert rows.lengths.tolist() == [5, 0]
     assert rows.trained.tolist() == [2, 3, 5]
     assert rows.counts.tolist() == [3, 0]
@@ -66,12 +66,12 @@ def test_a_row_is_computed_up_to_its_last_trained_token() -> None:
 def test_padding_rows_have_no_trained_tokens() -> None:
     batch, added = random_batch().pad_to_multiple(8)
     assert added
-    assert Rows.of(batch).counts[-added:].tolist() == [0] * added
+    assert TokenRows.of(batch).counts[-added:].tolist() == [0] * added
 
 
 def test_a_column_can_be_ragged_or_dense_or_one_value_per_row() -> None:
     batch = random_batch()
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     per_row = np.arange(len(batch), dtype=np.float32)
     lengths = batch.batch.ragged("input_ids").lengths
     forms = {
@@ -90,12 +90,12 @@ def test_a_column_of_another_shape_is_refused() -> None:
     batch = random_batch()
     batch.batch["advantages"] = np.zeros((len(batch), 2), np.float32)
     with pytest.raises(ValueError, match=r"'advantages' is \[9, 2\]"):
-        Rows.of(batch).read(batch, "advantages")
+        TokenRows.of(batch).read(batch, "advantages")
 
 
 def test_results_are_written_where_their_tokens_are() -> None:
     batch = random_batch()
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     written = rows.write(batch, "numbers", np.arange(len(rows.trained)) + 1)
     mask = batch.batch["response_mask"]
     assert written.batch["numbers"][mask].tolist() == list(range(1, len(rows.trained) + 1))
@@ -105,7 +105,7 @@ def test_results_are_written_where_their_tokens_are() -> None:
 
 def test_a_response_without_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="row 1 begins with a response token"):
-        Rows.of(segments_batch([[(False, [1]), (True, [2])], [(True, [1, 2])]]))
+        TokenRows.of(segments_batch([[(False, [1]), (True, [2])], [(True, [1, 2])]]))
 
 
 # Micro-batches and mini-batches
@@ -115,7 +115,7 @@ def test_a_response_without_prompt_is_refused() -> None:
 def test_micro_batches_hold_every_training_row_once_within_the_budget(
     batch: DataProto, packing: Packing, budget: int
 ) -> None:
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     parts = micro_batches(rows, rows.active, budget, packing)
     assert sorted(np.concatenate(parts).tolist()) == rows.active.tolist()
     for part in parts:
@@ -126,7 +126,7 @@ def test_micro_batches_hold_every_training_row_once_within_the_budget(
 
 def test_rows_of_a_padded_micro_batch_are_of_similar_length() -> None:
     batch = segments_batch([[(False, [1] * n), (True, [2])] for n in (9, 2, 8, 1, 10, 3)])
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     assert [rows.lengths[part].tolist() for part in micro_batches(rows, rows.active, 30, "padded")] == [
         [10, 9, 8],
         [3, 2, 1],
@@ -149,7 +149,7 @@ def test_mini_batches_hold_every_row_once_and_trajectories_whole(ids: list[int],
 
 def test_a_prompt_that_rows_share_is_computed_once() -> None:
     prompt = list(range(10))
-    rows = Rows.of(segments_batch([[(False, prompt), (True, [n, n, n])] for n in range(4)]))
+    rows = TokenRows.of(segments_batch([[(False, prompt), (True, [n, n, n])] for n in range(4)]))
     [part] = micro_batches(rows, rows.active, 1000, "shared")
     # The last response token of a row predicts nothing, so it is no input.
     assert len(pack(rows, part, "shared").tokens) == 10 + 4 * 2
@@ -157,7 +157,7 @@ def test_a_prompt_that_rows_share_is_computed_once() -> None:
 
 
 def test_equal_rows_are_one_row_of_slots_with_a_target_each() -> None:
-    rows = Rows.of(segments_batch([[(False, [1, 2]), (True, [3, 4])]] * 3))
+    rows = TokenRows.of(segments_batch([[(False, [1, 2]), (True, [3, 4])]] * 3))
     packed = pack(rows, rows.active, "shared")
     assert packed.tokens.tolist() == [1, 2, 3]
     assert packed.targets.tolist() == [3, 4] * 3
@@ -167,11 +167,11 @@ def test_equal_rows_are_one_row_of_slots_with_a_target_each() -> None:
 def test_a_plan_asks_every_query_once_and_shows_it_its_own_past(
     batch: DataProto, packing: Packing, only_reads: bool, block_cost: int
 ) -> None:
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     [part] = micro_batches(rows, rows.active, 10**6, packing)
     packed = pack(rows, part, packing)
     queries = packed.reads if only_reads else np.arange(len(packed.tokens))
-    made = plan(packed, packed.reads if only_reads else None, block_cost=block_cost)
+    made = attention_layout(packed, packed.reads if only_reads else None, block_cost=block_cost)
     seen = _seen(made, len(packed.tokens), len(queries))
     for slot_of, length in zip(packed.grid, packed.lengths, strict=True):
         for position in range(length):
@@ -183,9 +183,9 @@ def test_a_plan_asks_every_query_once_and_shows_it_its_own_past(
 def test_members_of_a_group_are_a_block_of_few_queries() -> None:
     prompt = list(range(VOCAB)) * 4
     batch = segments_batch([[(False, prompt), (True, [n % VOCAB, n % 7, 1])] for n in range(12)])
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     [part] = micro_batches(rows, rows.active, 10**6, "shared")
-    whole, members = plan(pack(rows, part, "shared")).blocks
+    whole, members = attention_layout(pack(rows, part, "shared")).blocks
     assert (whole.rows, whole.queries, whole.mask) == (1, len(prompt) + 2, None)
     assert (members.rows, members.queries, members.keys) == (11, 2, len(prompt) + 2)
     assert_as_row_by_row(DOUBLE, batch, "shared", 1e-6)
@@ -362,7 +362,7 @@ def test_logits_in_chunks_give_the_same_values_and_gradients(limit: int) -> None
 
 def test_logits_in_chunks_also_without_gradients_and_entropies() -> None:
     batch = random_batch(4)
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     whole, chunked = (
         Forward(DOUBLE, logits_limit=limit).logprobs(rows, rows.active, budget=100, packing="shared")
         for limit in (1 << 24, 40)

@@ -22,8 +22,8 @@ from cadenza.algorithms import TokenLoss, ppo_clip
 from cadenza.data import DataProto, Ragged
 from cadenza.errors import DeadlinePassed, PeerLost
 from cadenza.training import Actor, ActorConfig, Critic, CriticConfig, NonFiniteLoss, Supervised, SupervisedConfig
-from cadenza.training.peers import Address, Group, Meeting, Peers, VersionsDiffer
-from cadenza.training.strategy import Strategy, shares
+from cadenza.training.process_group import ProcessGroup, RankGroup, Rendezvous, RendezvousAddress, VersionsDiffer
+from cadenza.training.strategy import ParallelStrategy, assign_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 Weights = dict[str, Tensor]
@@ -37,28 +37,32 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def act(peers: Peers, batches: list[DataProto], config: dict[str, Any]) -> tuple[Weights, list[dict[str, float]]]:
-    actor = Actor(tiny_model(double=True), ActorConfig(**config), 0, strategy=Strategy(peers))
+def act(group: RankGroup, batches: list[DataProto], config: dict[str, Any]) -> tuple[Weights, list[dict[str, float]]]:
+    actor = Actor(tiny_model(double=True), ActorConfig(**config), 0, strategy=ParallelStrategy(group))
     told = [actor.train(batch) for batch in batches]
     return parameters(actor.module), told
 
 
-def criticise(peers: Peers, batches: list[DataProto], config: dict[str, Any]) -> tuple[Weights, list[dict[str, float]]]:
-    critic = Critic(tiny_model(), CriticConfig(**config), 0, strategy=Strategy(peers))
+def criticise(
+    group: RankGroup, batches: list[DataProto], config: dict[str, Any]
+) -> tuple[Weights, list[dict[str, float]]]:
+    critic = Critic(tiny_model(), CriticConfig(**config), 0, strategy=ParallelStrategy(group))
     told = [critic.train(batch) for batch in batches]
     heads = {name: tensor for name, tensor in critic.state().tensors.items() if name.startswith("head/")}
     return parameters(critic.module) | heads, told
 
 
-def imitate(peers: Peers, batches: list[DataProto], config: dict[str, Any]) -> tuple[Weights, list[dict[str, float]]]:
-    trainer = Supervised(tiny_model(double=True), SupervisedConfig(**config), 0, strategy=Strategy(peers))
+def imitate(
+    group: RankGroup, batches: list[DataProto], config: dict[str, Any]
+) -> tuple[Weights, list[dict[str, float]]]:
+    trainer = Supervised(tiny_model(double=True), SupervisedConfig(**config), 0, strategy=ParallelStrategy(group))
     told = [trainer.train(batch) for batch in batches]
     return parameters(trainer.module), told
 
 
 def assert_as_one(ranks: Ranks, work: Any, batches: list[DataProto], config: dict[str, Any], atol: float) -> None:
     """All ranks end with the same bits, which are those of one rank but for the order of sums."""
-    weights, told = work(Peers(), batches, config)
+    weights, told = work(RankGroup(), batches, config)
     (first, metrics), *others = ranks.run(work, batches, config)
     assert_same_parameters(first, weights, atol=atol)
     for mine, alone in zip(metrics, told, strict=True):
@@ -104,8 +108,8 @@ def test_two_ranks_go_on_with_momentum_where_nothing_is_to_learn(ranks: Ranks) -
     assert_as_one(ranks, act, [random_batch(12), idle], {**ADAM, "mini_batches": 2}, 1e-9)
 
 
-def act_in_parts(peers: Peers, batches: list[DataProto], config: dict[str, Any]) -> tuple[Weights, list[Any]]:
-    actor = Actor(tiny_model(double=True), ActorConfig(**config), 0, strategy=Strategy(peers))
+def act_in_parts(group: RankGroup, batches: list[DataProto], config: dict[str, Any]) -> tuple[Weights, list[Any]]:
+    actor = Actor(tiny_model(double=True), ActorConfig(**config), 0, strategy=ParallelStrategy(group))
     told = []
     for batch in batches:
         for part in (batch[:2], batch[2:3], batch[3:]):
@@ -118,7 +122,7 @@ def act_in_parts(peers: Peers, batches: list[DataProto], config: dict[str, Any])
 def test_two_actors_learn_from_parts_what_one_would_from_the_whole(ranks: Ranks, config: dict[str, Any]) -> None:
     batches = [without(random_batch(seed), "old_logprobs") for seed in (11, 12)]
     config = {**ADAM, **config, "token_budget": 25}
-    weights, told = act(Peers(), batches, config)
+    weights, told = act(RankGroup(), batches, config)
     (first, metrics), (second, same) = ranks.run(act_in_parts, batches, config)
     assert_same_parameters(first, weights, atol=1e-7)
     assert_same_parameters(second, first, atol=0)
@@ -127,8 +131,8 @@ def test_two_actors_learn_from_parts_what_one_would_from_the_whole(ranks: Ranks,
         assert mine == pytest.approx(alone, abs=1e-6)
 
 
-def other_weights(peers: Peers) -> Weights:
-    return parameters(Actor(tiny_model(peers.rank), ActorConfig(), 0, strategy=Strategy(peers)).module)
+def other_weights(group: RankGroup) -> Weights:
+    return parameters(Actor(tiny_model(group.data_rank), ActorConfig(), 0, strategy=ParallelStrategy(group)).module)
 
 
 def test_all_ranks_begin_with_the_weights_of_the_first(ranks: Ranks) -> None:
@@ -138,7 +142,7 @@ def test_all_ranks_begin_with_the_weights_of_the_first(ranks: Ranks) -> None:
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 8))
 def test_shares_keep_neighbours_together_and_are_even(costs: list[int], count: int) -> None:
-    found = shares(np.array(costs, np.int64), count)
+    found = assign_ranks(np.array(costs, np.int64), count)
     assert (np.diff(found) >= 0).all()
     assert ((found >= 0) & (found < count)).all()
     sums = np.bincount(found, weights=costs, minlength=count)
@@ -148,8 +152,8 @@ def test_shares_keep_neighbours_together_and_are_even(costs: list[int], count: i
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def fail(peers: Peers, batch: DataProto, config: dict[str, Any], failures: Path) -> None:
-    actor = Actor(tiny_model(), ActorConfig(**config), 0, failures=failures, strategy=Strategy(peers))
+def fail(group: RankGroup, batch: DataProto, config: dict[str, Any], failures: Path) -> None:
+    actor = Actor(tiny_model(), ActorConfig(**config), 0, failures=failures, strategy=ParallelStrategy(group))
     before = parameters(actor.module)
     try:
         actor.train(batch)
@@ -211,10 +215,14 @@ def test_a_loss_that_raises_on_one_rank_stops_all(ranks: Ranks, tmp_path: Path) 
     assert ranks.run(act, [random_batch(11)], PLAIN)
 
 
-def fail_in_parts(peers: Peers, batch: DataProto, failures: Path) -> Weights:
+def fail_in_parts(group: RankGroup, batch: DataProto, failures: Path) -> Weights:
     """The last part is unlucky on one rank; then all learn from the parts before it."""
     actor = Actor(
-        tiny_model(), ActorConfig(**PLAIN, loss=unlucky_when_told), 0, failures=failures, strategy=Strategy(peers)
+        tiny_model(),
+        ActorConfig(**PLAIN, loss=unlucky_when_told),
+        0,
+        failures=failures,
+        strategy=ParallelStrategy(group),
     )
     for part in (batch[:4], batch[4:]):
         actor.add(part)
@@ -245,18 +253,18 @@ def test_a_part_that_raises_on_one_rank_drops_the_parts_of_all(ranks: Ranks, tmp
     assert_same_parameters(second, first, atol=0)
 
 
-def hear(peers: Peers, batch: DataProto, failures: Path) -> None:
+def hear(group: RankGroup, batch: DataProto, failures: Path) -> None:
     try:
-        fail(peers, batch, {**PLAIN, "loss": unlucky}, failures)
+        fail(group, batch, {**PLAIN, "loss": unlucky}, failures)
     except Exception as error:  # noqa: BLE001 - notes do not travel
         text = f"{type(error).__name__} {error} {getattr(error, '__notes__', [])}"
         raise AssertionError(text) from None
 
 
-def die(peers: Peers, rank: int) -> None:
-    if peers.rank == rank:
+def die(group: RankGroup, rank: int) -> None:
+    if group.data_rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
-    peers.exchange(None)
+    group.all_gather(None)
 
 
 def test_the_death_of_a_rank_is_heard_by_the_others() -> None:
@@ -271,20 +279,20 @@ NAMES = ["actor rank 0 on here, device 0", "actor rank 1 on there, device 8"]
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(DeadlinePassed, match="rank 0 on here, device 0 waits for actor rank 1 on there, device 8"):
-        Group(Meeting("127.0.0.1"), 0, NAMES, seconds=0.2)
+        ProcessGroup(Rendezvous("127.0.0.1"), 0, NAMES, seconds=0.2)
 
 
 def test_a_meeting_that_cannot_be_reached_is_named() -> None:
     with pytest.raises(
         DeadlinePassed, match=r"rank 1 on there, device 8 cannot reach actor rank 0 on here.*127.0.0.1:1 "
     ):
-        Group(Address("127.0.0.1", 1), 1, NAMES, seconds=0.2)
+        ProcessGroup(RendezvousAddress("127.0.0.1", 1), 1, NAMES, seconds=0.2)
 
 
 def test_ranks_with_other_versions_of_torch_are_refused_with_both() -> None:
-    meeting = Meeting("127.0.0.1")
+    meeting = Rendezvous("127.0.0.1")
     meeting.store.set("here/1", '{"torch": "1.13.1"}')
     with pytest.raises(VersionsDiffer) as caught:
-        Group(meeting, 0, NAMES, seconds=1)
+        ProcessGroup(meeting, 0, NAMES, seconds=1)
     said = f"torch 1.13.1 in {NAMES[1]}, but torch {torch.__version__} in {NAMES[0]}: install the same on all nodes"
     assert str(caught.value) == said

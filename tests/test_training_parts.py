@@ -155,7 +155,7 @@ def test_what_would_mix_with_parts_is_refused_until_they_are_finished_or_dropped
     actor = Actor(tiny_model(), ActorConfig(), 0)
     actor.add(batch)
     for mixing in (lambda: actor.train(batch), actor.offload):
-        with pytest.raises(RuntimeError, match="an update of 1 parts so far is under way: finish or drop it first"):
+        with pytest.raises(RuntimeError, match="an update of 1 chunks so far is under way: finish or drop it first"):
             mixing()
     actor.drop()
     assert actor.train(batch)["tokens"] == random_tokens(batch)
@@ -178,7 +178,7 @@ def test_a_sequence_of_several_rows_cannot_be_cut() -> None:
     actor = Actor(tiny_model(), ActorConfig(aggregation="sequence_mean", sequence="trajectory"), 0)
     first, second = cut(batch, 0, 3, 9)
     actor.add(first)
-    with pytest.raises(ValueError, match="trajectory 1 has rows in two parts of an update"):
+    with pytest.raises(ValueError, match="trajectory 1 has rows in two chunks of an update"):
         actor.add(second)
 
 

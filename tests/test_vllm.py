@@ -263,7 +263,7 @@ def test_a_run_is_refused_in_which_vllm_would_have_to_sleep_on_a_cpu(tmp_path: P
     overrides = ("backend=ray", "devices={actor: '0', inference: 0-1}")
     code, said = started(tmp_path, path, *overrides, devices=2, kind="vllm", python=python)
     assert code == 1, said
-    assert "actor and inference cannot take turns on 0: vLLM cannot sleep on a CPU. Give them devices" in said
+    assert "actor and inference cannot alternate on 0: vLLM cannot sleep on a CPU. Give them devices" in said
 
 
 def test_tokens_and_logprobs_are_those_of_transformers(

@@ -102,7 +102,7 @@ def test_a_receiver_that_stays_away_is_an_error_with_a_deadline(monkeypatch: pyt
         broadcast.send(state(), sender)
 
 
-def test_another_line_is_another_meeting() -> None:
+def test_another_rendezvous_is_another_process_group() -> None:
     groups = BroadcastGroups()
     one, other = (groups.open(WeightLayout.of(state()), 1, "127.0.0.1") for _ in range(2))
     assert one.rendezvous != other.rendezvous

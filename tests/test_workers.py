@@ -16,7 +16,7 @@ from cadenza.pipelines.workers import ActorWorker, CriticWorker, ModelSpec, Refe
 from cadenza.training import ActorConfig, CriticConfig, ModelConfig, ReferenceConfig
 from cadenza.training.models import save_model
 
-BLUEPRINT = ModelSpec(ModelConfig(layers=1, hidden=16, heads=2), VOCAB, None, 0, 1)
+MODEL_SPEC = ModelSpec(ModelConfig(layers=1, hidden=16, heads=2), VOCAB, None, 0, 1)
 ROLES: dict[str, tuple[type[Any], str, dict[str, Any]]] = {
     "actor": (ActorWorker, "logprobs", {"config": ActorConfig(), "reference": ReferenceConfig(), "failures": None}),
     "critic": (CriticWorker, "values", {"config": CriticConfig(), "failures": None}),
@@ -27,17 +27,17 @@ ROLES: dict[str, tuple[type[Any], str, dict[str, Any]]] = {
 def column(role: str, ranks: int, batch: DataProto, directory: Path) -> DataProto:
     """What ranks with the same weights answer, one after the other."""
     kind, method, init = ROLES[role]
-    worker = kind(model_spec=BLUEPRINT, **init)
+    worker = kind(model_spec=MODEL_SPEC, **init)
     if role == "reference":
         worker.load(directory)
     else:
         worker.build(None, [])
     if role == "critic":
         torch.nn.init.ones_(worker.critic.head.weight)
-    mark = dispatch_spec_of(getattr(kind, method))
-    assert mark is not None
-    trip = DispatchCall(mark, ResourceManager(ranks).place({role: list(range(ranks))})[role].places, (batch,), {})
-    found: DataProto = trip.gather({call.rank: getattr(worker, method)(*call.args) for call in trip.calls})
+    spec = dispatch_spec_of(getattr(kind, method))
+    assert spec is not None
+    dispatched = DispatchCall(spec, ResourceManager(ranks).place({role: list(range(ranks))})[role].places, (batch,), {})
+    found: DataProto = dispatched.gather({call.rank: getattr(worker, method)(*call.args) for call in dispatched.calls})
     return found
 
 

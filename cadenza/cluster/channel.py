@@ -1,8 +1,8 @@
 """Two processes that talk all the time, in few calls.
 
-Invariant: messages arrive once, in the order in which they were sent, or the channel is lost and both ends know. Those who
-call send what came up within `linger` in one call; the other end answers with all that it has to send, and while it has
-nothing the call waits there. A newer call relieves it, so that one call at a time waits.
+Invariant: messages arrive once, in the order in which they were sent, or the channel is lost and both ends know. The
+end that calls sends what came up within `linger` in one call; the other end answers with its outbox, and while that is
+empty the call waits there. A newer call releases it, so that one call at a time waits.
 ```
 Channel.send --outbox, once per linger--> exchange() --> on_message
 on_message <----- all that is there <- waits for Mailbox.send, a newer call, or POLL_SECONDS

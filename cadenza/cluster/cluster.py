@@ -48,8 +48,8 @@ class Cluster(Generic[W]):
         call_seconds: float = 3600.0,
         **init: Any,
     ) -> None:
-        """`init` is what each worker is made with. `backend` is 'embedded', 'ray' or something that makes a group; None
-        is that of the devices. Nothing runs before `start`."""
+        """`init` is what each worker is made with. `backend` is 'embedded', 'ray' or a function that makes a
+        `WorkerGroup`; None is that of the devices. Nothing runs before `start`."""
         if placement.role != role:
             raise ValueError(f"cluster '{role}' is given the devices of the role '{placement.role}'")
         for name, seconds in (("start_seconds", start_seconds), ("call_seconds", call_seconds)):
@@ -58,7 +58,7 @@ class Cluster(Generic[W]):
         self.role = role
         self.placement = placement
         self.worker_class = worker_class
-        self._methods = _marked(worker_class)
+        self._methods = _dispatch_methods(worker_class)
         self._signatures = {name: _signature(getattr(worker_class, name)) for name in self._methods}
         try:
             inspect.signature(worker_class).bind(**init)
@@ -86,7 +86,7 @@ class Cluster(Generic[W]):
 
     @property
     def worker_handles(self) -> Sequence[WorkerHandle]:
-        """Each worker by rank, to be asked by itself. On Ray they are addresses, which pickle."""
+        """A handle for each worker, by rank, to call it alone. On Ray they pickle."""
         if self._worker_group is None:
             raise RuntimeError(f"cluster '{self.role}' does not run: await its start(), or use 'async with'")
         return self._worker_group.worker_handles()
@@ -154,16 +154,18 @@ class Cluster(Generic[W]):
             state = "was shut down" if self._ended else "is not started: await its start(), or use 'async with'"
             raise RuntimeError(f"{what}: the cluster {state}")
         try:
-            trip = DispatchCall(self._methods[name], self.places, args, kwargs)
-            futures = await within(self._call_seconds, self._worker_group.submit(name, trip.calls), "call_seconds")
+            dispatch_call = DispatchCall(self._methods[name], self.places, args, kwargs)
+            futures = await within(
+                self._call_seconds, self._worker_group.submit(name, dispatch_call.calls), "call_seconds"
+            )
         except Exception as error:
             error.add_note(f"in {what}, before it reached a worker")
             raise
-        places = [self.places[call.rank] for call in trip.calls]
+        places = [self.places[call.rank] for call in dispatch_call.calls]
         found = await gather_answers(
             what, places, futures, seconds=self._call_seconds, check_alive=self._worker_group.check_alive
         )
-        return trip.gather({place.rank: answer for place, answer in zip(places, found, strict=True)})
+        return dispatch_call.gather({place.rank: answer for place, answer in zip(places, found, strict=True)})
 
     def _unknown(self, name: str) -> str:
         kind, marked = self.worker_class.__name__, ", ".join(self._methods)
@@ -174,15 +176,15 @@ class Cluster(Generic[W]):
         return f"{kind}, the worker class of '{self.role}', has no method '{name}'; {hint}"
 
 
-def _marked(worker_class: type[Worker]) -> dict[str, DispatchSpec]:
+def _dispatch_methods(worker_class: type[Worker]) -> dict[str, DispatchSpec]:
     if not (isinstance(worker_class, type) and issubclass(worker_class, Worker)):
         raise TypeError(f"a worker class derives from cadenza.Worker, got {worker_class!r}")
     methods: dict[str, DispatchSpec] = {}
     for name in dir(worker_class):
         # A method that overrides a marked one is marked like it, unless it says otherwise.
-        marks = (dispatch_spec_of(vars(base).get(name)) for base in worker_class.__mro__)
-        if (mark := next((mark for mark in marks if mark is not None), None)) is not None:
-            methods[name] = mark
+        specs = (dispatch_spec_of(vars(base).get(name)) for base in worker_class.__mro__)
+        if (spec := next((spec for spec in specs if spec is not None), None)) is not None:
+            methods[name] = spec
     if not methods:
         raise TypeError(f"{worker_class.__name__} has no method that is marked with @dispatch(...)")
     for name in methods:

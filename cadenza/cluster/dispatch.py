@@ -7,13 +7,13 @@
     rank_zero    rank 0                             the same                      its answer
     one_to_one   every rank                         its item of each list         a list, by rank
 
-Rows are cut into one part for each data-parallel rank; the tensor-parallel ranks of a replica get the same part, and
+Rows are cut into one chunk for each data-parallel rank; the tensor-parallel ranks of a replica get the same chunk, and
 only the first of them answers.
 
-Invariant of split: all parts have the same number of rows, so that ranks which compute together stay in step, and every
-part has rows of its own as long as there are any. Where the rows do not divide evenly, a part ends with one row too
-many. It is a copy, and the column `is_padding`, which every part has, marks it: a loss must not count it (training does
-not), and whatever a worker answers for it is dropped. So no row ever comes back, or is counted, twice.
+Invariant of split: all chunks have the same number of rows, so that ranks which compute together stay in step, and
+every chunk has rows of its own as long as there are any. Where the rows do not divide evenly, a chunk ends with one row
+too many. It is a copy, and the column `is_padding`, which every chunk has, marks it: a loss must not count it (training
+does not), and whatever a worker answers for it is dropped. So no row ever comes back, or is counted, twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SPEC_ATTRIBUTE = "__cadenza_dispatch__"
 
 
 class DispatchMode(StrEnum):
-    """See the module."""
+    """Who is called with what; see the table at the head of this module."""
 
     BROADCAST = "broadcast"
     SPLIT = "split"
@@ -46,7 +46,7 @@ class DispatchMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DispatchSpec:
-    """What `dispatch` says about a method."""
+    """How a method marked with `dispatch` is called: its mode, and how its answers are gathered."""
 
     mode: DispatchMode
     gather: Gather | None
@@ -75,7 +75,8 @@ def dispatch_spec_of(method: object) -> DispatchSpec | None:
 
 @dataclass(frozen=True, slots=True)
 class RankCall:
-    """What one rank is asked. What several ranks get alike is the same object, so that it is shipped once."""
+    """The call of a worker method at one rank. What several ranks get alike is the same object, so that it is sent
+    once."""
 
     rank: int
     args: tuple[Any, ...]
@@ -85,7 +86,7 @@ class RankCall:
 
 
 class DispatchCall:
-    """One call of a marked method, there and back."""
+    """One call of a marked method on all its ranks: cuts the arguments for each rank, and gathers the answers."""
 
     def __init__(
         self, spec: DispatchSpec, places: Sequence[Place], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -93,7 +94,7 @@ class DispatchCall:
         self._spec = spec
         self._places = places
         self._rows: list[int] = []
-        """Real rows of each part, if rows were cut."""
+        """Real rows of each chunk, if rows were cut."""
         match spec.mode:
             case DispatchMode.BROADCAST:
                 self.calls = [RankCall(place.rank, args, kwargs) for place in places]
@@ -145,7 +146,7 @@ class DispatchCall:
     def _shares(self, values: list[Any]) -> list[list[Any]]:
         """By data-parallel rank. A DataProto without columns is about all rows, and goes to everyone like any other
         value."""
-        parts = self._places[0].data_ranks
+        chunks = self._places[0].data_ranks
         tables = [value for value in values if isinstance(value, DataProto) and value.columns]
         if not tables:
             raise TypeError("a split method needs a DataProto with rows among its arguments")
@@ -157,16 +158,16 @@ class DispatchCall:
         if rows == {0}:
             raise ValueError("the batch has no rows to split")
         (count,) = rows
-        self._rows = [count // parts + (part < count % parts) for part in range(parts)]
+        self._rows = [count // chunks + (chunk < count % chunks) for chunk in range(chunks)]
         cut = {id(table): split_rows(table, self._rows) for table in tables}
-        return [[cut[id(value)][part] if id(value) in cut else value for value in values] for part in range(parts)]
+        return [[cut[id(value)][chunk] if id(value) in cut else value for value in values] for chunk in range(chunks)]
 
     def _without_padding(self, number: int, answer: DataProto) -> DataProto:
         """An answer without what stands for padding."""
         real, size = self._rows[number], max(self._rows)
         if len(answer) != size:
             raise ValueError(
-                f"replica {number} answered a part of {size} rows with {len(answer)}: a split method answers row by "
+                f"replica {number} answered a chunk of {size} rows with {len(answer)}: a split method answers row by "
                 "row; for anything else give dispatch a gather="
             )
         if IS_PADDING in answer.batch and not np.array_equal(answer.batch.numpy(IS_PADDING), np.arange(size) >= real):
@@ -178,18 +179,18 @@ class DispatchCall:
 
 
 def split_rows(table: DataProto, counts: Sequence[int]) -> list[DataProto]:
-    """Parts with so many rows each, all as long as the longest: a shorter one ends with a copy that is marked."""
+    """Chunks with so many rows each, all as long as the longest: a shorter one ends with a copy that is marked."""
     if IS_PADDING in table.columns:
         raise ValueError(f"the batch has a column {IS_PADDING!r} already: unpad it before it is split")
     size = max(counts)
     ends = [0, *np.cumsum(counts).tolist()]
-    parts = []
+    chunks = []
     for start, stop in pairwise(ends):
         if stop - start == size:
-            part = table[start:stop]
+            chunk = table[start:stop]
         else:
             own = np.arange(start, stop)
-            part = table[np.append(own, np.full(size - len(own), start if len(own) else 0))]
-        part.batch[IS_PADDING] = np.arange(size) >= stop - start
-        parts.append(part)
-    return parts
+            chunk = table[np.append(own, np.full(size - len(own), start if len(own) else 0))]
+        chunk.batch[IS_PADDING] = np.arange(size) >= stop - start
+        chunks.append(chunk)
+    return chunks

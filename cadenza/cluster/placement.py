@@ -36,7 +36,7 @@ class DeviceSharing(StrEnum):
     """What two roles have to do with each other."""
 
     COLOCATED = "colocated"
-    """The same devices: they take turns."""
+    """The same devices: they use them alternately."""
     PARTIAL = "partial"
     """Some devices are those of both."""
     DISAGGREGATED = "disaggregated"
@@ -82,7 +82,7 @@ class Node:
 
 
 class DeviceSource(Protocol):
-    """Where devices come from."""
+    """What has nodes with devices: a `ResourceManager`."""
 
     @property
     def nodes(self) -> Sequence[Node]: ...
@@ -96,7 +96,7 @@ class DeviceSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one worker sits, and which part of its role it is."""
+    """Where one worker sits, and which rank of its role it is."""
 
     role: str
     rank: int
@@ -112,16 +112,16 @@ class Place:
     """Their numbers in the map. A process of its own sees only these, from 0 on."""
 
     def __str__(self) -> str:
-        parts = f" (data {self.data_rank}, tensor {self.tensor_rank})" if self.tensor_ranks > 1 else ""
+        detail = f" (data {self.data_rank}, tensor {self.tensor_rank})" if self.tensor_ranks > 1 else ""
         if self.world_size < self.data_ranks * self.tensor_ranks:
-            parts = f" of replica {self.data_rank}"
+            detail = f" of replica {self.data_rank}"
         noun = "device" if len(self.devices) == 1 else "devices"
-        return f"{self.role} rank {self.rank}{parts} on {self.node}, {noun} {format_devices(self.devices)}"
+        return f"{self.role} rank {self.rank}{detail} on {self.node}, {noun} {format_devices(self.devices)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One role's part of a map: what a `Cluster` is made on."""
+    """The places of one role in a map: what a `Cluster` is made on."""
 
     role: str
     places: tuple[Place, ...]
@@ -263,7 +263,7 @@ def parse_devices(devices: str | Sequence[int]) -> tuple[int, ...]:
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ValueError(f"a device is a number from 0 on, got {number!r}")
     else:
-        numbers = tuple(number for part in devices.split(",") for number in _range(part.strip(), devices))
+        numbers = tuple(number for item in devices.split(",") for number in _range(item.strip(), devices))
     if not numbers:
         raise ValueError("no devices: name at least one")
     return numbers
@@ -276,14 +276,14 @@ def format_devices(devices: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _range(part: str, whole: str) -> range:
-    found = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part, re.ASCII)
+def _range(item: str, whole: str) -> range:
+    found = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", item, re.ASCII)
     if found is None:
-        raise ValueError(f"devices {whole!r}: {part!r} is no number and no range; write them as in '0-3,8-11'")
+        raise ValueError(f"devices {whole!r}: {item!r} is no number and no range; write them as in '0-3,8-11'")
     first = int(found[1])
     last = first if found[2] is None else int(found[2])
     if last < first:
-        raise ValueError(f"devices {whole!r}: the range {part!r} runs backwards; write '{last}-{first}'")
+        raise ValueError(f"devices {whole!r}: the range {item!r} runs backwards; write '{last}-{first}'")
     if last - first >= MAX_RANGE:
-        raise ValueError(f"devices {whole!r}: the range {part!r} names {last - first + 1} devices, above {MAX_RANGE}")
+        raise ValueError(f"devices {whole!r}: the range {item!r} names {last - first + 1} devices, above {MAX_RANGE}")
     return range(first, last + 1)

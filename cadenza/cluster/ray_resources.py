@@ -48,7 +48,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS
 
 @dataclass(frozen=True, slots=True)
 class ReservedDevice:
-    """A device that is set aside."""
+    """A device that is set aside: a bundle of a Ray placement group."""
 
     group: Any
     """Its placement group."""

@@ -32,7 +32,7 @@ CLOSE_SECONDS = 10.0
 
 
 class RayWorkerHandle(WorkerHandle):
-    """The address of a Ray actor."""
+    """A worker in a Ray actor."""
 
     def __init__(self, role: str, actor: Any) -> None:
         super().__init__(role)

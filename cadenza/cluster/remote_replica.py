@@ -9,8 +9,8 @@ futures <------ all answers that are there <---------- waits for one, a newer ca
 A call that is lost is a replica that is lost: every future that was handed out fails with `ReplicaLost`. Control calls
 have no deadline of their own; the sampler has one for each.
 
-Weights come as a transfer (weight_transfer.py): `prepare` fetches them beside the generation, `load_weights` swaps them in. A
-transfer that was not prepared is fetched when it is loaded, if it can be.
+Weights come as a transfer (weight_transfer.py): `prepare` fetches them beside the generation, `load_weights` swaps them
+in. A transfer that was not prepared is fetched when it is loaded, if it can be.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class RemoteReplica:
         is_shared: bool = False,
         linger: float = 0.0,
     ) -> None:
-        """Where several processes ask one replica, each is a `client` with a name; for one that `is_shared`, requests in flight
-        are those of all clients. What is asked for within `linger` seconds shares a call."""
+        """Where several processes ask one replica, each is a `client` with a name; for one that `is_shared`, the
+        requests in flight are those of all clients. What is asked for within `linger` seconds shares a call."""
         self.name = name
         self.devices = devices
         self.kv_capacity = kv_capacity

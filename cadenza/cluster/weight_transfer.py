@@ -208,7 +208,8 @@ class WeightBroadcast:
 
 
 class BroadcastGroups:
-    """The gloo process groups in which this process broadcasts weights, apart from those of a trainer: one per rendezvous."""
+    """The gloo process group in which this process broadcasts weights, apart from those of a trainer: a new one for
+    each rendezvous."""
 
     def __init__(self) -> None:
         self._rendezvous = ""

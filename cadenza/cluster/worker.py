@@ -44,7 +44,7 @@ class Worker:
 
 
 class WorkerHost:
-    """Makes a worker at its place and calls it."""
+    """Makes one worker in this process, and calls its methods."""
 
     def __init__(self, place: Place) -> None:
         self.place = place

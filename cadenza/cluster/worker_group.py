@@ -1,8 +1,8 @@
 """The running workers of one cluster: what a backend makes, and how their answers are awaited.
 
 Invariant: no wait is endless. A call ends with all answers, with the first failure of any rank, when its time is up, or
-when what carries the workers is gone (`WorkerGroup.check_alive`). Ranks that compute together hang when one of them fails, so nobody
-waits for the rest of them.
+when what carries the workers is gone (`WorkerGroup.check_alive`). Ranks that compute together hang when one of them
+fails, so nobody waits for the rest of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WorkerLaunch:
 
 
 class WorkerGroup(Protocol):
-    """Workers that run."""
+    """The running workers of one cluster."""
 
     async def open(self) -> None:
         """Start them all, or raise."""

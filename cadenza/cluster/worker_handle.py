@@ -1,9 +1,9 @@
 """One worker without devices of its own, in this process or as a Ray actor, and how others reach it.
 
-Invariant: whoever asks a peer that is gone gets `WorkerLost`, also when it goes while it is asked.
+Invariant: whoever calls a worker that is gone gets `WorkerLost`, also when it goes during the call.
 
-A peer on Ray pickles: it is an address, which a third process can use to ask the same worker. Its methods are asked for
-by name, like those of a cluster: `await peer.exchange(...)`.
+A handle on Ray pickles: a third process can use it to call the same worker. Methods are called by name, like those of
+a cluster: `await handle.exchange(...)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cadenza.cluster.worker_group import BackgroundTasks
 
 
 class WorkerHandle(ABC):
-    """A worker that can be asked."""
+    """Calls the methods of one worker, wherever it runs."""
 
     world_size = 1
 
@@ -33,7 +33,7 @@ class WorkerHandle(ABC):
         """What this method of the worker returns."""
 
     async def call_small(self, method: str, *args: Any) -> Any:
-        """The same for what is said all the time, and is small."""
+        """The same for calls that are frequent, with small arguments and results."""
         return await self.call(method, *args)
 
     @abstractmethod

@@ -304,7 +304,11 @@ class AgenticPipeline:
 
     def _save_rollouts(self, directory: Path) -> None:
         """A run that somebody stops keeps what is finished; else exactness is worth more."""
-        if self._rollout_snapshot is None or self._rollout_snapshot[0] != self.progress.step or self.progress.ended == STOPPED:
+        if (
+            self._rollout_snapshot is None
+            or self._rollout_snapshot[0] != self.progress.step
+            or self.progress.ended == STOPPED
+        ):
             directory.mkdir()
             self.rollouts.save(directory)
         else:
@@ -313,7 +317,7 @@ class AgenticPipeline:
     # -- the metrics -----------------------------------------------------------------------------------------------
 
     async def _record_step(self) -> None:
-        """Book a step: in the metrics, the samples, the display."""
+        """Record a step in the metrics, the samples and the display."""
         progress, infos = self.progress, [chunk.meta_info for chunk in self._trained_chunks]
         episodes = EpisodeStats.merge([info["episodes"] for info in infos], self.config.samples)
         self._trained_chunks = []
@@ -476,7 +480,11 @@ def _validation_configs(config: RunConfig) -> tuple[RolloutConfig, EnvManagerCon
         for number, (name, domain) in enumerate(domains.items())
     }
     envs = config.envs.model_copy(
-        update={"domains": domains, "first_seed": settings.first_seed, "sampling": settings.sampling or config.envs.sampling}
+        update={
+            "domains": domains,
+            "first_seed": settings.first_seed,
+            "sampling": settings.sampling or config.envs.sampling,
+        }
     )
     patience = config.rollout.model_dump(include={"stall_seconds", "error_budget", "max_attempts"})
     slice_tokens = config.rollout.tokens_per_slice  # turns of both wait in one queue

@@ -136,7 +136,9 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json:
     return 130 if progress.ended == STOPPED else 0
 
 
-async def _train_until_stopped(config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display) -> RunProgress:
+async def _train_until_stopped(
+    config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display
+) -> RunProgress:
     pipeline = AgenticPipeline(config, run, on_step=display.update)
     loop = asyncio.get_running_loop()
 
@@ -194,8 +196,10 @@ def _percent(value: float | None) -> str:
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 
 
-async def _play_checkpoint(run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int) -> tuple[DataProto, int]:
-    """EpisodeStats of a checkpoint, and its version."""
+async def _play_checkpoint(
+    run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int
+) -> tuple[DataProto, int]:
+    """Plays episodes with a checkpoint; the batch, and the version."""
     _import_from_here()
     config = _config_of(run_dir, [])
     checkpoint = _checkpoint(run_dir, which)

@@ -249,8 +249,8 @@ class RunConfig(Config):
             named = f"devices.{role}: {format_devices(config.device_numbers)}"
             if len(config.device_numbers) > 1 and self.backend == "embedded":
                 raise ValueError(
-                    f"{named} are {len(config.device_numbers)} ranks that compute together, each in a process of its own: "
-                    "set backend=ray, or name one device"
+                    f"{named} are {len(config.device_numbers)} ranks that compute together, each in a process of its "
+                    "own: set backend=ray, or name one device"
                 )
             if config.devices_per_worker > 1:
                 raise ValueError(f"{named}: a rank that trains has one device: leave out devices_per_worker")
@@ -273,7 +273,7 @@ class RunConfig(Config):
             ),
             (self.critic is not None and "a critic is trained on whole batches", "take an estimator without critic"),
             (
-                self.estimator.over_batch and f"estimator.{self.estimator.over_batch} may need all groups at once",
+                self.estimator.cross_group_setting and f"estimator.{self.estimator.cross_group_setting} may need all groups at once",
                 "take one that compares within groups (grpo, rloo, gigpo, step)",
             ),
         ):
@@ -416,7 +416,10 @@ def _preset(name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _with_constant_length(values: dict[str, Any], source: str) -> dict[str, Any]:
     """With `actor.constant_length` where 'sequence_sum' needs it: the most tokens that a sequence may have."""
-    if _value_at(values, "actor.aggregation") != "sequence_sum" or _value_at(values, "actor.constant_length") is not None:
+    if (
+        _value_at(values, "actor.aggregation") != "sequence_sum"
+        or _value_at(values, "actor.constant_length") is not None
+    ):
         return values
     is_one_turn = _value_at(values, "envs.rollout") == "step" and _value_at(values, "actor.sequence") != "trajectory"
     turns = 1 if is_one_turn else _value_at(values, "envs.max_turns")
@@ -491,9 +494,7 @@ def _describe_errors(error: ValidationError, values: Any, source: str) -> str:
         given = problem["input"]
         shown = "" if isinstance(given, (dict, Config)) or problem["type"] == "missing" else f" (got {given!r})"
         problems.setdefault(key, ([], shown))[0].append(problem["msg"].removeprefix("Value error, "))
-    return "\n".join(
-        f"{source}: {key}{' or '.join(messages)}{shown}" for key, (messages, shown) in problems.items()
-    )
+    return "\n".join(f"{source}: {key}{' or '.join(messages)}{shown}" for key, (messages, shown) in problems.items())
 
 
 def _key_path(path: tuple[int | str, ...], values: Any) -> str:

@@ -22,7 +22,7 @@ class EpisodeStats:
     success: float | None
     """Share of the episodes that the env calls a success; None where none of them is called anything."""
     judged: int
-    """EpisodeStats that are called something."""
+    """Episodes that are called something."""
     turns: float
     response_tokens: float
     tokens: int

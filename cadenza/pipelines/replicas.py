@@ -1,8 +1,8 @@
 """The inference side of a run: its replicas, and how weights reach them.
 
-Invariant: `Inference.deliver_weights` brings what the actor has now to every replica, beside the generation, and changes
-nothing that is generated; `sampler.load_weights` with its answer swaps it in between two steps of an engine. So no step
-ever sees two versions, and an update that fails half way leaves the old one whole.
+Invariant: `Inference.deliver_weights` brings what the actor has now to every replica, beside the generation, and
+changes nothing that is generated; `sampler.load_weights` with its answer swaps it in between two steps of an engine. So
+no step ever sees two versions, and an update that fails half way leaves the old one whole.
 ```
 embedded          the engines read the actor's own tensors; one packed copy serves all of them
 Ray, one node     the actor's process puts buckets into shared memory, and the replicas read them there

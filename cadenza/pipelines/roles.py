@@ -26,7 +26,7 @@ from cadenza.training import Estimator, ReferenceConfig
 
 
 class Roles:
-    """Tokenizer, policy, and what trains it. The workers live inside `async with`."""
+    """The tokenizer, and the clusters of workers: actor, critic, reference, replicas. They live inside `async with`."""
 
     actor: Cluster[ActorWorker]
     critic: Cluster[CriticWorker] | None = None
@@ -85,7 +85,9 @@ class Roles:
             "actor", ActorWorker, config=policy, reference=reference, failures=self._failures
         )
         if config.critic is not None:
-            self.critic = await self._start_trainers("critic", CriticWorker, config=config.critic, failures=self._failures)
+            self.critic = await self._start_trainers(
+                "critic", CriticWorker, config=config.critic, failures=self._failures
+            )
         if "reference" in self._map:
             self.reference = await self._start_cluster("reference", ReferenceWorker, config=reference)
 
@@ -119,7 +121,7 @@ class Roles:
         """Workers that train one model together."""
         cluster = await self._start_cluster(role, worker, **init)
         shards = self.config.backend == "ray" and init["config"].strategy == "fsdp2"
-        where = await cluster.meet() if shards or cluster.world_size > 1 else None
+        where = await cluster.open_rendezvous() if shards or cluster.world_size > 1 else None
         await cluster.build(where, [str(place) for place in cluster.places])
         return cluster
 
@@ -189,7 +191,7 @@ class Roles:
                 await getattr(cluster, call)()
 
     async def save(self, directory: Path) -> None:
-        """Their parts of a checkpoint."""
+        """Write the files of actor and critic into a checkpoint."""
         await self.actor.save(absolute_path(directory))
         if self.critic is not None:
             await self.critic.save(absolute_path(directory) / "critic")
@@ -203,7 +205,9 @@ class Roles:
     def inference(self) -> AbstractAsyncContextManager[Inference]:
         """The engines with the policy in them."""
         config = self.config
-        return open_inference(InferenceSpec(self.actor, self._map, self.codec, self._model_spec, config.engine, config.sampler))
+        return open_inference(
+            InferenceSpec(self.actor, self._map, self.codec, self._model_spec, config.engine, config.sampler)
+        )
 
 
 def absolute_path(directory: Path) -> Path:

@@ -19,7 +19,10 @@ from cadenza.inference.codec import TemplateError, TextCodec
 from cadenza.pipelines.config import ConfigError, RunConfig, WarmStartConfig
 from cadenza.training.supervised import Pair
 
-REQUIRED_ENV_ATTRIBUTES = {"format": ("actions", "a property with all well-formed answers"), "demonstrations": ("solution", "a method")}
+REQUIRED_ENV_ATTRIBUTES = {
+    "format": ("actions", "a property with all well-formed answers"),
+    "demonstrations": ("solution", "a method"),
+}
 
 
 def warm_start_pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
@@ -49,7 +52,13 @@ async def _pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCodec)
 
 
 async def _episode(
-    config: RunConfig, settings: WarmStartConfig, codec: TextCodec, type: EnvType, env: Any, seed: int, rng: random.Random
+    config: RunConfig,
+    settings: WarmStartConfig,
+    codec: TextCodec,
+    type: EnvType,
+    env: Any,
+    seed: int,
+    rng: random.Random,
 ) -> list[Pair]:
     attribute, what = REQUIRED_ENV_ATTRIBUTES[settings.source]
     if not hasattr(env, attribute):

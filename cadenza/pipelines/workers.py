@@ -38,10 +38,10 @@ from cadenza.training import (
     Supervised,
     load_model,
 )
-from cadenza.training.checkpoint import Part, load_part, load_weights, save_part
+from cadenza.training.checkpoint import Checkpointable, load_role, load_weights, save_role
 from cadenza.training.models import is_adapted, save_model
-from cadenza.training.peers import Address, Group, Meeting
-from cadenza.training.strategy import Strategy
+from cadenza.training.process_group import ProcessGroup, Rendezvous, RendezvousAddress
+from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.supervised import Pair
 
 
@@ -68,27 +68,29 @@ class ModelSpec:
 
 
 class LearnerWorker(Worker):
-    """What workers that train have in common. They are made in two steps: `meet`, then `build`."""
+    """What workers that train have in common. They are made in two steps: `open_rendezvous`, then `build`."""
 
-    learner: Part
+    learner: Checkpointable
     _config: ActorConfig | CriticConfig
-    _strategy: Strategy
-    _meeting: Meeting | None = None
+    _strategy: ParallelStrategy
+    _rendezvous: Rendezvous | None = None
 
     @dispatch("rank_zero")
-    def meet(self) -> Address:
+    def open_rendezvous(self) -> RendezvousAddress:
         """Where the ranks find each other: on the node of the first."""
-        self._meeting = Meeting(self.place.node.partition("/")[0])  # what follows tells nodes of one address apart
-        return self._meeting.address
+        self._rendezvous = Rendezvous(
+            self.place.node.partition("/")[0]
+        )  # what follows tells nodes of one address apart
+        return self._rendezvous.address
 
     @dispatch("broadcast")
-    def build(self, where: Address | None, members: Sequence[str]) -> None:
-        """Join the others and make the model; alone if there is no meeting."""
-        self._strategy = Strategy()
+    def build(self, where: RendezvousAddress | None, members: Sequence[str]) -> None:
+        """Join the others and make the model; alone if there is no rendezvous."""
+        self._strategy = ParallelStrategy()
         if where is not None:
             place = self.place
-            peers = Group(self._meeting or where, place.rank, members, tensor_ranks=place.tensor_ranks)
-            self._strategy = self._parallel_strategy(peers)
+            ranks = ProcessGroup(self._rendezvous or where, place.rank, members, tensor_ranks=place.tensor_ranks)
+            self._strategy = self._parallel_strategy(ranks)
         try:
             self.learner = self.make(self._strategy)
         except ConfigError:
@@ -96,25 +98,25 @@ class LearnerWorker(Worker):
         except ValueError as error:  # the model does not fit the ranks
             raise ConfigError(f"{self.place.role}: {error}") from error
 
-    def make(self, strategy: Strategy) -> Part:
+    def make(self, strategy: ParallelStrategy) -> Checkpointable:
         """Make the model, and what trains it."""
         raise NotImplementedError
 
     @dispatch("broadcast")
     def save(self, directory: Path) -> None:
-        """Write weights and training state, as a part of a checkpoint."""
-        if self._strategy.whole:
-            _sharded_checkpoints().Saving(directory, self.learner, self._strategy).wait()
+        """Write weights and training state, as files of a checkpoint."""
+        if self._strategy.lockstep:
+            _sharded_checkpoints().ShardedSave(directory, self.learner, self._strategy).wait()
         elif self._strategy.is_first:
-            save_part(directory, self.learner)
+            save_role(directory, self.learner)
 
     @dispatch("broadcast")
     def load_state(self, directory: Path) -> None:
         """Go on from what `save` wrote."""
-        if self._strategy.whole:
+        if self._strategy.lockstep:
             _sharded_checkpoints().load(directory, self.learner, self._strategy)
         else:
-            load_part(directory, self.learner)
+            load_role(directory, self.learner)
 
     @dispatch("broadcast", gather=sum)
     def offload(self) -> int:
@@ -128,14 +130,14 @@ class LearnerWorker(Worker):
 
     def close(self) -> None:
         if hasattr(self, "_strategy"):
-            self._strategy.peers.close()
+            self._strategy.ranks.close()
 
-    def _parallel_strategy(self, peers: Group) -> Strategy:
+    def _parallel_strategy(self, ranks: ProcessGroup) -> ParallelStrategy:
         if self._config.strategy == "torch":
-            return Strategy(peers)
+            return ParallelStrategy(ranks)
         from cadenza.training.fsdp import Fsdp2  # heavy, and rarely used
 
-        return Fsdp2(peers, bf16=self._config.precision == "bf16")
+        return Fsdp2(ranks, bf16=self._config.precision == "bf16")
 
 
 class ActorWorker(LearnerWorker):
@@ -151,7 +153,7 @@ class ActorWorker(LearnerWorker):
         self._model_spec, self._config, self._reference_config, self._failures = model_spec, config, reference, failures
         self._broadcast_groups = BroadcastGroups()
 
-    def make(self, strategy: Strategy) -> Actor:
+    def make(self, strategy: ParallelStrategy) -> Actor:
         module, seed = self._model_spec.build(), self._model_spec.seed
         self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
         adapted = is_adapted(module)
@@ -245,7 +247,7 @@ class CriticWorker(LearnerWorker):
     def __init__(self, model_spec: ModelSpec, config: CriticConfig, failures: Path | None) -> None:
         self._model_spec, self._config, self._failures = model_spec, config, failures
 
-    def make(self, strategy: Strategy) -> Critic:
+    def make(self, strategy: ParallelStrategy) -> Critic:
         module, seed = self._model_spec.build(seed_offset=1), self._model_spec.seed
         self.critic = Critic(module, self._config, seed, failures=self._failures, strategy=strategy)
         return self.critic
@@ -293,6 +295,6 @@ class InferenceWorker(ReplicaWorker):
 
 
 def _sharded_checkpoints() -> Any:
-    from cadenza.training import sharded  # heavy, and rarely used
+    from cadenza.training import sharded_checkpoint  # heavy, and rarely used
 
-    return sharded
+    return sharded_checkpoint

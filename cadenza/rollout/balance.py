@@ -5,14 +5,14 @@ straggler. Every `balance_seconds` the heaviest replicas give a request each to 
 comes nearest to half of what lies between them, so that both have the same afterwards.
 
 An answer that has written a slice on its replica is interrupted as long as others wait in line that have had no more:
-it goes on when it is its turn again (line.py), or at once if it turns out to be the first.
+it goes on when it is its turn again (wait_queue.py), or at once if it turns out to be the first.
 
 Invariant: a move is an interruption like any other. The balancer asks the source to abort the request and notes where
 its turn should go on; the tokens travel with the client of the turn, as they do over a suspension. A note that is not
 followed costs nothing: the request ended first, the abort was lost, the gate closed, the target left.
 
-    tick -> requests of at most MAX_LOOKS replicas -> plan -> note the target, abort at the source
-    client: its request comes back -> take() -> the target, if it was moved -> grant there
+    tick -> requests of at most MAX_REPLICAS_PER_TICK replicas -> moves -> note the target, abort at the source
+    client: its request comes back -> take_target() -> the target, if it was moved -> grant there
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from cadenza.inference.replica import RequestProgress
 from cadenza.rollout.failures import logger
 from cadenza.rollout.router import SEQUENCE_WEIGHT, ReplicaEntry, RouteRequest
 
-MAX_LOOKS = 128
+MAX_REPLICAS_PER_TICK = 128
 """Replicas that one tick looks at; if there are more, they take turns."""
-SHARE = 8
+REPLICAS_PER_MOVE = 8
 """One replica in so many gives a request away in one tick."""
-ROOM = 0.7
+MAX_FILL_AFTER_MOVE = 0.7
 """The share of its KV cache that a replica may fill by taking a request: what it has will grow."""
 STEP_SHARE = 0.25
 """What a decode step costs besides its context, as a share of the context that fills the KV cache (a / cM)."""
@@ -58,18 +58,21 @@ class Balancer:
         self.gave_way = 0
         """Requests that were interrupted because others waited."""
         self._targets: dict[int, ReplicaEntry] = {}
-        self._turn = 0
+        self._next_start = 0
 
     def tick(self, entries: Sequence[ReplicaEntry], first: RouteRequest | None = None, waiting: int = 0) -> None:
-        """Even out the load of these entries, or of the next MAX_LOOKS of them. A note is good until the next tick.
+        """Even out the load of these entries, or of the next MAX_REPLICAS_PER_TICK of them. A note is good until the next tick.
         So many wait in line, and `first` is the first of them."""
         self._targets.clear()
-        if len(entries) > MAX_LOOKS:
-            start = self._turn % len(entries)
-            self._turn = start + MAX_LOOKS
-            entries = [*entries[start : start + MAX_LOOKS], *entries[: max(0, start + MAX_LOOKS - len(entries))]]
+        if len(entries) > MAX_REPLICAS_PER_TICK:
+            start = self._next_start % len(entries)
+            self._next_start = start + MAX_REPLICAS_PER_TICK
+            entries = [
+                *entries[start : start + MAX_REPLICAS_PER_TICK],
+                *entries[: max(0, start + MAX_REPLICAS_PER_TICK - len(entries))],
+            ]
         found = [(entry, _requests_in_flight(entry)) for entry in entries]
-        if first is not None and first.slice_tokens and (leaving := give_way(found, first)[:waiting]):
+        if first is not None and first.slice_tokens and (leaving := requests_to_preempt(found, first)[:waiting]):
             for entry, request in leaving:
                 entry.replica.abort(request, "gave_way")
             self.gave_way += len(leaving)
@@ -77,23 +80,25 @@ class Balancer:
             found = [
                 (entry, [progress for progress in requests if progress.id not in gone]) for entry, requests in found
             ]
-        self._make(plan(found, self.prefill_weight))
+        self._start_moves(moves_to_balance(found, self.prefill_weight))
 
     def spread(self, entries: Sequence[ReplicaEntry]) -> None:
         """Even out the load of all of them at once: some have just come, with nothing to do."""
         self._targets.clear()
-        self._make(spread([(entry, _requests_in_flight(entry)) for entry in entries], self.prefill_weight))
+        self._start_moves(
+            moves_to_spread([(entry, _requests_in_flight(entry)) for entry in entries], self.prefill_weight)
+        )
 
-    def _make(self, moves: Sequence[Move]) -> None:
+    def _start_moves(self, moves: Sequence[Move]) -> None:
         for move in moves:
             self._targets[move.request] = move.target
             move.source.replica.abort(move.request, "moved")
 
-    def take(self, request: int) -> ReplicaEntry | None:
+    def take_target(self, request: int) -> ReplicaEntry | None:
         """Where a request that came back should go on, if it was to be moved."""
         return self._targets.pop(request, None) if self._targets else None
 
-    def count(self, context: int) -> None:
+    def count_move(self, context: int) -> None:
         """A request of so many tokens went on where it was sent."""
         self.moved += 1
         self.moved_tokens += context
@@ -107,7 +112,7 @@ def _requests_in_flight(entry: ReplicaEntry) -> Sequence[RequestProgress]:
         return ()
 
 
-def give_way(
+def requests_to_preempt(
     found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], first: RouteRequest
 ) -> list[tuple[ReplicaEntry, int]]:
     """Who has had a slice where it is, and in all as many as the first in line; who has written most is first."""
@@ -121,24 +126,28 @@ def give_way(
     return [(entry, id) for _, id, entry in sorted(leaving, key=lambda row: row[:2])]
 
 
-def plan(found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], prefill_weight: float) -> list[Move]:
-    """Moves from the heaviest entries to the lightest, one each. Seats with work that they do not tell are left alone."""
+def moves_to_balance(
+    found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], prefill_weight: float
+) -> list[Move]:
+    """Moves from the heaviest entries to the lightest, one each. Entries with work that they do not tell are left alone."""
     told = [(entry, requests, _load(requests)) for entry, requests in found if requests or not entry.inflight]
     told.sort(key=lambda row: (row[2] / row[0].capacity, row[0].index))
     moves = []
-    for number in range(min(max(1, len(told) // SHARE), len(told) // 2)):
+    for number in range(min(max(1, len(told) // REPLICAS_PER_MOVE), len(told) // 2)):
         light, _, light_load = told[number]
         heavy, requests, heavy_load = told[-1 - number]
-        room = int(ROOM * light.capacity) - light_load - light.cached_tokens
+        free_tokens = int(MAX_FILL_AFTER_MOVE * light.capacity) - light_load - light.cached_tokens
         even = (heavy_load * light.capacity - light_load * heavy.capacity) / (heavy.capacity + light.capacity)
         least = MIN_GAIN * (heavy_load + STEP_SHARE * heavy.capacity)
-        best = _nearest(requests, even, least, min(room, 2 * even - least), prefill_weight)
+        best = _nearest(requests, even, least, min(free_tokens, 2 * even - least), prefill_weight)
         if best is not None:
             moves.append(Move(best, heavy, light))
     return moves
 
 
-def spread(found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], prefill_weight: float) -> list[Move]:
+def moves_to_spread(
+    found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], prefill_weight: float
+) -> list[Move]:
     """Moves that leave every entry with about its share of the load: whoever has more gives to whoever has least. First
     go those that wait, then those that have written most of their context, as far as their prefill is won back."""
     told = [(entry, requests, _load(requests)) for entry, requests in found if requests or not entry.inflight]
@@ -155,7 +164,7 @@ def spread(found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], pref
             if weight > excess or progress.written * progress.context < prefill_weight * progress.computed:
                 continue
             _, index, taken, target = heap[0]
-            if taken + weight > min(fair, ROOM) * target.capacity - target.cached_tokens:
+            if taken + weight > min(fair, MAX_FILL_AFTER_MOVE) * target.capacity - target.cached_tokens:
                 break
             heapq.heapreplace(heap, ((taken + weight) / target.capacity, index, taken + weight, target))
             moves.append(Move(progress.id, entry, target))

@@ -16,15 +16,15 @@ from cadenza.rollout.records import Trajectory
 class EnvHandle:
     """One env for one attempt."""
 
-    __slots__ = ("_around", "_attempt", "_env", "_type", "call", "done", "reward", "trajectory")
+    __slots__ = ("_shared", "_attempt", "_env", "_type", "call", "done", "reward", "trajectory")
 
     def __init__(
-        self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, around: RolloutContext
+        self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext
     ) -> None:
         self._env = env
         self._type = type
         self._attempt = attempt
-        self._around = around
+        self._shared = shared
         self.call: asyncio.Future[Any] | None = None
         """The last call in a thread, which may run on when nobody waits for it any more."""
         self.trajectory = trajectory
@@ -57,7 +57,7 @@ class EnvHandle:
             trajectory.turns[-1].reward += self.reward
         if info:
             trajectory.info = info
-        if len(trajectory.turns) >= self._around.max_turns and not terminated:
+        if len(trajectory.turns) >= self._shared.max_turns and not terminated:
             truncated = True
         trajectory.terminated, trajectory.truncated = terminated, truncated
         self.done = terminated or truncated
@@ -65,15 +65,15 @@ class EnvHandle:
             trajectory.final = observation
         return observation
 
-    async def _call(self, place: str, method: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, stage: str, method: Callable[..., Any], *args: Any) -> Any:
         if self.trajectory.ended >= 0:
-            raise EnvError(f"env '{self._type.name}': {place} was called after the rollout had returned")
-        self._attempt.place = place
-        call = self._type.call(place, method)(*args)
+            raise EnvError(f"env '{self._type.name}': {stage} was called after the rollout had returned")
+        self._attempt.stage = stage
+        call = self._type.call(stage, method)(*args)
         if isinstance(call, asyncio.Future):
             self.call = call
             call = asyncio.shield(call)
         result = await call
-        self._around.leases.renew(self._attempt)
-        self._attempt.place = "rollout"
+        self._shared.leases.renew(self._attempt)
+        self._attempt.stage = "rollout"
         return result

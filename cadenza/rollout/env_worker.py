@@ -4,7 +4,7 @@ Invariant: a slot is free, or runs one attempt whose task is in the task group. 
 its attempt is closed; the reward is computed after that. An attempt that has its fate (stopped, expired, lost a race)
 does not speak any more: what its task still returns is dropped.
 
-    fill() --issue()--> run(): env, play | slot freed -> fill() | reward -> put()
+    fill() --issue()--> run(): env, rollout function | slot freed -> fill() | reward -> put()
     wakes fill: a freed slot, a handed-back or retried group, a published version, a taken batch
 """
 
@@ -37,7 +37,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 class ErrorCounter(Protocol):
     """Where exceptions of user code are counted."""
 
-    def add(self, place: str, error: BaseException) -> None: ...
+    def add(self, origin: str, error: BaseException) -> None: ...
 
 
 class AttemptQueue(Protocol):
@@ -55,7 +55,7 @@ class AttemptQueue(Protocol):
 
     def issue(self, slot: int) -> Attempt | None: ...
 
-    def vacate(self, attempt: Attempt) -> None: ...
+    def slot_freed(self, attempt: Attempt) -> None: ...
 
     def score(self, attempt: Attempt) -> None: ...
 
@@ -122,10 +122,10 @@ class EnvWorker:
         self._free = list(range(config.slots - 1, -1, -1))
         self._occupants: list[Attempt | None] = [None] * config.slots
         """Who holds which slot: what a slot belongs to is decided here and nowhere else."""
-        self._leaving: set[Attempt] = set()
+        self._closing: set[Attempt] = set()
         """Attempts that close their env."""
         self._leases = LeaseDeadlines(config.lease_seconds, self._expire)
-        self._around = RolloutContext(
+        self._shared = RolloutContext(
             sampler, codec, config.sampling, config.max_context, config.max_turns, self._leases, queue.ledger,
             sampler.namespace(), slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
         )  # fmt: skip
@@ -152,10 +152,10 @@ class EnvWorker:
             return
         coroutine = attempt.runner.get_coro()
         if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-            self._vacate(attempt)  # its coroutine will never run, so nobody else frees the slot
-        elif attempt not in self._leaving:
+            self._free_slot(attempt)  # its coroutine will never run, so nobody else frees the slot
+        elif attempt not in self._closing:
             asyncio.get_running_loop().call_later(self.stop_seconds, self._abandon, attempt)
-        if attempt not in self._leaving:
+        if attempt not in self._closing:
             attempt.runner.cancel()
 
     @property
@@ -174,17 +174,17 @@ class EnvWorker:
             attempt.id, task, attempt.group.id, attempt.member, attempt.number, attempt.slot,
             sampling_key(self._seed, attempt), started=attempt.started,
         )  # fmt: skip
-        attempt.place = "init"
+        attempt.stage = "init"
         self._leases.renew(attempt)
         env: Any = None
         handle: EnvHandle | None = None
-        model = Model(attempt, trajectory, self._around)
+        model = Model(attempt, trajectory, self._shared)
         try:
             try:
                 env = await type.make()
                 type.check(env)
-                attempt.place = "rollout"
-                handle = EnvHandle(env, type, attempt, trajectory, self._around)
+                attempt.stage = "rollout"
+                handle = EnvHandle(env, type, attempt, trajectory, self._shared)
                 await self._rollout_function(task, handle, model)
                 if not trajectory.turns:
                     raise ValueError("the rollout returned without one turn of the model")
@@ -193,34 +193,34 @@ class EnvWorker:
                 if isinstance(error, ContextFull) and trajectory.turns:
                     trajectory.truncated = True
                 else:
-                    self._failed(attempt, attempt.place, error)
+                    self._fail(attempt, attempt.stage, error)
             finally:
                 trajectory.ended = asyncio.get_running_loop().time()
-                model.leave()
-                await self._leave(attempt, type, env, handle)
+                model.end_session()
+                await self._close_and_free_slot(attempt, type, env, handle)
             if attempt.fate is None:
                 await self._score(attempt, trajectory)
         finally:
             attempt.runner = None
 
-    async def _leave(self, attempt: Attempt, type: EnvType, env: Any, handle: EnvHandle | None) -> None:
+    async def _close_and_free_slot(self, attempt: Attempt, type: EnvType, env: Any, handle: EnvHandle | None) -> None:
         """Close the env and free the slot. Nobody interrupts this; it has deadlines of its own."""
         self._leases.drop(attempt)
-        self._leaving.add(attempt)
+        self._closing.add(attempt)
         try:
             if env is not None and hasattr(env, "close"):
-                attempt.place = "close"
+                attempt.stage = "close"
                 closing = asyncio.ensure_future(self._close_env(type, env, handle))
                 closing.set_name(attempt.key)
-                await _to_its_end(closing)
+                await _run_to_completion(closing)
         finally:
-            self._leaving.discard(attempt)
-            self._vacate(attempt)
+            self._closing.discard(attempt)
+            self._free_slot(attempt)
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """Compute the reward, and hand the episode over."""
         self._queue.score(attempt)
-        attempt.place = "reward"
+        attempt.stage = "reward"
         domain = attempt.group.task.domain
         reward = self._rewards.get(domain)
         if reward is None:
@@ -228,15 +228,15 @@ class EnvWorker:
             self._queue.put(attempt, trajectory)
             return
         try:
-            trajectory.score = rewards.check(await self._judge(reward, trajectory), domain)
+            trajectory.score = rewards.check(await self._compute_reward(reward, trajectory), domain)
         except USER_CODE as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
-            self._failed(attempt, "reward", error)
+            self._fail(attempt, "reward", error)
             return
         if attempt.fate is None:
             self._queue.put(attempt, trajectory)
 
-    async def _judge(self, reward: rewards.Reward, trajectory: Trajectory) -> Any:
+    async def _compute_reward(self, reward: rewards.Reward, trajectory: Trajectory) -> Any:
         """Call the reward; one that is late is asked again, because the tokens are worth more than the call."""
         for left in range(self._max_reward_tries - 1, -1, -1):
             try:
@@ -246,7 +246,7 @@ class EnvWorker:
                     raise
         raise AssertionError("unreachable")
 
-    def _failed(self, attempt: Attempt, place: str, error: BaseException) -> None:
+    def _fail(self, attempt: Attempt, stage: str, error: BaseException) -> None:
         """Decide what kind of failure it was, and book it."""
         if attempt.fate is not None:
             return
@@ -258,8 +258,8 @@ class EnvWorker:
         elif isinstance(error, InfrastructureError):  # not the task's fault, but it cannot go on for ever
             weight = 0.25
         else:
-            self._queue.errors.add(f"{place} of domain '{attempt.group.task.domain}'", error)
-        self._queue.fail(attempt, f"{place}: {type(error).__name__}", str(error)[:200], weight=weight)
+            self._queue.errors.add(f"{stage} of domain '{attempt.group.task.domain}'", error)
+        self._queue.fail(attempt, f"{stage}: {type(error).__name__}", str(error)[:200], weight=weight)
 
     def _expire(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env
@@ -267,9 +267,9 @@ class EnvWorker:
         self.expired += 1
         detail = f"no progress within lease_seconds {self._leases.seconds}"
         logger.warning(
-            "%s of domain '%s' failed in %s: %s", attempt.key, attempt.group.task.domain, attempt.place, detail
+            "%s of domain '%s' failed in %s: %s", attempt.key, attempt.group.task.domain, attempt.stage, detail
         )
-        self._queue.fail(attempt, f"{attempt.place}: lease expired", detail)
+        self._queue.fail(attempt, f"{attempt.stage}: lease expired", detail)
         self.stop(attempt)
 
     def _abandon(self, attempt: Attempt) -> None:
@@ -277,7 +277,7 @@ class EnvWorker:
         if self._occupants[attempt.slot] is attempt:
             self.leaked_envs += 1
             logger.warning("%s does not end; its env is left behind, its slot is not", attempt.key)
-            self._vacate(attempt)
+            self._free_slot(attempt)
 
     async def _close_env(self, type: EnvType, env: Any, handle: EnvHandle | None) -> None:
         """Close the env, after a call that still runs in a thread, if that one ends in time."""
@@ -296,12 +296,12 @@ class EnvWorker:
             self.leaked_envs += 1
             self._queue.errors.add(f"close of domain '{type.name}'", error)
 
-    def _vacate(self, attempt: Attempt) -> None:
+    def _free_slot(self, attempt: Attempt) -> None:
         """Free the slot, once."""
         if self._occupants[attempt.slot] is not attempt:
             return
         self._occupants[attempt.slot] = None
-        self._queue.vacate(attempt)
+        self._queue.slot_freed(attempt)
         self._free.append(attempt.slot)
         self.busy -= 1
         self.fill()
@@ -317,7 +317,7 @@ def sampling_key(seed: int, attempt: Attempt) -> int:
     return key
 
 
-async def _to_its_end(task: asyncio.Task[None]) -> None:
+async def _run_to_completion(task: asyncio.Task[None]) -> None:
     """Await a task as a whole: a cancellation that comes meanwhile, or came just before, takes effect afterwards."""
     interruption: asyncio.CancelledError | None = None
     while not task.done():

@@ -63,7 +63,7 @@ class AttemptFailed(NamedTuple):
     cause: str
     detail: str
     weight: float
-    place: str
+    stage: str
 
 
 class SlotFreed(NamedTuple):
@@ -77,7 +77,7 @@ class SlotFreed(NamedTuple):
 class UserCodeRaised(NamedTuple):
     """User code raised."""
 
-    place: str
+    origin: str
     kind: str
     text: str
     """The traceback, the first time."""
@@ -173,18 +173,18 @@ class RemoteQueue:
         attempt.fate, attempt.cause = Fate.FAILED, cause
         if attempt.state is AttemptState.SCORING:
             del self._attempts[attempt.id]
-        self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.place))
+        self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.stage))
 
-    def vacate(self, attempt: Attempt) -> None:
+    def slot_freed(self, attempt: Attempt) -> None:
         if attempt.fate is not None:
             del self._attempts[attempt.id]
         self._send(SlotFreed(attempt.id, attempt.turns, attempt.tokens))
 
-    def add(self, place: str, error: BaseException) -> None:
+    def add(self, origin: str, error: BaseException) -> None:
         kind = type(error).__name__
-        text = "" if f"{place} {kind}" in self._shown else "".join(traceback.format_exception(error))
-        self._shown.add(f"{place} {kind}")
-        self._send(UserCodeRaised(place, kind, text))
+        text = "" if f"{origin} {kind}" in self._shown else "".join(traceback.format_exception(error))
+        self._shown.add(f"{origin} {kind}")
+        self._send(UserCodeRaised(origin, kind, text))
 
 
 class EnvWorkerProcess(Worker):
@@ -200,7 +200,7 @@ class EnvWorkerProcess(Worker):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[Any, BundleArrays | None]:
-        """See wire.py. The records of one answer share a bundle."""
+        """See channel.py. The records of one answer share a bundle."""
         if self._grant_client is None:
             self._start()
         number, said = await self._mailbox.exchange(number, messages)

@@ -49,28 +49,28 @@ class UserErrors:
         self.budget = budget
         self.total = 0
         self.since_batch = 0
-        self.by_place: dict[str, int] = {}
+        self.by_origin: dict[str, int] = {}
 
-    def add(self, place: str, error: BaseException) -> None:
+    def add(self, origin: str, error: BaseException) -> None:
         """Count one, and show the first of its kind with its traceback."""
-        self.count(place, type(error).__name__, lambda: "".join(traceback.format_exception(error)))
+        self.count(origin, type(error).__name__, lambda: "".join(traceback.format_exception(error)))
 
-    def count(self, place: str, kind: str, trace: Callable[[], str]) -> None:
+    def count(self, origin: str, kind: str, trace: Callable[[], str]) -> None:
         """The same for an exception that is somewhere else."""
-        key = f"{place}: {kind}"
-        seen = self.by_place.get(key, 0)
-        self.by_place[key] = seen + 1
+        key = f"{origin}: {kind}"
+        seen = self.by_origin.get(key, 0)
+        self.by_origin[key] = seen + 1
         self.total += 1
         self.since_batch += 1
         if not seen:
-            logger.error("%s raised; further ones are only counted\n%s", place, trace())
+            logger.error("%s raised; further ones are only counted\n%s", origin, trace())
 
     def exceeded(self) -> ErrorBudget | None:
         """The error that ends the run, once more than `budget` were raised since the last batch."""
         if self.since_batch <= self.budget:
             return None
-        worst = max(self.by_place, key=lambda key: self.by_place[key])
+        worst = max(self.by_origin, key=lambda key: self.by_origin[key])
         return ErrorBudget(
             f"user code raised {self.since_batch} times since the last batch, error_budget allows {self.budget}; "
-            f"most often {worst} ({self.by_place[worst]} times): mend it, or raise error_budget"
+            f"most often {worst} ({self.by_origin[worst]} times): mend it, or raise error_budget"
         )

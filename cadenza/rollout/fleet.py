@@ -5,7 +5,7 @@ decide; an env worker only tells. One that dies, or is silent, costs the attempt
 infrastructure and are tried again on the others, what was granted to it is given back, and another takes its place.
 What it finished before is kept: that belongs to the scheduler.
 
-    fill() --AttemptLease--> env worker: env, play, reward --SlotFreed, TrajectoryRecord--> put()
+    fill() --AttemptLease--> env worker: env, rollout function, reward --SlotFreed, TrajectoryRecord--> put()
     wakes fill: a vacated slot, a handed-back or retried group, a published version, a taken batch, a new worker
 """
 
@@ -160,7 +160,7 @@ class EnvFleet:
             worker.free.pop()
             self.busy += 1
             worker.attempts[attempt.id] = _RemoteAttempt(attempt)
-            attempt.place = "env worker"
+            attempt.stage = "env worker"
             attempt.runner = worker
             group = attempt.group
             worker.channel.send(AttemptLease(attempt.id, group.id, group.task, attempt.member, attempt.number))
@@ -252,7 +252,7 @@ class EnvFleet:
         slots = [remote.attempt.slot for remote in worker.attempts.values() if not remote.is_slot_free] + worker.free
         for remote in worker.attempts.values():
             if not remote.is_slot_free:
-                self._queue.vacate(remote.attempt)
+                self._queue.slot_freed(remote.attempt)
                 self.busy -= 1
         for remote in list(worker.attempts.values()):  # a failure may retire its task, and stop others of them
             if remote.attempt.fate is None:
@@ -332,7 +332,7 @@ class EnvFleet:
         elif isinstance(message, AttemptFailed):
             self._attempt_failed(worker, message)
         elif isinstance(message, UserCodeRaised):
-            self._queue.errors.count(message.place, message.kind, lambda: message.text)
+            self._queue.errors.count(message.origin, message.kind, lambda: message.text)
         elif isinstance(message, EnvWorkerCounters):
             worker.counters = message
         elif isinstance(message, EnvWorkerCrashed):
@@ -361,12 +361,12 @@ class EnvFleet:
         remote.is_slot_free = True
         attempt.turns = message.turns
         self._queue.ledger.add_tokens(attempt, message.tokens - attempt.tokens)
-        self._queue.vacate(attempt)
+        self._queue.slot_freed(attempt)
         worker.free.append(attempt.slot)
         self.busy -= 1
         if attempt.fate is None:
             self._queue.score(attempt)
-            attempt.place = "reward"
+            attempt.stage = "reward"
         else:
             del worker.attempts[message.id]
             attempt.runner = None
@@ -378,7 +378,7 @@ class EnvFleet:
         if remote is None or remote.attempt.fate is not None:
             return
         attempt = remote.attempt
-        attempt.place = message.place
+        attempt.stage = message.stage
         if attempt.state is AttemptState.SCORING:
             del worker.attempts[message.id]
             attempt.runner = None

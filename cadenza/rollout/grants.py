@@ -76,7 +76,7 @@ def replica_addresses(sampler: Sampler) -> list[ReplicaAddress]:
 
 
 def make_replica_entries(replica_addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
-    """Seats of one's own, to send requests to. Made inside the running loop."""
+    """Entries of one's own, to send requests to. Made inside the running loop."""
     loop = asyncio.get_running_loop()
     entries = []
     for index, (name, devices, kv_capacity, endpoint) in enumerate(replica_addresses):

@@ -5,7 +5,7 @@ After the cut for v, of the groups that are started and not consumed,
 
     none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
 
-Batches taken ahead of their version move this along (`_room`). Then no group is ever trained more than A versions
+Batches taken ahead of their version move this along (`_remaining_demand`). Then no group is ever trained more than A versions
 after it began, and nothing has to be thrown away for it (docs/staleness.md has the proof). Two rules keep it, and both
 are here: `_limit` (reserve before a group starts) and `_may_cut` (take the oldest whole groups, and only when what is
 left still fits).
@@ -64,7 +64,7 @@ class GroupQueueManager:
         self.consumed = 0
         self.staleness: Counter[int] = Counter()
         """Trained trajectories by staleness."""
-        self.last_end = 0.0
+        self.last_end_time = 0.0
         """When an attempt last finished or failed."""
         self.stop: Callable[[Attempt], None] = lambda attempt: None
         """Set by whoever runs attempts: end this one, it has its fate."""
@@ -76,14 +76,14 @@ class GroupQueueManager:
         if config.group_filter is not None:
             group_filter = config.group_filter
             self._filter = as_async(load_object(group_filter) if isinstance(group_filter, str) else group_filter)
-        self._judges: dict[Group, asyncio.Task[None]] = {}
+        self._filter_tasks: dict[Group, asyncio.Task[None]] = {}
         """Filters that run."""
         self._filter_seconds = env_manager_config.reward_seconds
         self._group_size = config.group_size
         self._members = config.group_size + config.extra_members
-        self._at_once = config.group_size if config.extra_after else self._members
+        self._initial_members = config.group_size if config.extra_after else self._members
         """Members that begin with the group."""
-        self._nearly = max(config.group_size - config.extra_members, 1)
+        self._extra_threshold = max(config.group_size - config.extra_members, 1)
         """Members after which extra ones may be called for."""
         self.base = 0
         """Groups that the batches of all versions before this one hold."""
@@ -120,12 +120,12 @@ class GroupQueueManager:
         group = self.ledger.open(task, self.version, self._now())
         domain.started += 1
         domain.running += 1
-        domain.pending.extend([(group, member) for member in range(1, self._at_once)])
+        domain.pending.extend([(group, member) for member in range(1, self._initial_members)])
         self.started += 1
         self._unconsumed[self.version] += 1
         return self.ledger.issue(group, 0, slot, self._now())
 
-    def vacate(self, attempt: Attempt) -> None:
+    def slot_freed(self, attempt: Attempt) -> None:
         """The env of this attempt is gone."""
         self.domains.all[attempt.group.task.domain].running -= 1
 
@@ -135,29 +135,29 @@ class GroupQueueManager:
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """The episode is finished and has its reward."""
-        self.last_end = self._now()
+        self.last_end_time = self._now()
         self._failed_in_a_row = 0
-        self.ledger.finish(attempt, trajectory, self.last_end)
+        self.ledger.finish(attempt, trajectory, self.last_end_time)
         group = attempt.group
         if len(group.finished) < self._group_size:
-            if self._at_once < self._members and len(group.finished) == self._nearly:
-                patience = self.config.extra_after * (self.last_end - group.opened)
-                asyncio.get_running_loop().call_later(patience, self._call_extra, group)
+            if self._initial_members < self._members and len(group.finished) == self._extra_threshold:
+                patience = self.config.extra_after * (self.last_end_time - group.opened)
+                asyncio.get_running_loop().call_later(patience, self._start_extra_members, group)
             return
-        self._complete(group)
+        self._on_group_whole(group)
         if self.config.extra_members:
             for loser in group.live:
                 if loser not in group.finished:
-                    self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end)
+                    self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end_time)
                     self.stop(loser)
 
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
         """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
         this one was."""
-        self.last_end = self._now()
+        self.last_end_time = self._now()
         if attempt.state is AttemptState.FINISHED:
             raise LedgerError(f"{attempt.key} has finished, and fails now: {cause} {detail}")
-        self.ledger.close(attempt, Fate.FAILED, cause, self.last_end, detail)
+        self.ledger.close(attempt, Fate.FAILED, cause, self.last_end_time, detail)
         group, member = attempt.group, attempt.member
         self._failed_in_a_row += 1
         if error := self.errors.exceeded():
@@ -171,11 +171,11 @@ class GroupQueueManager:
         if group.tries[member] >= self.config.max_attempts:
             given_up = sum(tries >= self.config.max_attempts for tries in group.tries.values())
             if self._members - given_up < self._group_size:
-                self._hand_back(group, Fate.CANCELLED, "task retired")
+                self._end_unconsumed(group, Fate.CANCELLED, "task retired")
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
                 group.cause += f", member {member} failed {failures} x"
-            elif self._at_once < self._members:
-                self._call_extra(group)  # nobody else can take its place
+            elif self._initial_members < self._members:
+                self._start_extra_members(group)  # nobody else can take its place
             return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
         self.refill()
@@ -250,9 +250,9 @@ class GroupQueueManager:
         self.errors.since_batch = 0
         return batch
 
-    def lose(self, group: Group) -> None:
+    def lose_group(self, group: Group) -> None:
         """What members of an open group had finished is gone."""
-        self._hand_back(group, Fate.FAILED, "lost with its node")
+        self._end_unconsumed(group, Fate.FAILED, "lost with its node")
 
     def fatal(self, error: RolloutError) -> None:
         """End the run: everything that is not consumed is cancelled, and whoever waits gets the error."""
@@ -262,7 +262,7 @@ class GroupQueueManager:
         now = self._now()
         cause = "shutdown" if isinstance(error, SchedulerClosed) else type(error).__name__
         for group in self.ledger.open_groups():
-            self._dismiss(group)
+            self._cancel_filter(group)
             for attempt in self.ledger.close_group(group, Fate.CANCELLED, cause, now):
                 self.stop(attempt)
         self._ready.clear()
@@ -289,7 +289,7 @@ class GroupQueueManager:
             if not group.finished:
                 self.ledger.close_group(group, Fate.CANCELLED, "restart", now)
                 domain.started -= 1
-                domain.again.append(group.task)
+                domain.to_redraw.append(group.task)
                 continue
             self.started += 1
             self._unconsumed[group.begun] += 1
@@ -301,17 +301,17 @@ class GroupQueueManager:
                     if attempt not in group.finished:
                         self.ledger.close(attempt, Fate.CANCELLED, "restart", now)
                 there = {attempt.member for attempt in group.finished}
-                is_late = len(there) >= self._nearly or self._has_called(group)
-                if is_late and self._at_once < self._members:
-                    group.tries = (group.tries or {}) | {self._at_once: 0.0}
-                wanted = self._members if is_late else self._at_once
+                is_late = len(there) >= self._extra_threshold or self._has_started_extra(group)
+                if is_late and self._initial_members < self._members:
+                    group.tries = (group.tries or {}) | {self._initial_members: 0.0}
+                wanted = self._members if is_late else self._initial_members
                 domain.pending.extend((group, member) for member in range(wanted) if member not in there)
 
     def begin(self) -> None:
         """The run starts: groups that came back whole but not judged go to the filter."""
         for group in self.ledger.open_groups():
             if group.state is GroupState.OPEN and len(group.finished) == self._group_size:
-                self._complete(group)
+                self._on_group_whole(group)
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
@@ -323,7 +323,7 @@ class GroupQueueManager:
         limit: float = self.base + config.groups_per_batch + math.floor(config.alpha * config.groups_per_batch)
         if self._demand is not None:  # a batch of another size, or a second one for the same version
             limit = max(limit, self.consumed + self._demand)
-        if self._demand is not None or self._room(self.version, self.consumed):
+        if self._demand is not None or self._remaining_demand(self.version, self.consumed):
             limit += config.extra_groups  # else they would begin after the last cut that could take them
         return limit
 
@@ -338,11 +338,11 @@ class GroupQueueManager:
             taken = min(groups, ready[begun])
             groups -= taken
             left += self._unconsumed[begun] - taken
-            if left > self._room(begun, consumed) + self.config.extra_groups:
+            if left > self._remaining_demand(begun, consumed) + self.config.extra_groups:
                 return False
         return True
 
-    def _room(self, begun: int, consumed: float) -> float:
+    def _remaining_demand(self, begun: int, consumed: float) -> float:
         """Groups that the batches to come can still take of those that began at or before a version, in time."""
         batches = begun + self.config.max_staleness - self.version + 1  # this version's own is the first of them
         return max(batches * self.config.groups_per_batch - (consumed - self.base), 0)
@@ -369,7 +369,7 @@ class GroupQueueManager:
         group.trained = self.version
         self.consumed += 1
         self._ready_by_version[group.begun] -= 1
-        self._forget(group)
+        self._remove_unconsumed(group)
         if self.mode == "train":
             for attempt in group.finished:
                 staleness = max(self.version - attempt.oldest, 0) if attempt.oldest >= 0 else 0
@@ -387,46 +387,46 @@ class GroupQueueManager:
         if min(self._unconsumed, default=oldest) < oldest:
             for group in self.ledger.open_groups():
                 if group.begun < oldest:
-                    self._hand_back(group, Fate.STALE, "older than max_staleness")
+                    self._end_unconsumed(group, Fate.STALE, "older than max_staleness")
 
     def _end_surplus(self) -> None:
         """Extra groups that no batch to come can take in time."""
         if self.mode == "val" or self.config.staleness == "drop" or not self.config.extra_groups:
             return
         for group in self.ledger.open_groups():
-            if not self._room(group.begun, self.consumed):
-                self._hand_back(group, Fate.SURPLUS, "the batch was full before")
+            if not self._remaining_demand(group.begun, self.consumed):
+                self._end_unconsumed(group, Fate.SURPLUS, "the batch was full before")
 
     # -- groups --------------------------------------------------------------------------------------------------
 
-    def _call_extra(self, group: Group) -> None:
+    def _start_extra_members(self, group: Group) -> None:
         """The group still waits for its last members: extra ones begin, before all others, and once."""
-        if group.state is GroupState.OPEN and self._error is None and not self._has_called(group):
-            group.tries = (group.tries or {}) | {self._at_once: 0.0}
+        if group.state is GroupState.OPEN and self._error is None and not self._has_started_extra(group):
+            group.tries = (group.tries or {}) | {self._initial_members: 0.0}
             pending = self.domains.all[group.task.domain].pending
-            pending.extendleft((group, member) for member in range(self._members - 1, self._at_once - 1, -1))
+            pending.extendleft((group, member) for member in range(self._members - 1, self._initial_members - 1, -1))
             self.refill()
 
-    def _has_called(self, group: Group) -> bool:
+    def _has_started_extra(self, group: Group) -> bool:
         """Whether its extra members have begun, where they begin late."""
-        return self._at_once in (group.tries or ())
+        return self._initial_members in (group.tries or ())
 
-    def _complete(self, group: Group) -> None:
+    def _on_group_whole(self, group: Group) -> None:
         """The group is whole: to the filter, if there is one."""
         if self._filter is None:
             self._make_ready(group)
         else:
             self.ledger.advance(group, GroupState.FILTERING)
-            self._judges[group] = self.spawn(self._judge(group, self._filter))
+            self._filter_tasks[group] = self.spawn(self._run_filter(group, self._filter))
 
-    async def _judge(self, group: Group, group_filter: GroupFilter) -> None:
+    async def _run_filter(self, group: Group, group_filter: GroupFilter) -> None:
         """Run the filter on a whole group; other groups do not wait for it."""
         trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
         try:
             await token_bundles.load(trajectories)
         except InfrastructureError:
-            if self._judges.pop(group, None) is not None:
-                self.lose(group)
+            if self._filter_tasks.pop(group, None) is not None:
+                self.lose_group(group)
             return
         try:
             keep = await within(self._filter_seconds, group_filter(trajectories), "reward_seconds")
@@ -436,19 +436,19 @@ class GroupQueueManager:
                 raise TypeError(f"group_filter returned {keep!r}; return True to keep the group, False to filter it")
         except USER_CODE as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
-            if self._judges.pop(group, None) is not None:
+            if self._filter_tasks.pop(group, None) is not None:
                 self.errors.add("group_filter", error)
-                self._hand_back(group, Fate.FAILED, f"group_filter raised {type(error).__name__}")
+                self._end_unconsumed(group, Fate.FAILED, f"group_filter raised {type(error).__name__}")
                 if exceeded := self.errors.exceeded():
                     self.fatal(exceeded)
             return
-        if self._judges.pop(group, None) is None:
+        if self._filter_tasks.pop(group, None) is None:
             return
         if keep:
             self._make_ready(group)
             return
         self._filtered_in_a_row += 1
-        self._hand_back(group, Fate.FILTERED, "group_filter")
+        self._end_unconsumed(group, Fate.FILTERED, "group_filter")
         if self._filtered_in_a_row >= self.config.max_filtered:
             self.fatal(
                 FilterLimit(
@@ -464,12 +464,12 @@ class GroupQueueManager:
         self._ready_by_version[group.begun] += 1
         self._wake()
 
-    def _hand_back(self, group: Group, fate: Fate, cause: str) -> None:
+    def _end_unconsumed(self, group: Group, fate: Fate, cause: str) -> None:
         """End a group that no batch will hold; its place may be taken at once."""
         if group.state is GroupState.READY:
             self._ready_by_version[group.begun] -= 1
-        self._dismiss(group)
-        self._forget(group)
+        self._cancel_filter(group)
+        self._remove_unconsumed(group)
         self.started -= 1
         self.domains.all[group.task.domain].started -= 1
         for attempt in self.ledger.close_group(group, fate, cause, self._now()):
@@ -477,12 +477,12 @@ class GroupQueueManager:
         self._wake()
         self.refill()
 
-    def _dismiss(self, group: Group) -> None:
+    def _cancel_filter(self, group: Group) -> None:
         """Stop the filter of a group that ends without it."""
-        if (judge := self._judges.pop(group, None)) is not None:
-            judge.cancel()
+        if (filter_task := self._filter_tasks.pop(group, None)) is not None:
+            filter_task.cancel()
 
-    def _forget(self, group: Group) -> None:
+    def _remove_unconsumed(self, group: Group) -> None:
         self._unconsumed[group.begun] -= 1
         if not self._unconsumed[group.begun]:
             del self._unconsumed[group.begun]

@@ -29,7 +29,7 @@ class LeaseDeadlines:
         self._deadlines.pop(attempt, None)
         self._deadlines[attempt] = loop.time() + self.seconds
         if self._timer is None:
-            self._timer = loop.call_later(self.seconds, self._look)
+            self._timer = loop.call_later(self.seconds, self._expire_due)
 
     def drop(self, attempt: Attempt) -> None:
         """Somebody else keeps a deadline for it, or it is over."""
@@ -41,13 +41,13 @@ class LeaseDeadlines:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _expire_due(self) -> None:
         loop = asyncio.get_running_loop()
         self._timer = None
         expired = []
         for attempt, deadline in self._deadlines.items():
             if deadline > loop.time():
-                self._timer = loop.call_at(deadline, self._look)
+                self._timer = loop.call_at(deadline, self._expire_due)
                 break
             expired.append(attempt)
         for attempt in expired:

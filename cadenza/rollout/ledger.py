@@ -41,8 +41,8 @@ class Attempt:
     """One try at a trajectory."""
 
     __slots__ = (
-        "cause", "detail", "ended", "fate", "group", "id", "member", "newest", "number", "oldest", "place", "reward",
-        "runner", "slot", "started", "state", "tokens", "trajectory", "turns",
+        "cause", "detail", "ended", "fate", "group", "id", "member", "newest", "number", "oldest", "reward",
+        "runner", "slot", "stage", "started", "state", "tokens", "trajectory", "turns",
     )  # fmt: skip
 
     def __init__(self, id: int, group: Group, member: int, number: int, slot: int, started: float) -> None:
@@ -66,7 +66,7 @@ class Attempt:
         """Oldest and newest version that wrote a token, -1 before the first."""
         self.newest = -1
         self.trajectory: Trajectory | None = None
-        self.place = "slot"
+        self.stage = "slot"
         """Where its code is: slot (not begun), init, reset, step, rollout, close, reward."""
         self.runner: object = None
         """Whatever runs it keeps its handle here; the ledger does not look at it."""
@@ -322,7 +322,7 @@ class Ledger:
 
 
 def _life(attempt: Attempt, origin: float) -> str:
-    end = f"{attempt.state.value} in {attempt.place}" if attempt.fate is None else attempt.fate.value
+    end = f"{attempt.state.value} in {attempt.stage}" if attempt.fate is None else attempt.fate.value
     because = f" ({attempt.cause}{': ' if attempt.detail else ''}{attempt.detail})" if attempt.cause else ""
     reward = f", reward {attempt.reward:.4g}" if attempt.oldest >= 0 else ""
     versions = f", versions {attempt.oldest}..{attempt.newest}" if attempt.oldest >= 0 else ""

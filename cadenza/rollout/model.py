@@ -115,12 +115,12 @@ class RolloutContext:
 class Model:
     """The model, as one attempt sees it."""
 
-    __slots__ = ("_around", "_attempt", "_busy", "_cached", "_chunks", "_context", "_moved_to", "_entry", "trajectory")
+    __slots__ = ("_attempt", "_busy", "_cached", "_chunks", "_context", "_entry", "_moved_to", "_shared", "trajectory")
 
-    def __init__(self, attempt: Attempt, trajectory: Trajectory, around: RolloutContext) -> None:
+    def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
         self.trajectory = trajectory
         self._attempt = attempt
-        self._around = around
+        self._shared = shared
         self._chunks: tuple[Tokens, ...] = ()
         self._context = 0
         self._entry: ReplicaEntry | None = None
@@ -129,16 +129,16 @@ class Model:
         self._busy = False
 
     @property
-    def room(self) -> int:
+    def free_tokens(self) -> int:
         """Tokens that still fit into the context."""
-        return self._around.max_context - self._context
+        return self._shared.max_context - self._context
 
     def chat(self, observation: Observation, *, fresh: bool = False) -> Awaitable[Reply]:
         """Say something to the model and await its answer. `fresh` forgets the conversation before."""
         if not isinstance(observation, np.ndarray):
             first = fresh or not self._chunks
             last = None if first else int(self._chunks[-1][-1])
-            observation = np.asarray(self._around.codec.encode(observation, first=first, last=last), np.int32)
+            observation = np.asarray(self._shared.codec.encode(observation, first=first, last=last), np.int32)
         return self.generate(observation, fresh=fresh)
 
     async def generate(self, tokens: Sequence[int] | Tokens, *, fresh: bool = False) -> Reply:
@@ -146,8 +146,8 @@ class Model:
         attempt = self._attempt
         fresh = fresh or not self._chunks
         self._check_turn()
-        if len(self.trajectory.turns) >= self._around.max_turns:
-            raise ContextFull(f"the episode had its max_turns {self._around.max_turns}")
+        if len(self.trajectory.turns) >= self._shared.max_turns:
+            raise ContextFull(f"the episode had its max_turns {self._shared.max_turns}")
         if fresh:
             self._cached = 0
         chunks, context = ((), 0) if fresh else (self._chunks, self._context)
@@ -155,33 +155,33 @@ class Model:
         if fresh and not len(prompt):
             raise ValueError("the first prompt of a context must hold at least one token, got none")
         chunks, context = ((*chunks, prompt), context + len(prompt)) if len(prompt) else (chunks, context)
-        limit = min(self._around.max_context - context, self._around.sampling.max_tokens)
+        limit = min(self._shared.max_context - context, self._shared.sampling.max_tokens)
         if limit <= 0:
-            raise ContextFull(f"{context} tokens leave no room in max_context {self._around.max_context}")
+            raise ContextFull(f"{context} tokens leave no room in max_context {self._shared.max_context}")
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        self._around.leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
+        self._shared.leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
         self._busy = True
         try:
-            answer = await self._part(chunks, context, limit, 0)
+            answer = await self._generate_once(chunks, context, limit, 0)
             if answer.finish is Finish.ABORT:
                 answer = await self._continue(chunks, context, limit, answer)
         finally:
             self._busy = False
-            self._around.leases.renew(attempt)
+            self._shared.leases.renew(attempt)
         self._check_turn()
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._context = context + len(answer.tokens)
-        self._around.sampler.observe_answer_length(len(answer.tokens))
+        self._shared.sampler.observe_answer_length(len(answer.tokens))
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
         attempt.turns += 1
-        return Reply(turn, self._around.codec)
+        return Reply(turn, self._shared.codec)
 
-    def leave(self) -> None:
+    def end_session(self) -> None:
         """The rollout is over: whatever is cached of it may go."""
         if self._entry is not None:
-            self._around.sampler.end_session(self._entry, self._attempt.id + self._around.namespace)
+            self._shared.sampler.end_session(self._entry, self._attempt.id + self._shared.namespace)
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
@@ -197,13 +197,13 @@ class Model:
             if done >= limit:
                 return Generation(answer.tokens, answer.logprobs, answer.spans, Finish.LENGTH)
             so_far = (*chunks, answer.tokens) if done else chunks
-            answer = _join(answer, await self._part(so_far, context + done, limit - done, done))
+            answer = _concatenate(answer, await self._generate_once(so_far, context + done, limit - done, done))
         return answer
 
-    async def _part(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
+    async def _generate_once(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
         """One answer of one replica: whole, or the beginning of it."""
-        attempt, around = self._attempt, self._around
-        sampler, namespace, size = around.sampler, around.namespace, around.slice_tokens
+        attempt, shared = self._attempt, self._shared
+        sampler, namespace, size = shared.sampler, shared.namespace, shared.slice_tokens
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
         route_request = RouteRequest(
             attempt.id + namespace if namespace else attempt.id,
@@ -216,64 +216,69 @@ class Model:
             entry = await sampler.grant(route_request, self._entry, self._cached, self._moved_to)
             self._moved_to = None
             request = Request(
-                sampler.next_id(), chunks, context, limit, around.sampling, seed, done,
+                sampler.next_id(), chunks, context, limit, shared.sampling, seed, done,
                 route_request.session, route_request.group, sampler.epoch,
             )  # fmt: skip
-            self._tell("ask", entry.replica.name)
+            self._emit("ask", entry.replica.name)
             answer: asyncio.Future[Generation] | None = None
-            outcome, blame, cached = RequestOutcome.UNSENT, None, 0
+            outcome, replica_error, cached = RequestOutcome.UNSENT, None, 0
             try:
                 answer = entry.replica.generate(request)
-                part = await answer
-                if len(part.logprobs) != len(part.tokens) or sum(s.length for s in part.spans) != len(part.tokens):
+                generation = await answer
+                if len(generation.logprobs) != len(generation.tokens) or sum(s.length for s in generation.spans) != len(
+                    generation.tokens
+                ):
                     raise ReplicaError("'generate' gave tokens, logprobs and spans of different lengths")
-                outcome, self._cached = RequestOutcome.SERVED, context + len(part.tokens)
+                outcome, self._cached = RequestOutcome.SERVED, context + len(generation.tokens)
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
                 if not stopped(error):  # the engine's own
-                    self._tell("answer", "error")
-                    outcome, blame = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
+                    self._emit("answer", "error")
+                    outcome, replica_error = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
                     continue
                 if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
-                    around.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
+                    shared.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
                 else:
                     entry.replica.abort(request.id, attempt.cause or "cancelled")
                 raise
             except RequestRefused:
-                self._tell("answer", "refused")
+                self._emit("answer", "refused")
                 outcome = RequestOutcome.REFUSED
                 raise
             except StaleEpoch:
-                self._tell("answer", "refused")
+                self._emit("answer", "refused")
                 outcome = RequestOutcome.REFUSED
                 continue
             except ReplicaError as error:
-                self._tell("answer", "error")
-                outcome, blame = RequestOutcome.LOST if isinstance(error, ReplicaLost) else RequestOutcome.FAILED, error
+                self._emit("answer", "error")
+                outcome, replica_error = (
+                    RequestOutcome.LOST if isinstance(error, ReplicaLost) else RequestOutcome.FAILED,
+                    error,
+                )
                 continue
             except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not the rollout's fault
-                self._tell("answer", "error")
-                outcome, blame = (
+                self._emit("answer", "error")
+                outcome, replica_error = (
                     RequestOutcome.FAILED,
                     ReplicaError(f"'generate' raised {type(error).__name__}: {error}"),
                 )
                 continue
             finally:
-                moved_to = sampler.release(entry, route_request, request.id, outcome, blame, cached)
-            self._tell("answer", part.finish.value, len(part.tokens))
+                moved_to = sampler.release(entry, route_request, request.id, outcome, replica_error, cached)
+            self._emit("answer", generation.finish.value, len(generation.tokens))
             self._entry = entry
-            self._moved_to = moved_to if part.finish is Finish.ABORT else None
-            around.ledger.add_tokens(attempt, len(part.tokens))
-            return part
+            self._moved_to = moved_to if generation.finish is Finish.ABORT else None
+            shared.ledger.add_tokens(attempt, len(generation.tokens))
+            return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
 
-    def _tell(self, kind: str, detail: str, tokens: int | None = None) -> None:
-        if (events := self._around.ledger.events) is not None:
+    def _emit(self, kind: str, detail: str, tokens: int | None = None) -> None:
+        if (events := self._shared.ledger.events) is not None:
             detail = detail if tokens is None else f"{detail} {tokens}"
             events(Event(asyncio.get_running_loop().time(), kind, self._attempt.key, detail))
 
 
-def _join(first: Generation, then: Generation) -> Generation:
+def _concatenate(first: Generation, then: Generation) -> Generation:
     """Two consecutive parts of one turn."""
     spans = list(first.spans)
     for span in then.spans:

@@ -41,10 +41,10 @@ def make(spec: str | RolloutFunction) -> RolloutFunction:
     if not callable(spec) and spec in ROLLOUT_FUNCTIONS:
         return ROLLOUT_FUNCTIONS[spec]
     if callable(spec) or ":" in spec:
-        play: RolloutFunction = spec if callable(spec) else load_object(spec)
-        if not is_async(play):
+        function: RolloutFunction = spec if callable(spec) else load_object(spec)
+        if not is_async(function):
             raise ValueError(f"rollout {spec} must be an async function of (task, env, model)")
-        return play
+        return function
     raise ValueError(
         f"rollout '{spec}' is not known; take one of {', '.join(ROLLOUT_FUNCTIONS)}, or write 'module:function'"
     )

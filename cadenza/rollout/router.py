@@ -9,7 +9,7 @@ request half of the answer it is going to write, so that a long context that com
 
 A session that is away, with its env, keeps its context in the cache of its replica, and so it counts there. Where the
 contexts do not fit any more, sessions that are away give way to older groups, and a turn that finds no room waits
-(line.py). An engine would throw contexts out in the order of their last use, which is the order in which they come
+(wait_queue.py). An engine would throw contexts out in the order of their last use, which is the order in which they come
 back, so that everybody would prefill everything with every turn.
 
 The least loaded replica is on top of a heap whose entries may be old; an entry whose pressure is not its entry's
@@ -29,9 +29,9 @@ SEQUENCE_WEIGHT = 128
 """What a running sequence costs besides its context, in tokens of context (b/c of the cost model)."""
 PREFILL_WEIGHT = 400.0
 """What the prefill of a token costs, in decode steps over a token of context (p/c of the cost model: 300 to 1500)."""
-MEMORY = 256
+ANSWER_WINDOW = 256
 """Answers over which their mean length is taken."""
-FULL = 0.85
+MAX_FILL = 0.85
 """The share of a KV cache that is given out where answers do not give way: an engine also holds what is left of
 sessions that ended or gave way."""
 HOLD_SECONDS = 30.0
@@ -53,7 +53,7 @@ class RouteRequest(NamedTuple):
     session: int
     group: int
     context: int
-    age: int = 0
+    group_number: int = 0
     """The number of its group among those of its scheduler: the lower, the older."""
     slices: int = 0
     """So many slices of its answer are written already."""
@@ -61,16 +61,16 @@ class RouteRequest(NamedTuple):
     """After which it gives way to those that wait; 0 where nobody does."""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def priority(self) -> tuple[int, int]:
         """In the line: who has had fewer slices is first, and of these the oldest."""
-        return self.slices, self.age
+        return self.slices, self.group_number
 
 
 class CachedContext(NamedTuple):
     """The context of a session that is away."""
 
     context: int
-    age: int
+    group_number: int
     until: float
     """When younger ones may have its room."""
 
@@ -118,7 +118,7 @@ class Router:
 
     def __init__(self, prefill_weight: float = PREFILL_WEIGHT) -> None:
         self.prefill_weight = prefill_weight
-        self.answer = 1024.0
+        self.mean_answer = 1024.0
         """Mean length of the last answers, in tokens."""
         self.escapes = 0
         """Requests that left the replica with their prefix because it was loaded."""
@@ -139,7 +139,7 @@ class Router:
     @property
     def is_empty(self) -> bool:
         """No entry is active."""
-        return self._least() is None
+        return self._least_loaded() is None
 
     def admit(
         self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float
@@ -151,43 +151,45 @@ class Router:
         if not route_request.slices:
             entry = self.pick(sticky, route_request.group, route_request.context, cached)
         else:  # in the middle of an answer its prompt is the least, and to move it is for balance.py to decide
-            entry = sticky if sticky is not None and sticky.state is ReplicaState.ACTIVE else self._least()
+            entry = sticky if sticky is not None and sticky.state is ReplicaState.ACTIVE else self._least_loaded()
         if entry is None:
             return None
-        if not self._make_room(entry, route_request, own.context if own is not None and entry is sticky else 0, now):
-            best = self._least()
-            if best is None or best is entry or not self._make_room(best, route_request, 0, now):
+        if not self._make_capacity(
+            entry, route_request, own.context if own is not None and entry is sticky else 0, now
+        ):
+            best = self._least_loaded()
+            if best is None or best is entry or not self._make_capacity(best, route_request, 0, now):
                 return None
             entry = best
         return entry
 
-    def keep(self, entry: ReplicaEntry, session: int, context: int, age: int, now: float) -> None:
+    def keep_context(self, entry: ReplicaEntry, session: int, context: int, group_number: int, now: float) -> None:
         """A session goes away and leaves its context there, as its request leaves: `remove` weighs both."""
         if entry.state is ReplicaState.ACTIVE:
-            entry.cached_contexts[session] = CachedContext(context, age, now + HOLD_SECONDS)
+            entry.cached_contexts[session] = CachedContext(context, group_number, now + HOLD_SECONDS)
             entry.cached_tokens += context
 
-    def forget(self, entry: ReplicaEntry, session: int) -> bool:
+    def drop_context(self, entry: ReplicaEntry, session: int) -> bool:
         """It came back, or never will. Whether its context was still there."""
-        held = entry.cached_contexts.pop(session, None)
-        if held is None:
+        cached = entry.cached_contexts.pop(session, None)
+        if cached is None:
             return False
-        entry.cached_tokens -= held.context
-        self._weigh(entry, 0)
+        entry.cached_tokens -= cached.context
+        self._update_load(entry, 0)
         return True
 
     def pick(self, sticky: ReplicaEntry | None, group: int, context: int, cached: int) -> ReplicaEntry | None:
         """The entry for a request of `context` tokens, `cached` of which the sticky entry holds."""
-        best = self._least()
+        best = self._least_loaded()
         if best is None:
             return None
         if sticky is not None:
-            if sticky is best or self._worth_it(sticky, best, context, cached):
+            if sticky is best or self._worth_staying(sticky, best, context, cached):
                 return sticky
             self.escapes += 1
             return best
         home = self._homes.get(group)
-        if home is not None and (home is best or self._worth_it(home, best, context, context)):
+        if home is not None and (home is best or self._worth_staying(home, best, context, context)):
             return home
         if home is None and len(self._homes) >= MAX_HOMES:
             del self._homes[next(iter(self._homes))]
@@ -196,20 +198,20 @@ class Router:
 
     def observe_answer_length(self, tokens: int) -> None:
         """An answer had so many tokens."""
-        self.answer += (tokens - self.answer) / MEMORY
+        self.mean_answer += (tokens - self.mean_answer) / ANSWER_WINDOW
 
     def add(self, entry: ReplicaEntry, context: int) -> None:
         """A request goes there."""
         entry.sent += 1
         entry.inflight += 1
-        self._weigh(entry, context)
+        self._update_load(entry, context)
 
     def remove(self, entry: ReplicaEntry, context: int) -> None:
         """A request left."""
         entry.inflight -= 1
-        self._weigh(entry, -context)
+        self._update_load(entry, -context)
 
-    def _make_room(self, entry: ReplicaEntry, route_request: RouteRequest, own: int, now: float) -> bool:
+    def _make_capacity(self, entry: ReplicaEntry, route_request: RouteRequest, own: int, now: float) -> bool:
         """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
         they must, the youngest first. An empty replica has room for anything. What is going to be written counts only
         where answers give way after a slice, half a slice each, or half a mean answer, and then the whole cache is
@@ -217,31 +219,33 @@ class Router:
         that begin together grow together, and by then others have ended."""
         missing: float = entry.inflight_tokens + entry.cached_tokens + route_request.context - own
         if route_request.slice_tokens:
-            missing += (entry.inflight + 1) * min(self.answer, route_request.slice_tokens) / 2 - entry.capacity
+            missing += (entry.inflight + 1) * min(self.mean_answer, route_request.slice_tokens) / 2 - entry.capacity
         else:
-            missing -= FULL * entry.capacity
+            missing -= MAX_FILL * entry.capacity
         if missing <= 0:
             return True
-        age = route_request.age
+        group_number = route_request.group_number
         away = [
-            (held.age, session, held)
-            for session, held in entry.cached_contexts.items()
-            if held.age > age or held.until < now
+            (cached.group_number, session, cached)
+            for session, cached in entry.cached_contexts.items()
+            if cached.group_number > group_number or cached.until < now
         ]
-        there = sum([held.context for _, _, held in away])
+        there = sum([cached.context for _, _, cached in away])
         if there < missing and (entry.inflight or entry.cached_tokens - own > there):
             return False
-        for _, session, held in sorted(away, reverse=True):
+        for _, session, cached in sorted(away, reverse=True):
             del entry.cached_contexts[session]
-            entry.cached_tokens -= held.context
-            missing -= held.context
+            entry.cached_tokens -= cached.context
+            missing -= cached.context
             if missing <= 0:
                 break
         return True
 
-    def _weigh(self, entry: ReplicaEntry, tokens: int) -> None:
+    def _update_load(self, entry: ReplicaEntry, tokens: int) -> None:
         entry.inflight_tokens += tokens
-        expected = entry.inflight_tokens + entry.cached_tokens + entry.inflight * (SEQUENCE_WEIGHT + self.answer / 2)
+        expected = (
+            entry.inflight_tokens + entry.cached_tokens + entry.inflight * (SEQUENCE_WEIGHT + self.mean_answer / 2)
+        )
         entry.pressure = expected / entry.capacity
         if entry.state is ReplicaState.ACTIVE:
             if len(self._heap) > 8 * self._entries + 64:
@@ -249,17 +253,17 @@ class Router:
             else:
                 heapq.heappush(self._heap, (entry.pressure, entry.index, entry))
 
-    def _worth_it(self, entry: ReplicaEntry, best: ReplicaEntry, context: int, cached: int) -> bool:
+    def _worth_staying(self, entry: ReplicaEntry, best: ReplicaEntry, context: int, cached: int) -> bool:
         if entry.state is not ReplicaState.ACTIVE:
             return False
         if entry.inflight_tokens + context > entry.capacity and best.inflight_tokens + context <= best.capacity:
             return False
-        weight = SEQUENCE_WEIGHT + self.answer / 2
+        weight = SEQUENCE_WEIGHT + self.mean_answer / 2
         theirs = (best.inflight_tokens + best.inflight * weight) / best.capacity * entry.capacity
         excess = entry.inflight_tokens + entry.inflight * weight - theirs
-        return self.answer * excess <= self.prefill_weight * cached * (1 + best.inflight)
+        return self.mean_answer * excess <= self.prefill_weight * cached * (1 + best.inflight)
 
-    def _least(self) -> ReplicaEntry | None:
+    def _least_loaded(self) -> ReplicaEntry | None:
         heap = self._heap
         while heap:
             pressure, _, entry = heap[0]

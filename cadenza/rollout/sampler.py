@@ -5,7 +5,7 @@ each replica refuses what is older, so that when `suspend` returns no token is b
 was on its way. A replica that does not answer a control call within its deadline is given up: killed, out of the
 routing table for good, its requests routed again with the tokens they had.
 
-    grant() waits for:  the gate (opened by resume), a replica (brought by expand), and room in its KV cache (line.py)
+    grant() waits for:  the gate (opened by resume), a replica (brought by expand), and room in its KV cache (wait_queue.py)
     suspend, resume, load_weights, shrink, expand: one at a time, event-driven; none of them delays a grant to a
     replica it does not touch
     health check: woken by time; gives up replicas with work but without progress
@@ -110,7 +110,7 @@ class Sampler:
         self._ids = itertools.count()
         self._namespaces = itertools.count(0, 1 << 40)
         self._operations: set[asyncio.Task[Any]] = set()
-        self._watches: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
         self._closed = False
 
     # -- clients -------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Sampler:
                 await self._gate.opening()
                 moved_to = None
         if waited:
-            self._wait_queue.move()
+            self._wait_queue.wake_next()
         return entry
 
     def grant_now(
@@ -158,12 +158,12 @@ class Sampler:
         if not self._gate.is_open:
             return None
         if moved_to is not None and moved_to.state is ReplicaState.ACTIVE:
-            self.balancer.count(route_request.context)
+            self.balancer.count_move(route_request.context)
             entry = moved_to
         else:
             found = None
             home = sticky if sticky is not None and route_request.session in sticky.cached_contexts else None
-            if not self._wait_queue.is_behind(route_request) or (
+            if not self._wait_queue.has_earlier(route_request) or (
                 home is not None and not route_request.slices
             ):  # who has a place keeps it
                 found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
@@ -175,7 +175,7 @@ class Sampler:
                 return None
             entry = found
         if sticky is not None:
-            self.router.forget(sticky, route_request.session)
+            self.router.drop_context(sticky, route_request.session)
         self.router.add(entry, route_request.context)
         return entry
 
@@ -196,24 +196,26 @@ class Sampler:
         elif outcome is RequestOutcome.REFUSED:
             entry.served += 1
         elif error is not None:
-            self._blame(entry, error)
+            self._record_failure(entry, error)
         if cached:
-            self.router.keep(entry, route_request.session, cached, route_request.age, asyncio.get_running_loop().time())
+            self.router.keep_context(
+                entry, route_request.session, cached, route_request.group_number, asyncio.get_running_loop().time()
+            )
         self.router.remove(entry, route_request.context)
         if self._wait_queue:
-            self._wait_queue.move()
-        return self.balancer.take(request)
+            self._wait_queue.wake_next()
+        return self.balancer.take_target(request)
 
     def end_session(self, entry: ReplicaEntry, session: int) -> None:
         """The session is over."""
-        if self.router.forget(entry, session) and self._wait_queue:
-            self._wait_queue.move()
+        if self.router.drop_context(entry, session) and self._wait_queue:
+            self._wait_queue.wake_next()
 
     def observe_answer_length(self, tokens: int) -> None:
         """An answer had so many tokens."""
         self.router.observe_answer_length(tokens)
 
-    def _blame(self, entry: ReplicaEntry, error: ReplicaError) -> None:
+    def _record_failure(self, entry: ReplicaEntry, error: ReplicaError) -> None:
         if isinstance(error, ReplicaLost):
             self._give_up(entry, str(error) or "lost")
             return
@@ -259,7 +261,7 @@ class Sampler:
         self._create_entries()
         self._gate.close()
         self._holders.add(holder)
-        await self._to_its_end(self._suspend(mode))
+        await self._run_to_completion(self._suspend(mode))
 
     async def resume(self, holder: object = None) -> None:
         """Let go of the gate; it opens when nobody else holds it."""
@@ -270,15 +272,15 @@ class Sampler:
     def begin_resume(self, holder: object = None) -> asyncio.Task[None] | None:
         """`resume` for whoever does not want to wait: the task that opens the gate, None when it is open."""
         self._create_entries()
-        if not self._watches:
+        if not self._background_tasks:
             loop = asyncio.get_running_loop()
-            self._watches.append(loop.create_task(self._watch(), name="sampler health"))
+            self._background_tasks.append(loop.create_task(self._health_check_loop(), name="sampler health"))
             if self.config.balance_seconds:
-                self._watches.append(loop.create_task(self._balance(), name="sampler balance"))
-            for task in self._watches:
-                task.add_done_callback(self._watch_ended)
+                self._background_tasks.append(loop.create_task(self._balance_loop(), name="sampler balance"))
+            for task in self._background_tasks:
+                task.add_done_callback(self._on_background_task_ended)
         self._holders.discard(holder)
-        return None if self._gate.is_open else self._begin(self._resume())
+        return None if self._gate.is_open else self._start_operation(self._resume())
 
     @property
     def holders(self) -> list[object]:
@@ -293,7 +295,7 @@ class Sampler:
         """Publish a version. Behind a closed gate all replicas load at once; with the gate open they are updated
         one by one, and what runs on them is kept in place."""
         self._create_entries()
-        await self._to_its_end(self._publish(version, weights))
+        await self._run_to_completion(self._publish(version, weights))
 
     # -- devices -------------------------------------------------------------------------------------------------
 
@@ -305,21 +307,21 @@ class Sampler:
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
         """Take replicas off these devices; their requests move, with their tokens, to the others."""
-        return await self._to_its_end(self._shrink(devices))
+        return await self._run_to_completion(self._shrink(devices))
 
     async def expand(self, devices: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
         """Bring replicas back on these devices. `skip_load` says that they have the current weights already."""
-        return await self._to_its_end(self._expand(devices, skip_load))
+        return await self._run_to_completion(self._expand(devices, skip_load))
 
     async def close(self) -> None:
         """End the health check and the balance, and wake whoever waits at the gate."""
         self._closed = True
         self._gate.open()
-        self._wait_queue.end()
-        for task in self._watches:
+        self._wait_queue.close()
+        for task in self._background_tasks:
             task.cancel()
-        if self._watches:
-            await asyncio.wait(self._watches, timeout=self.config.control_seconds)
+        if self._background_tasks:
+            await asyncio.wait(self._background_tasks, timeout=self.config.control_seconds)
 
     async def stats(self) -> dict[str, ReplicaStats]:
         """What every replica that answers says about itself, the dead ones too where they still can."""
@@ -333,7 +335,7 @@ class Sampler:
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _create_entries(self) -> None:
-        """Seats are made when the loop runs: a sampler may be built before it."""
+        """Entries are made when the loop runs: a sampler may be built before it."""
         if self._entries:
             return
         loop = asyncio.get_running_loop()
@@ -349,19 +351,19 @@ class Sampler:
         if not self._active():
             if any(entry.state is ReplicaState.ASLEEP for entry in self._entries):
                 return  # an expand brings one, and opens
-            raise NoReplicas(f"no replica is left: {self._losses()}")
+            raise NoReplicas(f"no replica is left: {self._loss_summary()}")
         self.opened_at = asyncio.get_running_loop().time()
         self._gate.open()
-        self._wait_queue.move()
+        self._wait_queue.wake_next()
 
-    def _losses(self) -> str:
+    def _loss_summary(self) -> str:
         return "; ".join(f"{name}: {cause}" for name, cause in self.lost.items()) or "all are asleep"
 
-    async def _to_its_end(self, operation: Coroutine[Any, Any, T]) -> T:
+    async def _run_to_completion(self, operation: Coroutine[Any, Any, T]) -> T:
         """Run a control operation as a whole, also when its caller gives up: nothing is left half-changed."""
-        return await asyncio.shield(self._begin(operation))
+        return await asyncio.shield(self._start_operation(operation))
 
-    def _begin(self, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start_operation(self, operation: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(operation, name="sampler control")
         self._operations.add(task)
         task.add_done_callback(self._operations.discard)
@@ -372,12 +374,12 @@ class Sampler:
             if self._suspended or not self._holders:
                 return
             self._gate.close()
-            self._tell("suspend", "sampler", mode.value)
+            self._emit("suspend", "sampler", mode.value)
             self.epoch += 1
             epoch = self.epoch
-            await self._each(self._active(), lambda entry: self._pause(entry, epoch, mode))
+            await self._call_each(self._active(), lambda entry: self._pause(entry, epoch, mode))
             self._suspended = True
-            self._tell("suspended", "sampler", "")
+            self._emit("suspended", "sampler", "")
 
     async def _resume(self) -> None:
         async with self._control:
@@ -385,9 +387,11 @@ class Sampler:
                 return
             if self._suspended:
                 seconds = self.config.control_seconds
-                await self._each(self._active(), lambda entry: _within(seconds, "resume", entry.replica.resume()))
+                await self._call_each(
+                    self._active(), lambda entry: _call_with_deadline(seconds, "resume", entry.replica.resume())
+                )
                 self._suspended = False
-                self._tell("resume", "sampler", "")
+                self._emit("resume", "sampler", "")
             if not self._holders:  # somebody may have suspended meanwhile, and waits for the lock
                 self._open_gate()
 
@@ -396,15 +400,15 @@ class Sampler:
             if version <= self.version:
                 raise ValueError(f"version must grow: it is {self.version}, got {version}")
             if self._suspended:
-                await self._each(self._active(), lambda entry: self._load(entry, version, weights))
+                await self._call_each(self._active(), lambda entry: self._load(entry, version, weights))
             else:
                 for entry in self._active():
-                    await self._each([entry], lambda entry: self._roll(entry, version, weights))
+                    await self._call_each([entry], lambda entry: self._load_in_place(entry, version, weights))
             if not self._active():
-                raise NoReplicas(f"no replica took version {version}: {self._losses()}")
+                raise NoReplicas(f"no replica took version {version}: {self._loss_summary()}")
             self.version = version
             self._weights = weights
-            self._tell("publish", "sampler", str(version))
+            self._emit("publish", "sampler", str(version))
         for callback in self.on_version:
             callback(version)
 
@@ -426,15 +430,15 @@ class Sampler:
             for entry in leaving:
                 entry.state = ReplicaState.LEAVING
             self.router.rebuild(self._entries)
-            await self._each(leaving, lambda entry: self._put_to_sleep(entry, epoch))
-            self._tell("shrink", "sampler", str(sorted(devices)))
+            await self._call_each(leaving, lambda entry: self._put_to_sleep(entry, epoch))
+            self._emit("shrink", "sampler", str(sorted(devices)))
         return self._report(leaving, ReplicaState.ASLEEP, started, moved=moved, moved_tokens=moved_tokens)
 
     async def _expand(self, devices: Sequence[int], skip_load: bool) -> dict[str, Any]:
         started = asyncio.get_running_loop().time()
         async with self._control:
             coming = self._on_devices(devices, ReplicaState.ASLEEP, "expand")
-            await self._each(coming, lambda entry: self._wake(entry, skip_load))
+            await self._call_each(coming, lambda entry: self._wake(entry, skip_load))
             self.router.rebuild(self._entries)
             if behind := [entry for entry in coming if entry.state is ReplicaState.ASLEEP]:
                 versions = {entry.replica.name: entry.version for entry in behind}
@@ -443,17 +447,17 @@ class Sampler:
                 self._open_gate()
                 if self.config.balance_seconds:
                     self.balancer.spread(self._active())
-            self._tell("expand", "sampler", str(sorted(devices)))
+            self._emit("expand", "sampler", str(sorted(devices)))
         return self._report(coming, ReplicaState.ACTIVE, started)
 
-    async def _each(
+    async def _call_each(
         self, entries: list[ReplicaEntry], call: Callable[[ReplicaEntry], Coroutine[Any, Any, None]]
     ) -> None:
         """Call all at once; a replica that fails or is late is given up, and the others go on."""
 
         async def one(entry: ReplicaEntry) -> None:
             try:
-                await _while_it_lives(entry, call(entry))
+                await _while_alive(entry, call(entry))
             except ReplicaError as error:
                 self._give_up(entry, str(error) or type(error).__name__)
             except asyncio.CancelledError as error:
@@ -481,41 +485,41 @@ class Sampler:
                     raise ReplicaTimeout(f"did not answer 'pause' within {seconds} s")
         finally:
             pausing.cancel()
-            pausing.add_done_callback(_unheard)
+            pausing.add_done_callback(_ignore_result)
 
     async def _load(self, entry: ReplicaEntry, version: int, weights: object) -> None:
         """Load into a replica that does not generate; a failure is tried once more."""
         seconds = self.config.load_seconds
         entry.loading_weights = True
         try:
-            await _within(seconds, "load_weights", entry.replica.load_weights(version, weights))
+            await _call_with_deadline(seconds, "load_weights", entry.replica.load_weights(version, weights))
         except (ReplicaLost, ReplicaTimeout):
             raise
         except Exception as error:  # noqa: BLE001 - whatever the engine raised, the second time is given up
             logger.warning("replica %s failed to load version %d, once more: %s", entry.replica.name, version, error)
-            await _within(seconds, "load_weights", entry.replica.load_weights(version, weights))
+            await _call_with_deadline(seconds, "load_weights", entry.replica.load_weights(version, weights))
         finally:
             entry.loading_weights = False
         entry.version = version
 
-    async def _roll(self, entry: ReplicaEntry, version: int, weights: object) -> None:
+    async def _load_in_place(self, entry: ReplicaEntry, version: int, weights: object) -> None:
         seconds = self.config.control_seconds
         await self._pause(entry, self.epoch, PauseMode.KEEP)
         await self._load(entry, version, weights)
-        await _within(seconds, "resume", entry.replica.resume())
+        await _call_with_deadline(seconds, "resume", entry.replica.resume())
 
     async def _put_to_sleep(self, entry: ReplicaEntry, epoch: int) -> None:
         seconds = self.config.control_seconds
         await self._pause(entry, epoch, PauseMode.ABORT)
-        await _within(seconds, "sleep", entry.replica.sleep())
+        await _call_with_deadline(seconds, "sleep", entry.replica.sleep())
         if entry.state is not ReplicaState.LOST:
             entry.state = ReplicaState.ASLEEP
 
     async def _wake(self, entry: ReplicaEntry, skip_load: bool) -> None:
         seconds = self.config.control_seconds
-        await _within(seconds, "wake", entry.replica.wake())
+        await _call_with_deadline(seconds, "wake", entry.replica.wake())
         if skip_load:
-            entry.version = (await _within(seconds, "stats", entry.replica.stats())).version
+            entry.version = (await _call_with_deadline(seconds, "stats", entry.replica.stats())).version
         elif self.version > entry.version:
             await self._load(entry, self.version, self._weights)
         if entry.version != self.version:
@@ -561,7 +565,7 @@ class Sampler:
             return
         logger.warning("replica %s is given up: %s", entry.replica.name, cause)
         entry.state = ReplicaState.LOST
-        self._tell("lost", entry.replica.name, cause)
+        self._emit("lost", entry.replica.name, cause)
         self.lost[entry.replica.name] = cause
         self.router.rebuild(self._entries)
         entry.replica.kill("replica_lost")
@@ -572,11 +576,11 @@ class Sampler:
         if not self._active():
             self._gate.close()
 
-    def _tell(self, kind: str, subject: str, detail: str) -> None:
+    def _emit(self, kind: str, subject: str, detail: str) -> None:
         if self.events is not None:
             self.events(Event(asyncio.get_running_loop().time(), kind, subject, detail))
 
-    async def _watch(self) -> None:
+    async def _health_check_loop(self) -> None:
         """Give up replicas that have work and make no progress."""
         while True:
             await asyncio.sleep(self.config.heartbeat_seconds)
@@ -589,27 +593,27 @@ class Sampler:
                     entry.strikes = 0
                 entry.sent = entry.served = 0
             if quiet:
-                await self._each(quiet, self._look)
+                await self._call_each(quiet, self._check_progress)
 
-    def _watch_ended(self, task: asyncio.Task[None]) -> None:
+    def _on_background_task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("'%s' died, the sampler closes", task.get_name(), exc_info=error)
             for entry in self._entries:
                 self._give_up(entry, f"'{task.get_name()}' died: {error!r}")
             self._closed = True
             self._gate.open()
-            self._wait_queue.end()
+            self._wait_queue.close()
 
-    async def _balance(self) -> None:
+    async def _balance_loop(self) -> None:
         """Move requests and let some give way, unless the gate is closed or a control operation is under way."""
         while True:
             await asyncio.sleep(self.config.balance_seconds)
             if self._gate.is_open and not self._control.locked():
                 self.balancer.tick(self._active(), self._wait_queue.first, len(self._wait_queue))
 
-    async def _look(self, entry: ReplicaEntry) -> None:
+    async def _check_progress(self, entry: ReplicaEntry) -> None:
         try:
-            stats = await _within(self.config.heartbeat_seconds, "stats", entry.replica.stats())
+            stats = await _call_with_deadline(self.config.heartbeat_seconds, "stats", entry.replica.stats())
         except ReplicaTimeout:
             moves = False
         else:
@@ -620,7 +624,7 @@ class Sampler:
             self._give_up(entry, f"no progress in {entry.strikes} looks, {self.config.heartbeat_seconds} s apart")
 
 
-async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
+async def _call_with_deadline(seconds: float, what: str, call: Awaitable[T]) -> T:
     """A call to a replica with a deadline."""
     try:
         return await asyncio.wait_for(call, seconds)
@@ -628,10 +632,10 @@ async def _within(seconds: float, what: str, call: Awaitable[T]) -> T:
         raise ReplicaTimeout(f"did not answer '{what}' within {seconds} s") from None
 
 
-async def _while_it_lives(entry: ReplicaEntry, call: Coroutine[Any, Any, None]) -> None:
+async def _while_alive(entry: ReplicaEntry, call: Coroutine[Any, Any, None]) -> None:
     """Await a call to a replica, but not longer than the replica lives."""
     task = asyncio.ensure_future(call)
-    task.add_done_callback(_unheard)  # the replica may end, or this be cancelled, at the moment at which it fails
+    task.add_done_callback(_ignore_result)  # the replica may end, or this be cancelled, at the moment at which it fails
     either: list[asyncio.Future[Any]] = [task, entry.gone]
     try:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -643,7 +647,7 @@ async def _while_it_lives(entry: ReplicaEntry, call: Coroutine[Any, Any, None]) 
     task.result()
 
 
-def _unheard(task: asyncio.Future[Any]) -> None:
+def _ignore_result(task: asyncio.Future[Any]) -> None:
     """Nobody need hear what it says."""
     if not task.cancelled():
         task.exception()

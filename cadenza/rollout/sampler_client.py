@@ -269,7 +269,7 @@ class InferenceService:
         *,
         backend: str = "ray",
     ) -> InferenceService:
-        """Over running replicas: the `peers` of a cluster of `ReplicaWorker`s."""
+        """Over running replicas: the `worker_handles` of a cluster of `ReplicaWorker`s."""
         init = {"replicas": list(replicas), "config": config}
         return cls(await start_worker(backend, "sampler", 0, SamplerProcess, init, seconds=START_SECONDS), codec)
 

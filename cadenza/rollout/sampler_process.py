@@ -56,7 +56,7 @@ class _ConnectedClient:
 
 
 class SamplerProcess(Worker):
-    """Holds the sampler. Its replicas are peers, or replicas in the same process."""
+    """Holds the sampler. Its replicas are worker handles, or replicas in the same process."""
 
     def __init__(self, replicas: Sequence[WorkerHandle | Replica], config: SamplerConfig | None) -> None:
         self._endpoints = tuple(replicas)
@@ -73,7 +73,7 @@ class SamplerProcess(Worker):
         return replica_addresses(await self._get_sampler())
 
     async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Any]]:
-        """See wire.py."""
+        """See channel.py."""
         known = self._get_client(client, await self._get_sampler())
         return await known.mailbox.exchange(number, messages)
 

@@ -84,7 +84,7 @@ class RolloutScheduler:
         self.mode = mode
         self.sampler = infer_cluster.sampler
         self.queue = GroupQueueManager(config, env_manager_config, mode, events=events)
-        self._devices = resource_manager
+        self._resources = resource_manager
         self._collate = collator or collate
         kind: Callable[..., SlotPool] = EnvWorker
         if env_manager_config.workers:
@@ -101,11 +101,11 @@ class RolloutScheduler:
         )
         self.queue.spawn = lambda coroutine: self._spawn(coroutine, "group filter")
         self._uncollated: list[Group] = []
-        self._turn = asyncio.Lock()
+        self._batch_lock = asyncio.Lock()
         self._suspensions = 0
         """Asked for. A call that opens the gate does not undo one that came later."""
         self._tasks: asyncio.TaskGroup | None = None
-        self._root: asyncio.Task[None] | None = None
+        self._run_task: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
         self._closing = asyncio.Event()
 
@@ -114,7 +114,7 @@ class RolloutScheduler:
     async def get_batch(self, data: DataProto, batch_size: int) -> DataProto | None:
         """The next `batch_size` trajectories in whole groups, for the newest published version; -1 is everything
         until the tasks run out. The last batch may be short; None means that nothing was available."""
-        groups = self._groups(batch_size)
+        groups = self._group_count(batch_size)
         step = data.meta_info.get("global_step")
         if not isinstance(step, int):
             raise ValueError(f"data.meta_info['global_step'] must be an int, got {step!r}")
@@ -125,15 +125,15 @@ class RolloutScheduler:
         if suspensions == self._suspensions:  # else a suspension that was asked for later is already under way
             opening = self.sampler.begin_resume(holder=self)
             if opening is not None:  # a batch that is ready does not wait for it
-                opening.add_done_callback(self._opened)
-        async with self._turn:
-            cut = self._uncollated or await self._taken(groups)
+                opening.add_done_callback(self._on_gate_opened)
+        async with self._batch_lock:
+            cut = self._uncollated or await self._wait_for_batch(groups)
             if not cut:
                 return None
             self._uncollated = cut  # a collator that raises loses nothing: the next call gets the same groups
             attempts = [a for group in cut for a in sorted(group.finished, key=lambda a: a.member)]
             trajectories = [a.trajectory for a in attempts if a.trajectory is not None]
-            await self._load(trajectories)
+            await self._load_turns(trajectories)
             batch = self._collate(trajectories)
             self._uncollated = []
             for attempt in attempts:
@@ -159,32 +159,32 @@ class RolloutScheduler:
 
     async def shrink_sampler(self, target_gpus: Sequence[int]) -> dict[str, Any]:
         """Take the replicas off these devices; their requests move to the others with their tokens."""
-        self._known(target_gpus)
+        self._check_devices(target_gpus)
         return await self.sampler.shrink(target_gpus)
 
     async def expand_sampler(self, target_gpus: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
         """Bring the replicas on these devices back."""
-        self._known(target_gpus)
+        self._check_devices(target_gpus)
         return await self.sampler.expand(target_gpus, skip_load)
 
     async def shutdown(self) -> None:
         """End everything. What is not consumed is cancelled, envs are closed, whoever waits is told."""
         self.queue.fatal(SchedulerClosed("the scheduler was shut down"))
-        if self._advance in self.sampler.on_version:
-            self.sampler.on_version.remove(self._advance)
-            self.sampler.on_lost.remove(self._lost)
+        if self._on_version in self.sampler.on_version:
+            self.sampler.on_version.remove(self._on_version)
+            self.sampler.on_lost.remove(self._on_replica_lost)
         if self.sampler.is_held_by(self):
             with suppress(NoReplicas, InfrastructureError):  # a sampler that is gone has no gate
                 await self.sampler.resume(holder=self)
         self._closing.set()
-        if self._root is not None:
-            await asyncio.wait([self._root], timeout=self._slots.stop_seconds)
+        if self._run_task is not None:
+            await asyncio.wait([self._run_task], timeout=self._slots.stop_seconds)
             self._slots.close()
-            if not self._root.done():
+            if not self._run_task.done():
                 logger.error("%d attempts do not end; they are left behind", self._slots.busy)
-                self._root.cancel()
-            elif not self._root.cancelled():
-                self._root.result()
+                self._run_task.cancel()
+            elif not self._run_task.cancelled():
+                self._run_task.result()
 
     # -- over a restart ------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class RolloutScheduler:
                     token_bundles.load_now(a.trajectory for a in group.finished if a.trajectory is not None)
                 except InfrastructureError as error:
                     logger.error("g%d is lost with what its members had finished: %s", group.id, error)
-                    self.queue.lose(group)
+                    self.queue.lose_group(group)
             token_bundles.load_now(
                 a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None
             )
@@ -213,7 +213,7 @@ class RolloutScheduler:
         """Go on from what `save` wrote, with the same config; before the first call. The version that was published
         then (`queue.version`), or the next one if its batch was trained, must be published before the first batch is
         asked for. Called on the loop."""
-        if self._root is not None or self.queue.ended or self.ledger.groups_opened:
+        if self._run_task is not None or self.queue.ended or self.ledger.groups_opened:
             raise RuntimeError("restore goes before the first call: this scheduler has begun; make a new one")
         self._uncollated = snapshot.restore(directory, self.queue)
 
@@ -233,7 +233,7 @@ class RolloutScheduler:
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _groups(self, batch_size: int) -> int | None:
+    def _group_count(self, batch_size: int) -> int | None:
         if batch_size == -1:
             if endless := self.queue.domains.endless:
                 raise ValueError(
@@ -247,19 +247,19 @@ class RolloutScheduler:
             raise ValueError(not_whole_groups("batch_size", batch_size, self.config.group_size))
         return batch_size // self.config.group_size
 
-    def _known(self, gpus: Sequence[int]) -> None:
-        devices = self._devices.devices
+    def _check_devices(self, gpus: Sequence[int]) -> None:
+        devices = self._resources.devices
         if unknown := sorted(set(gpus) - set(devices)):
             raise ValueError(f"target_gpus {unknown} do not exist; the resource manager has {list(devices)}")
 
     async def _start(self) -> None:
         if self._closing.is_set():
             raise SchedulerClosed("the scheduler was shut down")
-        if self._root is not None:
-            await self._begun()
+        if self._run_task is not None:
+            await self._wait_until_started()
             return
         await self.sampler.refresh()
-        if self._closing.is_set() or self._root is not None:  # somebody else was faster
+        if self._closing.is_set() or self._run_task is not None:  # somebody else was faster
             await self._start()
             return
         if self.sampler.version < self.queue.version:
@@ -267,22 +267,22 @@ class RolloutScheduler:
                 f"the rollouts were saved at version {self.queue.version}, but the replicas have version "
                 f"{self.sampler.version}: publish the saved weights first (sampler.load_weights({self.queue.version}))"
             )
-        self.sampler.on_version.append(self._advance)
-        self.sampler.on_lost.append(self._lost)
-        self._root = asyncio.get_running_loop().create_task(self._own(), name=f"scheduler {self.mode}")
-        await self._begun()
+        self.sampler.on_version.append(self._on_version)
+        self.sampler.on_lost.append(self._on_replica_lost)
+        self._run_task = asyncio.get_running_loop().create_task(self._run(), name=f"scheduler {self.mode}")
+        await self._wait_until_started()
 
-    async def _begun(self) -> None:
+    async def _wait_until_started(self) -> None:
         """Wait until attempts can run, or for what prevents it."""
-        assert self._root is not None
+        assert self._run_task is not None
         if not self._started.is_set():
             starting = asyncio.ensure_future(self._started.wait())
-            await asyncio.wait([self._root, starting], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self._run_task, starting], return_when=asyncio.FIRST_COMPLETED)
             starting.cancel()
-            if self._root.done():
-                self._root.result()
+            if self._run_task.done():
+                self._run_task.result()
 
-    async def _own(self) -> None:
+    async def _run(self) -> None:
         """Keep the task group open until the end."""
         await self._slots.open()
         async with asyncio.TaskGroup() as tasks:
@@ -303,26 +303,26 @@ class RolloutScheduler:
             coroutine.close()
             raise
 
-    async def _taken(self, groups: int | None) -> list[Group]:
+    async def _wait_for_batch(self, groups: int | None) -> list[Group]:
         """Take a batch, but notice when nothing moves any more, or when a bug ended the task group."""
-        assert self._root is not None
+        assert self._run_task is not None
         loop = asyncio.get_running_loop()
-        asked, patience = loop.time(), self.config.stall_seconds
+        asked, stall_seconds = loop.time(), self.config.stall_seconds
         with self.queue.demanding(groups):
             while (batch := self.queue.cut()) is None:
-                left = patience - (loop.time() - max(asked, self.queue.last_end, self.sampler.opened_at))
+                left = stall_seconds - (loop.time() - max(asked, self.queue.last_end_time, self.sampler.opened_at))
                 if left <= CLOCK_NOISE and not self.sampler.suspended:
-                    self.queue.fatal(Stalled(self._stall()))
+                    self.queue.fatal(Stalled(self._stall_message()))
                     continue
-                either: list[asyncio.Future[Any]] = [self.queue.changed(), self._root]
-                timeout = left if left > CLOCK_NOISE else patience
+                either: list[asyncio.Future[Any]] = [self.queue.changed(), self._run_task]
+                timeout = left if left > CLOCK_NOISE else stall_seconds
                 await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-                if self._root.done():
+                if self._run_task.done():
                     self.queue.fatal(SchedulerClosed("the scheduler ended"))
-                    self._root.result()
+                    self._run_task.result()
             return batch
 
-    async def _load(self, trajectories: list[Trajectory]) -> None:
+    async def _load_turns(self, trajectories: list[Trajectory]) -> None:
         """Have the turns here. Those that were lost with their node cost their groups, which were cut already."""
         try:
             await token_bundles.load(trajectories)
@@ -337,7 +337,7 @@ class RolloutScheduler:
                 "the next get_batch gives the others"
             ) from error
 
-    def _stall(self) -> str:
+    def _stall_message(self) -> str:
         groups = self.ledger.open_groups()
         names = ", ".join(f"g{group.id} ({len(group.live)} live, {group.state.value})" for group in groups[:10])
         return (
@@ -345,15 +345,15 @@ class RolloutScheduler:
             f"{len(groups)} groups open: {names}; `why` tells more of each"
         )
 
-    def _opened(self, opening: asyncio.Task[None]) -> None:
+    def _on_gate_opened(self, opening: asyncio.Task[None]) -> None:
         error = None if opening.cancelled() else opening.exception()
         if isinstance(error, RolloutError):
             self.queue.fatal(error)
 
-    def _advance(self, version: int) -> None:
+    def _on_version(self, version: int) -> None:
         if self._tasks is not None:  # else the start looks at the version, when there are slots to fill
             self.queue.advance(version)
 
-    def _lost(self, name: str, cause: str) -> None:
+    def _on_replica_lost(self, name: str, cause: str) -> None:
         if all(state == "lost" for state in self.sampler.devices.values()):
             self.queue.fatal(NoReplicas(f"no replica is left to generate; the last one, {name}, was lost: {cause}"))

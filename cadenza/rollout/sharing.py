@@ -65,8 +65,8 @@ class LendingRule:
         self._since = {False: 0, True: 0}
         """Decisions since each choice was last made."""
 
-    def wait(self, missing: int, *, lent: bool) -> float:
-        """Seconds until the actor can train, with so many groups missing now; 0 while nothing is known of it."""
+    def expected_wait(self, missing: int, *, lent: bool) -> float:
+        """Seconds until the actor can train, with so many groups missing now; 0 while do_nothing is known of it."""
         tokens, alone = missing * (self.group_tokens.value or 0.0), self.rates[False].value or 0.0
         if not lent:
             return tokens / alone if alone else 0.0
@@ -74,7 +74,7 @@ class LendingRule:
         together = self.rates[True].value
         return lending + max(tokens - alone * lending, 0.0) / together + taking if together else 0.0
 
-    def pays(self, missing: int) -> bool:
+    def should_lend(self, missing: int) -> bool:
         """Whether to lend now, with so many groups of the next batch missing in the buffer."""
         if missing <= 0:
             self.refusals += 1  # they would be taken back at once; that is no choice
@@ -90,7 +90,7 @@ class LendingRule:
         for lent in (True, False):
             if not self.rates[lent].value:
                 return lent
-        better = self.wait(missing, lent=True) < self.wait(missing, lent=False)
+        better = self.expected_wait(missing, lent=True) < self.expected_wait(missing, lent=False)
         return better if self._since[not better] < TRY_EVERY else not better
 
 
@@ -117,7 +117,7 @@ class ResizableScheduler(Protocol):
     async def expand_sampler(self, target_gpus: Sequence[int], skip_load: bool = False) -> dict[str, Any]: ...
 
 
-async def nothing() -> None:
+async def do_nothing() -> None:
     """An actor that is never in the way."""
 
 
@@ -129,27 +129,27 @@ class SharedDevices:
         self,
         rollouts: ResizableScheduler,
         devices: Sequence[int],
-        need: int,
+        batch_groups: int,
         *,
-        offload: Callable[[], Awaitable[object]] = nothing,
-        reload: Callable[[], Awaitable[object]] = nothing,
+        offload: Callable[[], Awaitable[object]] = do_nothing,
+        reload: Callable[[], Awaitable[object]] = do_nothing,
     ) -> None:
-        """`need` groups are a batch; `offload` and `reload` take the actor's states off the devices and back."""
+        """`batch_groups` groups are a batch; `offload` and `reload` take the actor's states off the devices and back."""
         self.devices = tuple(devices)
         self.is_lent = False
-        self.lent = 0
+        self.times_lent = 0
         """How often."""
         self.moved = 0
         """Requests that left the shared devices with their tokens."""
         self.moved_tokens = 0
         """Of context when they were granted; with what was written since, others had to prefill it again."""
         self._rollouts = rollouts
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._waking: set[asyncio.Task[None]] = set()
         rollouts.sampler.on_lost.append(self._lost)
-        self._need = need
+        self._batch_groups = batch_groups
         self._offload, self._reload = offload, reload
-        self.gate = LendingRule()
+        self.lending_rule = LendingRule()
         self._began = 0.0
         self._written = 0
         """When the wait for the batch began, with the devices as they are now, and what was written before."""
@@ -158,19 +158,19 @@ class SharedDevices:
 
     async def take_back(self) -> None:
         """The batch is there: the actor gets its devices, and their requests move. At most once between two `lend`."""
-        async with self._turn:
+        async with self._lock:
             await self._take_back()
 
     async def lend(self) -> bool:
         """The train step is over and its weights are published: the devices generate, if that pays."""
-        async with self._turn:
+        async with self._lock:
             return await self._lend()
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start."""
         return {
-            "sharing/lent": self.lent,
-            "sharing/refused": self.gate.refusals,
+            "sharing/lent": self.times_lent,
+            "sharing/refused": self.lending_rule.refusals,
             "sharing/moved": self.moved,
             "sharing/moved_tokens": self.moved_tokens,
         }
@@ -178,9 +178,9 @@ class SharedDevices:
     async def _take_back(self) -> None:
         if self._missing > 0:
             written = await self._tokens()
-            weight = self._missing / self._need  # a short wait says little: more runs in it than in a long one
-            self.gate.rates[self.is_lent].add(max(written - self._written, 0), _now() - self._began, weight)
-            self.gate.group_tokens.add(max(written - self._before, 0), self._missing, weight)
+            weight = self._missing / self._batch_groups  # a short wait says little: more runs in it than in a long one
+            self.lending_rule.rates[self.is_lent].add(max(written - self._written, 0), _now() - self._began, weight)
+            self.lending_rule.group_tokens.add(max(written - self._before, 0), self._missing, weight)
             self._missing = 0
         leaving = self._in_state(ReplicaState.ACTIVE)
         if not self.is_lent and not leaving:
@@ -195,19 +195,19 @@ class SharedDevices:
         if self.is_lent:
             await self._reload()
             self.is_lent = False
-        self.gate.take_seconds.add(_now() - began)
+        self.lending_rule.take_seconds.add(_now() - began)
 
     async def _lend(self) -> bool:
-        self._missing = max(self._need - self._rollouts.queue.ready, 0)
+        self._missing = max(self._batch_groups - self._rollouts.queue.ready, 0)
         self._before = await self._tokens()
-        if not self.is_lent and self.gate.pays(self._missing):
+        if not self.is_lent and self.lending_rule.should_lend(self._missing):
             began = _now()
             await self._offload()
             self.is_lent = True
             if coming := self._in_state(ReplicaState.ASLEEP):
                 await self._rollouts.expand_sampler(coming)
-                self.gate.lend_seconds.add(_now() - began)
-            self.lent += 1
+                self.lending_rule.lend_seconds.add(_now() - began)
+            self.times_lent += 1
         self._began, self._written = _now(), await self._tokens()
         return self.is_lent
 
@@ -217,7 +217,7 @@ class SharedDevices:
         task.add_done_callback(self._woken)
 
     async def _wake(self) -> None:
-        async with self._turn:  # what changes hands has done so before
+        async with self._lock:  # what changes hands has done so before
             if (coming := self._in_state(ReplicaState.ASLEEP)) and not self._states(ReplicaState.ACTIVE):
                 logger.warning("replicas on devices %s generate beside the actor: no other is alive", coming)
                 await self._rollouts.expand_sampler(coming)

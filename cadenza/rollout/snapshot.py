@@ -9,7 +9,7 @@ after that moment for not lived: what ran then is `cancelled` (cause `restart`),
 Why a member that ran gets the next attempt number, in a group that goes on: number and group name an attempt, and this
 one has its fate. A group of which nothing was finished is another matter: it ends as a whole and its task is drawn
 anew as a new group, whose attempts begin at 0. The key of the sampling randomness knows the task and not the group, so
-they write the same tokens again. Tasks are saved as places in the order, never as data.
+they write the same tokens again. Tasks are saved as positions in the order, never as data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cadenza.rollout.tasks import Domain
 
 FORMAT = 1
 _STATE, _TURNS = "rollouts.json", "turns"
-_SAME = ("group_size", "batch_size", "alpha", "staleness", "extra_members", "extra_after", "extra_groups", "seed")
+_MUST_MATCH = ("group_size", "batch_size", "alpha", "staleness", "extra_members", "extra_after", "extra_groups", "seed")
 """Settings that the saved groups depend on: their shape, how old they may become, their randomness."""
 
 
@@ -138,21 +138,21 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
     """Write the state into a directory that exists. `uncollated` groups are cut, but were given to nobody."""
     groups = [*queue.ledger.open_groups(), *uncollated]
     domains = queue.domains.all.values()
-    tasks = [group.task for group in groups] + [task for domain in domains for task in domain.again]
-    places = {
-        domain.name: _places(domain, {task.id for task in tasks if task.domain == domain.name}) for domain in domains
+    tasks = [group.task for group in groups] + [task for domain in domains for task in domain.to_redraw]
+    positions = {
+        domain.name: _positions(domain, {task.id for task in tasks if task.domain == domain.name}) for domain in domains
     }
     lost: set[str] = set()
     state = SavedState(
         FORMAT,
-        _terms(queue),
+        _settings_to_match(queue),
         asyncio.get_running_loop().time(),
         queue.version,
         queue.consumed,
         queue.base,
-        {domain.name: _saved_domain(domain, places[domain.name]) for domain in domains},
+        {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
-        [_saved_group(group, places[group.task.domain], lost) for group in groups],
+        [_saved_group(group, positions[group.task.domain], lost) for group in groups],
     )
     if lost:
         logger.warning("the info of finished rollouts is saved without %s: JSON cannot hold them", sorted(lost))
@@ -160,27 +160,27 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
     (directory / _STATE).write_bytes(msgspec.json.encode(state))
 
 
-def _terms(queue: GroupQueueManager) -> dict[str, Any]:
+def _settings_to_match(queue: GroupQueueManager) -> dict[str, Any]:
     """What a saved state and a config must agree on, by the name of the setting."""
-    terms: dict[str, Any] = {"mode": queue.mode} | {name: getattr(queue.config, name) for name in _SAME}
-    return terms | {f"domains.{name}.tasks": domain.source for name, domain in queue.domains.all.items()}
+    settings: dict[str, Any] = {"mode": queue.mode} | {name: getattr(queue.config, name) for name in _MUST_MATCH}
+    return settings | {f"domains.{name}.tasks": domain.source for name, domain in queue.domains.all.items()}
 
 
-def _places(domain: Domain, ids: set[str]) -> dict[str, int]:
+def _positions(domain: Domain, ids: set[str]) -> dict[str, int]:
     """Where these tasks stand. They were drawn not long ago, so the search goes backwards."""
-    places: dict[str, int] = {}
-    for place in range(domain.drawn - 1, -1, -1):
-        if len(places) == len(ids):
+    positions: dict[str, int] = {}
+    for position in range(domain.drawn - 1, -1, -1):
+        if len(positions) == len(ids):
             break
-        task = domain.at(place)
+        task = domain.task_at(position)
         if task is not None and task.id in ids:
-            places[task.id] = place
-    return places
+            positions[task.id] = position
+    return positions
 
 
-def _saved_domain(domain: Domain, places: dict[str, int]) -> SavedDomain:
-    last = domain.at(domain.drawn - 1) if domain.drawn else None
-    again = [SavedTask(places[task.id], task.id) for task in domain.again]
+def _saved_domain(domain: Domain, positions: dict[str, int]) -> SavedDomain:
+    last = domain.task_at(domain.drawn - 1) if domain.drawn else None
+    again = [SavedTask(positions[task.id], task.id) for task in domain.to_redraw]
     return SavedDomain(domain.drawn, domain.started, last.id if last is not None else None, again)
 
 
@@ -199,7 +199,7 @@ def _saved_sums(queue: GroupQueueManager) -> SavedSums:
     )
 
 
-def _saved_group(group: Group, places: dict[str, int], lost: set[str]) -> SavedGroup:
+def _saved_group(group: Group, positions: dict[str, int], lost: set[str]) -> SavedGroup:
     attempts = [
         SavedAttempt(a.id, a.member, a.number, a.slot, a.started, a.ended, a.fate, a.cause, a.detail, a.tokens, a.turns)
         for a in group.attempts
@@ -211,7 +211,7 @@ def _saved_group(group: Group, places: dict[str, int], lost: set[str]) -> SavedG
         if attempt.trajectory is not None
     ]
     return SavedGroup(
-        group.id, group.task.domain, SavedTask(places[group.task.id], group.task.id), group.begun, group.opened,
+        group.id, group.task.domain, SavedTask(positions[group.task.id], group.task.id), group.begun, group.opened,
         group.state, group.trained, attempts, finished, group.tries,
     )  # fmt: skip
 
@@ -269,28 +269,30 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
     """Bring a fresh queue to the saved state; returns the groups that are cut and not collated. A state that does not
     fit is refused before anything is changed."""
     state = _read(directory / _STATE)
-    _check_terms(directory / _STATE, state.config, _terms(queue))
+    _check_settings(directory / _STATE, state.config, _settings_to_match(queue))
     # The time between the two lives does not count.
-    later = asyncio.get_running_loop().time() - state.time
-    turns = _turns(directory / _TURNS, later, sum(t.turns for group in state.groups for _, t in group.finished))
+    clock_offset = asyncio.get_running_loop().time() - state.time
+    turns = _turns(directory / _TURNS, clock_offset, sum(t.turns for group in state.groups for _, t in group.finished))
     domains = queue.domains.all
     for name, saved in state.domains.items():
         if saved.last is not None:
             _find(domains[name], SavedTask(saved.drawn - 1, saved.last))
     again = {name: [_find(domains[name], task) for task in saved.again] for name, saved in state.domains.items()}
     try:
-        groups = [_group(saved, _find(domains[saved.domain], saved.task), turns, later) for saved in state.groups]
+        groups = [
+            _group(saved, _find(domains[saved.domain], saved.task), turns, clock_offset) for saved in state.groups
+        ]
     except LookupError as error:
         raise SnapshotError(f"{directory / _STATE} is damaged: {error!r} in its groups") from error
     for name, saved in state.domains.items():
         domains[name].drawn, domains[name].started = saved.drawn, saved.started
-    _continue(queue.ledger, state.sums, later)
+    _restore_sums(queue.ledger, state.sums, clock_offset)
     queue.staleness.update(state.sums.staleness)
     uncollated = [group for group in groups if group.state is GroupState.CLOSED]
     pending = [group for group in groups if group.state is not GroupState.CLOSED]
     queue.restore(state.version, state.consumed, state.base, pending)
     for name, tasks in again.items():
-        domains[name].again.extend(tasks)
+        domains[name].to_redraw.extend(tasks)
     queue.ledger.check()
     return uncollated
 
@@ -306,7 +308,7 @@ def _read(path: Path) -> SavedState:
         raise SnapshotError(f"{path} cannot be read: {error}") from error
 
 
-def _check_terms(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
+def _check_settings(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
     differences = [
         f"{name} was {saved.get(name, 'not there')} and is {present.get(name, 'not there')}"
         for name in {**saved, **present}
@@ -319,7 +321,7 @@ def _check_terms(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> 
         )
 
 
-def _turns(path: Path, later: float, expected: int) -> Iterator[Turn]:
+def _turns(path: Path, clock_offset: float, expected: int) -> Iterator[Turn]:
     try:
         table = DataProto.from_disk(path).batch
         ragged = {
@@ -339,15 +341,15 @@ def _turns(path: Path, later: float, expected: int) -> Iterator[Turn]:
     return (
         Turn(
             ragged["prompt"][row], ragged["response"][row], ragged["logprobs"][row], spans[row],
-            reasons[dense["finish"][row]], dense["fresh"][row], dense["asked"][row] + later,
-            dense["answered"][row] + later, dense["reward"][row],
+            reasons[dense["finish"][row]], dense["fresh"][row], dense["asked"][row] + clock_offset,
+            dense["answered"][row] + clock_offset, dense["reward"][row],
         )
         for row in range(expected)
     )  # fmt: skip
 
 
 def _find(domain: Domain, saved: SavedTask) -> Task:
-    task = domain.at(saved.place)
+    task = domain.task_at(saved.place)
     if task is None or task.id != saved.id:
         raise SnapshotError(
             f"domains.{domain.name}.tasks[{saved.place}] was '{saved.id}' when the run was saved, and is "
@@ -356,15 +358,15 @@ def _find(domain: Domain, saved: SavedTask) -> Task:
     return task
 
 
-def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], later: float) -> Group:
-    group = Group(saved.id, task, saved.begun, saved.opened + later)
+def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], clock_offset: float) -> Group:
+    group = Group(saved.id, task, saved.begun, saved.opened + clock_offset)
     group.tries = saved.tries
     group.trained = saved.trained
     # A filter that ran is lost: the group is whole, and goes to it again.
     group.state = GroupState.OPEN if saved.state is GroupState.FILTERING else saved.state
     for record in saved.attempts:
-        attempt = Attempt(record.id, group, record.member, record.number, record.slot, record.started + later)
-        attempt.ended = record.ended + later
+        attempt = Attempt(record.id, group, record.member, record.number, record.slot, record.started + clock_offset)
+        attempt.ended = record.ended + clock_offset
         attempt.fate, attempt.cause, attempt.detail = record.fate, record.cause, record.detail
         attempt.tokens, attempt.turns = record.tokens, record.turns
         if record.fate is not None:
@@ -375,7 +377,7 @@ def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], later: float) -
         trajectory = Trajectory(
             attempt.id, task, group.id, attempt.member, attempt.number, attempt.slot, episode.seed,
             [next(turns) for _ in range(episode.turns)], episode.terminated, episode.truncated, episode.score,
-            episode.info, episode.final, episode.started + later, episode.ended + later,
+            episode.info, episode.final, episode.started + clock_offset, episode.ended + clock_offset,
         )  # fmt: skip
         if attempt.fate is None:
             attempt.state = AttemptState.FINISHED
@@ -386,10 +388,10 @@ def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], later: float) -
     return group
 
 
-def _continue(ledger: Ledger, sums: SavedSums, later: float) -> None:
+def _restore_sums(ledger: Ledger, sums: SavedSums, clock_offset: float) -> None:
     """Count on from these sums. Live attempts are counted when their groups come back."""
     ledger.issued, ledger.groups_opened = sums.issued, sums.groups_opened
-    ledger.origin = sums.origin + later
+    ledger.origin = sums.origin + clock_offset
     ledger.fates.update(sums.fates)
     ledger.tokens.update(sums.tokens)
     ledger.causes.update({(fate, cause): count for fate, cause, count in sums.causes})

@@ -20,7 +20,7 @@ class Domain:
     """The tasks of one kind, and how many of its groups and envs are under way."""
 
     __slots__ = (
-        "again", "at", "count", "drawn", "max_envs", "name", "pending", "running", "source", "started", "weight",
+        "count", "drawn", "max_envs", "name", "pending", "running", "source", "started", "task_at", "to_redraw", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, config: DomainConfig, first_seed: int) -> None:
@@ -31,29 +31,29 @@ class Domain:
         """Tasks there are; None when they never run out."""
         self.source = _source(config.tasks, first_seed)
         """Where the tasks come from, in words: a resumed run must say the same."""
-        self.at = _tasks(name, config.tasks, first_seed)
+        self.task_at = _tasks(name, config.tasks, first_seed)
         """The task at a place of the order, None behind the last one."""
         self.drawn = 0
         """How far the order was followed."""
-        self.again: deque[Task] = deque()
+        self.to_redraw: deque[Task] = deque()
         """Tasks of a run before a restart that are drawn once more, before new ones."""
         self.started = 0
         self.running = 0
         self.pending: deque[tuple[Group, int]] = deque()
         """Members of admitted groups that wait for a slot."""
 
-    def has_room(self) -> bool:
+    def has_free_env(self) -> bool:
         return self.max_envs is None or self.running < self.max_envs
 
     @property
     def exhausted(self) -> bool:
-        return self.count is not None and self.drawn >= self.count and not self.again
+        return self.count is not None and self.drawn >= self.count and not self.to_redraw
 
     def next(self) -> Task | None:
         """The next task, or None when there are no more."""
-        if self.again:
-            return self.again.popleft()
-        task = self.at(self.drawn)
+        if self.to_redraw:
+            return self.to_redraw.popleft()
+        task = self.task_at(self.drawn)
         self.drawn += task is not None
         return task
 
@@ -78,7 +78,7 @@ class Domains:
         """The domain whose admitted group waits longest for a slot that it may have."""
         oldest: Domain | None = None
         for domain in self._list:
-            if not domain.pending or not domain.has_room():
+            if not domain.pending or not domain.has_free_env():
                 continue
             if oldest is None or domain.pending[0][0].id < oldest.pending[0][0].id:
                 oldest = domain
@@ -89,7 +89,7 @@ class Domains:
         while True:
             behind: Domain | None = None
             for domain in self._list:
-                if domain.exhausted or not domain.has_room():
+                if domain.exhausted or not domain.has_free_env():
                     continue
                 if behind is None or domain.started * behind.weight < behind.started * domain.weight:
                     behind = domain

@@ -26,18 +26,18 @@ class Gate:
         """All go on, in the order in which they came."""
         self.is_open = True
         waiting, self._waiting = self._waiting, []
-        for turn in waiting:
-            if not turn.done():
-                turn.set_result(None)
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def close(self) -> None:
         self.is_open = False
 
     def opening(self) -> asyncio.Future[None]:
         """What comes when it is opened."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        return turn
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(waiter)
+        return waiter
 
 
 class WaitQueue:
@@ -45,7 +45,7 @@ class WaitQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int, RouteRequest, asyncio.Future[None]]] = []
-        self._called: dict[int, RouteRequest] = {}
+        self._woken: dict[int, RouteRequest] = {}
         """Those who are to look and have not looked yet."""
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -55,51 +55,51 @@ class WaitQueue:
 
     @property
     def first(self) -> RouteRequest | None:
-        """The first of those who have not been called."""
+        """The first of those who have not been woken."""
         return self._heap[0][2] if self._heap else None
 
-    def is_behind(self, route_request: RouteRequest) -> bool:
+    def has_earlier(self, route_request: RouteRequest) -> bool:
         """Whether somebody waits who goes before this one."""
-        if self._called and min(called.place for called in self._called.values()) < route_request.place:
+        if self._woken and min(woken.priority for woken in self._woken.values()) < route_request.priority:
             return True
-        return bool(self._heap) and self._heap[0][0] < route_request.place
+        return bool(self._heap) and self._heap[0][0] < route_request.priority
 
     async def wait(self, route_request: RouteRequest) -> None:
         """Until it is worth a look."""
         loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
+        waiter: asyncio.Future[None] = loop.create_future()
         self._count = number = self._count + 1
-        heapq.heappush(self._heap, (route_request.place, number, route_request, turn))
+        heapq.heappush(self._heap, (route_request.priority, number, route_request, waiter))
         if self._timer is None:
             self._timer = loop.call_later(RETRY_SECONDS, self._retry)
         try:
-            await turn
+            await waiter
         except asyncio.CancelledError:
-            if not turn.cancelled() or (self._heap and self._heap[0][3] is turn):
-                self.move()
+            if not waiter.cancelled() or (self._heap and self._heap[0][3] is waiter):
+                self.wake_next()
             raise
         finally:
-            self._called.pop(number, None)
+            self._woken.pop(number, None)
 
-    def move(self) -> None:
+    def wake_next(self) -> None:
         """There may be room for one."""
         while self._heap:
-            _, number, route_request, turn = heapq.heappop(self._heap)
-            if not turn.done():
-                self._called[number] = route_request
-                turn.set_result(None)
+            _, number, route_request, waiter = heapq.heappop(self._heap)
+            if not waiter.done():
+                self._woken[number] = route_request
+                waiter.set_result(None)
                 return
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Let everybody look, and nobody wait for a timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         while self._heap:
-            self.move()
+            self.wake_next()
 
     def _retry(self) -> None:
         self._timer = None
-        self.move()
+        self.wake_next()
         if self._heap:
             self._timer = asyncio.get_running_loop().call_later(RETRY_SECONDS, self._retry)

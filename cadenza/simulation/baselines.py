@@ -90,7 +90,7 @@ class BaselineStrategy(ScheduleStrategy):
         wasted = self._waste + tokens_discarded(self.replicas)
         return UsageTotals(tokens_generated(self.replicas), wasted, self.trained + self.given_up)
 
-    # -- for the strategies ------------------------------------------------------------------------------------------------
+    # -- for the strategies --------------------------------------------------------------------------------------------
 
     def members(self, group: int) -> list[BaselineSample]:
         count = self.workload.group_size + self.settings.extra_members

@@ -80,7 +80,7 @@ class SimWorld:
     def next_reward_call(self, scheduler: str) -> tuple[int, Fault | None]:
         """Another call for an attempt: its number among the judged, and what goes wrong."""
         calls = self._reward_calls.setdefault((scheduler, _current_attempt()), [len(self._reward_calls), 0])
-        number, call = judged
+        number, call = calls
         calls[1] += 1
         fault = self.injector.reward_fault(number, call)
         if fault is not None:

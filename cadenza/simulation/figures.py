@@ -72,8 +72,8 @@ class RunFigures:
     """Mean response of what was trained / mean response of the trace. The trace is read at as many groups as the
     counted steps settled: a strategy that had settled n0 groups (trained or given up) at the end of the warm-up and n1
     at the end is compared with the groups number n0 to n1 of the trace. What it takes out of order comes in at one end
-    of this window as it goes out at the other, so that a strategy which drops nothing has 1 on average; and the noise of
-    the drawing, which both means share, cancels."""
+    of this window as it goes out at the other, so that a strategy which drops nothing has 1 on average; and the noise
+    of the drawing, which both means share, cancels."""
     waste: dict[str, float]
     """Tokens that were generated and can never be trained, by cause, as shares of all generated."""
     wait_seconds: float

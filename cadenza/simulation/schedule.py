@@ -374,7 +374,7 @@ class _Controller:
             if issued >= after and not trigger.done():
                 trigger.set_result(True)
 
-    # -- building ----------------------------------------------------------------------------------------------------
+    # -- building ------------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
         scenario, monitor = self.scenario, self.monitor
@@ -386,8 +386,9 @@ class _Controller:
         length, delay = length_of(scenario), scenario.arrival_delay
         replicas = [
             FaultyReplica(
-                injector, monitor.on_request, f"r{index}", cost, length, devices=(index,), load_seconds=scenario.load_seconds,
-                wake_seconds=scenario.wake_seconds, keep_kv=scenario.keep_kv, on_event=monitor.replica_sink(index),
+                injector, monitor.on_request, f"r{index}", cost, length, devices=(index,),
+                load_seconds=scenario.load_seconds, wake_seconds=scenario.wake_seconds, keep_kv=scenario.keep_kv,
+                on_event=monitor.replica_sink(index),
                 arrival_delay=(lambda request: delay * (request.id % 3) / 2) if delay else 0.0,
             )
             for index in range(scenario.replicas)

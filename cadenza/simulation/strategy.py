@@ -3,8 +3,8 @@
     run_training(): batch -> train (a sleep) -> publish, over and over, whatever the strategy is
 
 A strategy decides what `batch` waits for and what is generated meanwhile. Where it is synchronous, all GPUs generate
-and then all of them train; else `train_gpus` of them train while the others generate, and those that are `shared` generate
-too while nothing is trained.
+and then all of them train; else `train_gpus` of them train while the others generate, and those that are `shared`
+generate too while nothing is trained.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ScheduleStrategy(ABC):
         """Build everything, on the running loop."""
 
     def chunks(self) -> list[int]:
-        """The groups of every chunk of a batch. Each is trained as soon as it is there; together they are one update."""
+        """The groups of every chunk of a batch. Each is trained as soon as it is there; all are one update."""
         return [self.workload.groups]
 
     @abstractmethod

@@ -4,7 +4,7 @@ Invariant: the view follows from the events and the world alone. It keeps its ow
 through their filter, so that it knows the instant at which a batch is possible without asking the scheduler. The one
 thing it does ask the ledger is whether a group without a running member is still there.
 
-    events -> groups, fates        ask() .. update_possible() -> since when a batch is possible        returned() -> checks
+    events -> groups, fates      ask() .. update_possible() -> since when a batch is possible      returned() -> checks
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
 Invariant: the loss of an update is a sum over its trained tokens divided by one count for the whole update, so the
 result is the same however the rows are cut into micro-batches, shared among ranks, each of which is given the whole
-batch, or given part by part (`add` ... `finish`); rows marked `is_padding` count nowhere.
+batch, or given chunk by chunk (`add` ... `finish`); rows marked `is_padding` count nowhere.
 ```
 advantages, logprobs of the past --> token loss (ppo_clip ...) * importance weights --+
 entropy, reference logprobs      --> entropy bonus, KL                              --+--> sum / count --> update
 ```
 Which logprobs are the old ones: those in the column `old_logprobs` if it is there; else those of the weights at the
 beginning of `train`. A batch that is one update needs no pass for them: they are its own logprobs, without gradient;
-so do its parts, each of which finds the weights as they were.
+so do its chunks, each of which finds the weights as they were.
 Dropout is off in every pass: with it, a policy would differ from its own past before it has learned anything.
 """
 
@@ -42,11 +42,11 @@ from cadenza.algorithms import (
 from cadenza.config import load_object
 from cadenza.data import DataProto
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
-from cadenza.training.packing import Packed
-from cadenza.training.rows import Array, Rows
-from cadenza.training.settings import refuse_idle
-from cadenza.training.strategy import Strategy, StrategyName
-from cadenza.training.tally import Tally
+from cadenza.training.packing import PackedRows
+from cadenza.training.settings import refuse_unused
+from cadenza.training.strategy import ParallelStrategy, StrategyName
+from cadenza.training.token_rows import Array, TokenRows
+from cadenza.training.update_metrics import UpdateMetrics
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """From logprobs, old logprobs, advantages and mask [n, R]: a row's trained tokens side by side."""
@@ -96,13 +96,13 @@ class ActorConfig(LearnerConfig):
     def _every_setting_matters(self) -> ActorConfig:
         name = self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", type(self.loss).__name__)
         if self.loss != "ppo_clip":
-            refuse_idle(self, ("clip_low", "clip_high", "dual_clip"), f"with the loss {name!r}")
+            refuse_unused(self, ("clip_low", "clip_high", "dual_clip"), f"with the loss {name!r}")
         if self.loss == "policy_gradient":
-            refuse_idle(self, ("old_logprobs",), "with the loss 'policy_gradient', which has no ratio")
+            refuse_unused(self, ("old_logprobs",), "with the loss 'policy_gradient', which has no ratio")
         if not self.kl_coef:
-            refuse_idle(self, ("kl_estimator",), "while kl_coef is 0")
+            refuse_unused(self, ("kl_estimator",), "while kl_coef is 0")
         if self.aggregation == "token_mean":
-            refuse_idle(self, ("sequence",), "with aggregation 'token_mean'")
+            refuse_unused(self, ("sequence",), "with aggregation 'token_mean'")
         return self
 
     @property
@@ -113,7 +113,7 @@ class ActorConfig(LearnerConfig):
 
 
 @dataclass(slots=True)
-class Columns:
+class LossInputs:
     """What the loss needs besides the policy's logprobs: [N, R], a row's trained tokens side by side."""
 
     mask: Tensor
@@ -122,7 +122,7 @@ class Columns:
     """Of each token in the sum of the loss."""
     old: Tensor
     """Logprobs that the policy moves away from."""
-    pending: Array
+    needs_old: Array
     """[N] rows whose old logprobs are those of their first pass, which is still to come"""
     infer: Tensor | None
     """Logprobs that the sampler reported."""
@@ -141,14 +141,14 @@ class Actor:
         seed: int,
         *,
         failures: Path | None = None,
-        strategy: Strategy | None = None,
+        strategy: ParallelStrategy | None = None,
     ) -> None:
         self.config = config
         self._learner = Learner(module, config, seed, failures=failures, strategy=strategy)
         self._loss = _policy_loss(config)
-        self._tally = Tally()
+        self._update_metrics = UpdateMetrics()
         """Of the update under way."""
-        self._sequences: set[int] = set()
+        self._seen_trajectories: set[int] = set()
         """The trajectories in it, where each of them is one sequence."""
 
     @property
@@ -162,55 +162,55 @@ class Actor:
 
     def train(self, batch: DataProto) -> dict[str, float]:
         """Learn from a batch with the columns `input_ids`, `response_mask` and `advantages` ([N, L] or [N])."""
-        self._learner.check_idle()
-        rows = Rows.of(batch)
+        self._learner.check_no_pending_update()
+        rows = TokenRows.of(batch)
         updates = self._learner.updates(batch, rows)
-        columns = self._columns(batch, rows)
-        working = self._working(columns)
-        mine = self._learner.share(rows, updates, working)
-        self._recall(rows, columns, updates[0], working, mine)
+        inputs = self._loss_inputs(batch, rows)
+        to_compute = self._rows_to_compute(inputs)
+        mine = self._learner.own_rows(rows, updates, to_compute)
+        self._compute_old_logprobs(rows, inputs, updates[0], to_compute, mine)
         done = []
         try:
             for chosen in updates:
-                self._add(batch, rows, columns, chosen, working, mine)
+                self._add(batch, rows, inputs, chosen, to_compute, mine)
                 done.append(self._update())
         finally:
             self.drop()
-        return self._trained(done)
+        return self._finish_batch(done)
 
-    def add(self, part: DataProto) -> None:
-        """Learn from a part of a batch, of which nothing is seen in the weights before `finish`. If it fails, the parts
+    def add(self, chunk: DataProto) -> None:
+        """Learn from a chunk of a batch, of which nothing is seen in the weights before `finish`. If it fails, the chunks
         before it are dropped too."""
         try:
             if self.config.epochs * self.config.mini_batches > 1:
                 raise ValueError(
-                    "a batch that comes in parts is one update, but epochs is "
+                    "a batch that comes in chunks is one update, but epochs is "
                     f"{self.config.epochs} and mini_batches {self.config.mini_batches}: leave them at 1, or use `train`"
                 )
-            rows = Rows.of(part)
-            columns = self._columns(part, rows)
-            chosen, working = rows.active, self._working(columns)
-            self._check_whole(columns, chosen)
-            self._add(part, rows, columns, chosen, working, self._learner.share(rows, [chosen], working))
+            rows = TokenRows.of(chunk)
+            inputs = self._loss_inputs(chunk, rows)
+            chosen, to_compute = rows.active, self._rows_to_compute(inputs)
+            self._check_whole_trajectories(inputs, chosen)
+            self._add(chunk, rows, inputs, chosen, to_compute, self._learner.own_rows(rows, [chosen], to_compute))
         except BaseException:
             self.drop()
             raise
 
     def finish(self) -> dict[str, float]:
-        """The update from all parts that were added, as if they had been one batch."""
+        """The update from all chunks that were added, as if they had been one batch."""
         try:
-            return self._trained([self._update()])
+            return self._finish_batch([self._update()])
         finally:
             self.drop()
 
     def drop(self) -> None:
-        """Forget the parts that were added."""
+        """Forget the chunks that were added."""
         self._learner.drop()
-        self._tally, self._sequences = Tally(), set()
+        self._update_metrics, self._seen_trajectories = UpdateMetrics(), set()
 
     def logprobs(self, batch: DataProto) -> DataProto:
         """The batch with the column `old_logprobs`: what the policy says of it now."""
-        rows = Rows.of(batch)
+        rows = TokenRows.of(batch)
         return rows.write(batch, "old_logprobs", self._logprobs(rows, rows.active))
 
     def weights(self) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ class Actor:
         self.drop()
         self._learner.load_state(state)
 
-    def _logprobs(self, rows: Rows, chosen: Array) -> Array:
+    def _logprobs(self, rows: TokenRows, chosen: Array) -> Array:
         return self._learner.forward.logprobs(
             rows,
             chosen,
@@ -242,7 +242,7 @@ class Actor:
             temperature=self.config.temperature,
         )
 
-    def _columns(self, batch: DataProto, rows: Rows) -> Columns:
+    def _loss_inputs(self, batch: DataProto, rows: TokenRows) -> LossInputs:
         config = self.config
 
         def read(name: str, *, needed: bool) -> Tensor | None:
@@ -252,150 +252,160 @@ class Actor:
         infer = read("infer_logprobs", needed=config.correction != "off" or config.old_logprobs == "infer")
         old = infer if config.old_logprobs == "infer" else read("old_logprobs", needed=False)
         trajectories = batch.batch["traj_id"] if config.sequence == "trajectory" else None
-        return Columns(
+        return LossInputs(
             mask=mask,
             advantages=cast("Tensor", read("advantages", needed=True)),
             weights=token_weights(mask, config.aggregation, traj_ids=trajectories),
             old=torch.zeros(mask.shape) if old is None else old,
-            pending=np.full(len(rows), old is None),
+            needs_old=np.full(len(rows), old is None),
             infer=infer,
             reference=read("ref_logprobs", needed=config.kl_coef > 0),
             trajectories=trajectories,
         )
 
-    def _working(self, columns: Columns) -> Array:
+    def _rows_to_compute(self, inputs: LossInputs) -> Array:
         """[N]: the rows that have to be computed."""
-        works = columns.mask if not self.config.skips else columns.mask & (columns.advantages != 0)
+        works = inputs.mask if not self.config.skips else inputs.mask & (inputs.advantages != 0)
         return works.any(1).numpy()
 
-    def _recall(self, rows: Rows, columns: Columns, first: Array, working: Array, mine: Array) -> None:
+    def _compute_old_logprobs(
+        self, rows: TokenRows, inputs: LossInputs, first: Array, to_compute: Array, mine: Array
+    ) -> None:
         """Old logprobs for the rows whose first pass comes after the weights have changed: those of this rank, but all
         ranks look, because some compute in step."""
-        later = columns.pending & working
+        later = inputs.needs_old & to_compute
         later[first] = False
         if later.any():
-            columns.old = rows.pad(self._logprobs(rows, np.flatnonzero(later & mine)))
-            columns.pending[later] = False
+            inputs.old = rows.pad(self._logprobs(rows, np.flatnonzero(later & mine)))
+            inputs.needs_old[later] = False
 
-    def _check_whole(self, columns: Columns, chosen: Array) -> None:
+    def _check_whole_trajectories(self, inputs: LossInputs, chosen: Array) -> None:
         """A sequence of several rows has one weight, so they come together."""
-        if columns.trajectories is None:
+        if inputs.trajectories is None:
             return
-        found = set(columns.trajectories[chosen].tolist())
-        if twice := found & self._sequences:
+        found = set(inputs.trajectories[chosen].tolist())
+        if twice := found & self._seen_trajectories:
             raise ValueError(
-                f"trajectory {min(twice)} has rows in two parts of an update: with sequence='trajectory' all rows of "
-                "one go into the same part"
+                f"trajectory {min(twice)} has rows in two chunks of an update: with sequence='trajectory' all rows of "
+                "one go into the same chunk"
             )
-        self._sequences |= found
+        self._seen_trajectories |= found
 
-    def _add(self, batch: DataProto, rows: Rows, columns: Columns, chosen: Array, working: Array, mine: Array) -> None:
+    def _add(
+        self, batch: DataProto, rows: TokenRows, inputs: LossInputs, chosen: Array, to_compute: Array, mine: Array
+    ) -> None:
         """The chosen rows to the update under way."""
-        computed = chosen[working[chosen]]
+        computed = chosen[to_compute[chosen]]
         if not len(computed):
             computed = chosen[:1]  # an update without gradient is still one: the optimizer's momentum goes on
-        count = self._count(columns, chosen)
-        tally = self._tally
-        self._learner.add(batch, self._losses(rows, columns, computed[mine[computed]], tally), count)
-        tally.count += count
-        tally.tokens += int(rows.counts[chosen].sum())
-        tally.skipped += len(chosen) - len(computed)
+        count = self._count(inputs, chosen)
+        update_metrics = self._update_metrics
+        self._learner.add(batch, self._losses(rows, inputs, computed[mine[computed]], update_metrics), count)
+        update_metrics.count += count
+        update_metrics.tokens += int(rows.counts[chosen].sum())
+        update_metrics.skipped += len(chosen) - len(computed)
 
-    def _update(self) -> tuple[dict[str, float], Tally]:
+    def _update(self) -> tuple[dict[str, float], UpdateMetrics]:
         """Make the update under way; what is said of it."""
-        tally, self._tally = self._tally, Tally()
+        update_metrics, self._update_metrics = self._update_metrics, UpdateMetrics()
         metrics = self._learner.finish()
-        return metrics | Tally.metrics(self._learner.strategy.peers.exchange(tally)), tally
+        return metrics | UpdateMetrics.merge(self._learner.strategy.ranks.all_gather(update_metrics)), update_metrics
 
-    def _trained(self, updates: Sequence[tuple[dict[str, float], Tally]]) -> dict[str, float]:
+    def _finish_batch(self, updates: Sequence[tuple[dict[str, float], UpdateMetrics]]) -> dict[str, float]:
         """A batch is done; what its updates say together."""
         self._learner.version += 1
-        merged = merge_metrics((metrics, float(tally.tokens)) for metrics, tally in updates)
+        merged = merge_metrics((metrics, float(update_metrics.tokens)) for metrics, update_metrics in updates)
         totals = {
-            "tokens": sum(tally.tokens for _, tally in updates) // self.config.epochs,
+            "tokens": sum(update_metrics.tokens for _, update_metrics in updates) // self.config.epochs,
             "updates": len(updates),
-            "skipped_rows": sum(tally.skipped for _, tally in updates),
+            "skipped_rows": sum(update_metrics.skipped for _, update_metrics in updates),
         }
         return merged | {"lr": updates[-1][0]["lr"]} | {name: float(n) for name, n in totals.items()}
 
-    def _count(self, columns: Columns, chosen: Array) -> float:
+    def _count(self, inputs: LossInputs, chosen: Array) -> float:
         """What the rows add to the denominator of their update."""
         if not len(chosen):
             return 0.0
-        trajectories = None if columns.trajectories is None else columns.trajectories[chosen]
+        trajectories = None if inputs.trajectories is None else inputs.trajectories[chosen]
         config = self.config
         return denominator(
-            columns.mask[chosen], config.aggregation, constant_length=config.constant_length, traj_ids=trajectories
+            inputs.mask[chosen], config.aggregation, constant_length=config.constant_length, traj_ids=trajectories
         )
 
-    def _losses(self, rows: Rows, columns: Columns, computed: Array, tally: Tally) -> Iterator[MicroLoss]:
+    def _losses(
+        self, rows: TokenRows, inputs: LossInputs, computed: Array, update_metrics: UpdateMetrics
+    ) -> Iterator[MicroLoss]:
         """The loss of each micro-batch of the rows that are computed here."""
         config = self.config
-        for packed in self._learner.packed(rows, computed):
+        for packed in self._learner.micro_batches(rows, computed):
             scores = self._learner.forward.scores(
                 packed, temperature=config.temperature, entropy="gradient" if config.entropy_coef else "value"
             )
             logprobs = packed.by_row(scores.logprobs)
             entropies = packed.by_row(cast("Tensor", scores.entropy))
-            if columns.pending[packed.rows].all():
-                columns.old[packed.rows, : packed.shape[1]] = logprobs.detach().float().cpu()
-                columns.pending[packed.rows] = False
-            part = _select(columns, packed)
-            yield MicroLoss(self._micro_loss(part, logprobs, entropies, tally), packed.rows)
+            if inputs.needs_old[packed.rows].all():
+                inputs.old[packed.rows, : packed.shape[1]] = logprobs.detach().float().cpu()
+                inputs.needs_old[packed.rows] = False
+            of_batch = _select(inputs, packed)
+            yield MicroLoss(self._micro_loss(of_batch, logprobs, entropies, update_metrics), packed.rows)
 
-    def _micro_loss(self, part: Columns, logprobs: Tensor, entropies: Tensor, tally: Tally) -> Tensor:
+    def _micro_loss(
+        self, inputs: LossInputs, logprobs: Tensor, entropies: Tensor, update_metrics: UpdateMetrics
+    ) -> Tensor:
         """The share of some rows in the loss of the update, before it is divided by the count of all."""
         config = self.config
-        mask, old = part.mask, part.old
-        policy = self._loss(logprobs, old, part.advantages, mask)
+        mask, old = inputs.mask, inputs.old
+        policy = self._loss(logprobs, old, inputs.advantages, mask)
         if not isinstance(policy, TokenLoss):
             kind = type(policy).__name__
             raise TypeError(f"actor.loss must return a TokenLoss(values, metrics, tokens), got {kind}")
         values = policy.values
         metrics = dict(policy.metrics)
         trainer = logprobs.detach() if config.old_logprobs == "infer" else old
-        sampler = part.infer if part.infer is not None else old
+        sampler = inputs.infer if inputs.infer is not None else old
         level: Literal["token", "sequence"] = "sequence" if config.correction == "sequence" else "token"
         correction = truncated_weights(trainer, sampler, mask, level=level, cap=config.correction_cap)
         metrics |= {name: correction.metrics[name] for name in MISMATCH_METRICS}
         if config.correction != "off":
             values = values * correction.weights
-        pg_loss = loss_sum(values, part.weights)
+        pg_loss = loss_sum(values, inputs.weights)
         bonus = entropy_bonus(entropies, mask, coefficient=config.entropy_coef)
         metrics |= bonus.metrics
         if config.entropy_coef:
             values = values + bonus.values
-        if part.reference is not None and config.kl_coef:
-            penalty = kl_loss(logprobs, part.reference, mask, coefficient=config.kl_coef, estimator=config.kl_estimator)
+        if inputs.reference is not None and config.kl_coef:
+            penalty = kl_loss(
+                logprobs, inputs.reference, mask, coefficient=config.kl_coef, estimator=config.kl_estimator
+            )
             metrics |= penalty.metrics
             values = values + (penalty.values if config.correction == "off" else penalty.values * correction.weights)
-        elif part.reference is not None:
-            metrics |= token_metrics(mask, kl=kl(logprobs.detach(), part.reference, mask, estimator="k3"))
+        elif inputs.reference is not None:
+            metrics |= token_metrics(mask, kl=kl(logprobs.detach(), inputs.reference, mask, estimator="k3"))
         # One sample per row where a row has one weight; its first trained token speaks for all.
         samples = correction.weights[:, 0] if level == "sequence" else correction.weights[mask]
-        tally.add(metrics, policy.tokens, float(pg_loss.detach()), samples)
-        return loss_sum(values, part.weights)
+        update_metrics.add(metrics, policy.tokens, float(pg_loss.detach()), samples)
+        return loss_sum(values, inputs.weights)
 
 
 MISMATCH_METRICS = ("mismatch_kl", "logprob_gap_mean", "logprob_gap_max", "weight_mean", "weight_changed_fraction")
 """What is told about the distance of trainer and sampler."""
 
 
-def _select(columns: Columns, packed: Packed) -> Columns:
+def _select(inputs: LossInputs, packed: PackedRows) -> LossInputs:
     """The rows of a micro-batch, as wide as their longest."""
     index, width = torch.from_numpy(packed.rows), packed.shape[1]
 
     def take(values: Tensor) -> Tensor:
         return values.index_select(0, index)[:, :width].to(packed.tokens.device)
 
-    return Columns(
-        mask=take(columns.mask),
-        advantages=take(columns.advantages),
-        weights=take(columns.weights),
-        old=take(columns.old),
-        pending=columns.pending[packed.rows],
-        infer=None if columns.infer is None else take(columns.infer),
-        reference=None if columns.reference is None else take(columns.reference),
+    return LossInputs(
+        mask=take(inputs.mask),
+        advantages=take(inputs.advantages),
+        weights=take(inputs.weights),
+        old=take(inputs.old),
+        needs_old=inputs.needs_old[packed.rows],
+        infer=None if inputs.infer is None else take(inputs.infer),
+        reference=None if inputs.reference is None else take(inputs.reference),
         trajectories=None,
     )
 

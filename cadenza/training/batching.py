@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from cadenza.training.packing import Packing, shared_prefixes
-from cadenza.training.rows import Array, Rows, ranges
+from cadenza.training.token_rows import Array, TokenRows, ranges
 
 
-def micro_batches(rows: Rows, chosen: Array, budget: int, packing: Packing) -> list[Array]:
-    """The chosen rows that train, in parts of at most `budget` tokens."""
+def micro_batches(rows: TokenRows, chosen: Array, budget: int, packing: Packing) -> list[Array]:
+    """The chosen rows that train, in batches of at most `budget` tokens."""
     if budget < 1:
         raise ValueError(f"token_budget must be >= 1, got {budget}")
     chosen = chosen[rows.counts[chosen] > 0]
@@ -23,44 +23,44 @@ def micro_batches(rows: Rows, chosen: Array, budget: int, packing: Packing) -> l
     if packing == "shared":
         order = _by_tokens(rows, chosen)
         return _cut(order, rows.lengths[order], _prefixes(rows, order), budget)
-    # The longest first: rows of a part are then of similar length, and the first one gives the width.
+    # The longest first: rows of a batch are then of similar length, and the first one gives the width.
     order = chosen[np.argsort(-rows.lengths[chosen], kind="stable")]
     lengths = rows.lengths[order]
     if packing == "packed":
         return _cut(order, lengths, np.zeros_like(lengths), budget)
-    parts, start = [], 0
+    batches, start = [], 0
     while start < len(order):
         stop = start + max(budget // int(lengths[start]), 1)
-        parts.append(order[start:stop])
+        batches.append(order[start:stop])
         start = stop
-    return parts
+    return batches
 
 
 def mini_batches(traj_ids: Array, count: int, rng: np.random.Generator) -> list[Array]:
-    """All rows in `count` random parts of about the same number of trajectories, each trajectory whole in one part; in
-    fewer parts if there are fewer trajectories."""
+    """All rows in `count` random batches of about the same number of trajectories, each trajectory whole in one batch; in
+    fewer batches if there are fewer trajectories."""
     number = np.unique(traj_ids, return_inverse=True)[1]
     trajectories = int(number.max(initial=-1)) + 1
     count = min(count, trajectories)
-    part = np.empty(trajectories, np.int64)
-    part[rng.permutation(trajectories)] = np.arange(trajectories) * count // trajectories
-    return [np.flatnonzero(part[number] == i) for i in range(count)]
+    batch = np.empty(trajectories, np.int64)
+    batch[rng.permutation(trajectories)] = np.arange(trajectories) * count // trajectories
+    return [np.flatnonzero(batch[number] == i) for i in range(count)]
 
 
 def _cut(order: Array, lengths: Array, prefixes: Array, budget: int) -> list[Array]:
-    """Parts of consecutive rows; a row costs what it does not share with the row before it in its part."""
-    parts, start, used = [], 0, 0
+    """Batches of consecutive rows; a row costs what it does not share with the row before it in its batch."""
+    batches, start, used = [], 0, 0
     for i, (length, prefix) in enumerate(zip(lengths.tolist(), prefixes.tolist(), strict=True)):
         cost = length - prefix
         if i > start and used + cost > budget:
-            parts.append(order[start:i])
+            batches.append(order[start:i])
             start, used, cost = i, 0, length
         used += cost
-    parts.append(order[start:])
-    return parts
+    batches.append(order[start:])
+    return batches
 
 
-def _by_tokens(rows: Rows, chosen: Array) -> Array:
+def _by_tokens(rows: TokenRows, chosen: Array) -> Array:
     """The rows sorted by their inputs, so that rows with a common prefix are neighbours."""
     # Big-endian bytes compare like the numbers they hold.
     text = rows.tokens.astype(">u4").tobytes()
@@ -70,7 +70,7 @@ def _by_tokens(rows: Rows, chosen: Array) -> Array:
     return chosen[sorted(range(len(keys)), key=keys.__getitem__)]
 
 
-def _prefixes(rows: Rows, order: Array) -> Array:
+def _prefixes(rows: TokenRows, order: Array) -> Array:
     """[n]: tokens in common with the row before; 0 for the first."""
     lengths = rows.lengths[order]
     ids = np.zeros((len(order), int(lengths.max())), rows.tokens.dtype)

@@ -2,11 +2,11 @@
 
     step-000012/           what `save_pretrained` writes: `from_pretrained` of transformers loads it
       training/            state.json, tensors.safetensors: optimizer, schedule, random state, the user's values
-      critic/ ...          other parts, each laid out the same way
+      critic/ ...          other roles, each laid out the same way
     last -> step-000012    best -> step-000008
 
 Invariant: at any instant, also after `kill -9` or on a full disk, every directory called step-N is complete. It is
-written beside its place under another name, flushed, then renamed. Nothing is pickled.
+written beside its directory under another name, flushed, then renamed. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CheckpointError(OSError):
     """A checkpoint could not be written or read."""
 
 
-class Part(Protocol):
+class Checkpointable(Protocol):
     """What is saved and restored: an actor, a critic."""
 
     @property
@@ -57,26 +57,26 @@ class Part(Protocol):
 
 def save(
     path: Path,
-    parts: Mapping[str, Part],
+    roles: Mapping[str, Checkpointable],
     *,
     user: Mapping[str, Any] | None = None,
     extra: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a checkpoint to `path`, which must not exist. The first part is the model at its top.
+    """Write a checkpoint to `path`, which must not exist. The first role is the model at its top.
 
     `user` is a JSON-like dict that `load` gives back. `extra` writes more files, as those of a tokenizer, into the
     directory it is called with. One process at a time writes to a directory of checkpoints.
     """
     with writing(path, user=user) as directory:
-        for place, part in _places(directory, parts):
-            save_part(place, part)
+        for role_directory, role in _role_directories(directory, roles):
+            save_role(role_directory, role)
         if extra is not None:
             extra(directory)
 
 
 @contextmanager
 def writing(path: Path, *, user: Mapping[str, Any] | None = None) -> Iterator[Path]:
-    """A directory for the parts of a checkpoint, which becomes `path` when the block ends, and is gone if it fails."""
+    """A directory for the roles of a checkpoint, which becomes `path` when the block ends, and is gone if it fails."""
     document = json.dumps({"format": FORMAT, "user": dict(user or {})})
     for killed in path.parent.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(killed, ignore_errors=True)
@@ -98,11 +98,11 @@ def writing(path: Path, *, user: Mapping[str, Any] | None = None) -> Iterator[Pa
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def load(path: Path, parts: Mapping[str, Part], *, random_state: bool = True) -> dict[str, Any]:
-    """Restore the parts, in the order in which they were saved, and the random state; the user's dict."""
+def load(path: Path, roles: Mapping[str, Checkpointable], *, random_state: bool = True) -> dict[str, Any]:
+    """Restore the roles, in the order in which they were saved, and the random state; the user's dict."""
     user = _read(path)
-    for place, part in _places(path, parts):
-        load_part(place, part)
+    for role_directory, role in _role_directories(path, roles):
+        load_role(role_directory, role)
     if random_state:
         _load_random_state(path / "training")
     return user
@@ -152,7 +152,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        parts: Mapping[str, Part],
+        roles: Mapping[str, Checkpointable],
         *,
         score: float | None = None,
         user: Mapping[str, Any] | None = None,
@@ -161,8 +161,8 @@ class Checkpoints:
         """Save as `step-N`; see `writing`."""
         path = self._free_name(step)
         with self.writing(step, score=score, user=user) as directory:
-            for place, part in _places(directory, parts):
-                save_part(place, part)
+            for role_directory, role in _role_directories(directory, roles):
+                save_role(role_directory, role)
             if extra is not None:
                 extra(directory)
         return path
@@ -171,7 +171,7 @@ class Checkpoints:
     def writing(
         self, step: int, *, score: float | None = None, user: Mapping[str, Any] | None = None
     ) -> Iterator[Path]:
-        """A directory to write the parts of a checkpoint into. When the block ends it is called `step-N`, and linked as
+        """A directory to write the roles of a checkpoint into. When the block ends it is called `step-N`, and linked as
         `last`, and as `best` if no kept one has a higher score."""
         path = self._free_name(step)
         with writing(path, user={"step": step, "score": score, "user": dict(user or {})}) as directory:
@@ -181,9 +181,9 @@ class Checkpoints:
         self._link("best", best)
         self._prune(best)
 
-    def load(self, path: Path, parts: Mapping[str, Part]) -> dict[str, Any]:
+    def load(self, path: Path, roles: Mapping[str, Checkpointable]) -> dict[str, Any]:
         """Restore from one of the checkpoints; the user's dict."""
-        user: dict[str, Any] = load(path, parts)["user"]
+        user: dict[str, Any] = load(path, roles)["user"]
         return user
 
     @property
@@ -235,33 +235,33 @@ def _score(path: Path) -> float | None:
     return None if score is None or math.isnan(score) else float(score)
 
 
-def save_part(place: Path, part: Part) -> None:
-    """Write one part of a checkpoint."""
-    (place / "training").mkdir(parents=True, exist_ok=True)
-    save_model(place, part.module)
-    state = part.state()
+def save_role(directory: Path, role: Checkpointable) -> None:
+    """Write one role of a checkpoint."""
+    (directory / "training").mkdir(parents=True, exist_ok=True)
+    save_model(directory, role.module)
+    state = role.state()
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
-    save_file(tensors, place / "training" / "tensors.safetensors")
-    (place / "training" / "state.json").write_text(json.dumps(state.values), encoding="utf-8")
+    save_file(tensors, directory / "training" / "tensors.safetensors")
+    (directory / "training" / "state.json").write_text(json.dumps(state.values), encoding="utf-8")
 
 
-def load_part(place: Path, part: Part) -> None:
-    """Restore one part of a checkpoint."""
-    if not place.is_dir():
+def load_role(directory: Path, role: Checkpointable) -> None:
+    """Restore one role of a checkpoint."""
+    if not directory.is_dir():
         raise CheckpointError(
-            f"the checkpoint {place.parent} has no {place.name}: go on without one, or begin a new run"
+            f"the checkpoint {directory.parent} has no {directory.name}: go on without one, or begin a new run"
         )
-    if not (place / "training" / "tensors.safetensors").is_file():
-        raise CheckpointError(f"the checkpoint {place} is sharded: go on with the strategy 'fsdp2', which wrote it")
-    load_weights(place, part.module)
-    values = json.loads((place / "training" / "state.json").read_text(encoding="utf-8"))
-    part.load_state(TrainingState(load_file(place / "training" / "tensors.safetensors"), values))
+    if not (directory / "training" / "tensors.safetensors").is_file():
+        raise CheckpointError(f"the checkpoint {directory} is sharded: go on with the strategy 'fsdp2', which wrote it")
+    load_weights(directory, role.module)
+    values = json.loads((directory / "training" / "state.json").read_text(encoding="utf-8"))
+    role.load_state(TrainingState(load_file(directory / "training" / "tensors.safetensors"), values))
 
 
-def _places(directory: Path, parts: Mapping[str, Part]) -> Iterator[tuple[Path, Part]]:
-    """The first part is at the top of a checkpoint, the others have directories of their own."""
-    for number, (name, part) in enumerate(parts.items()):
-        yield (directory if number == 0 else directory / name), part
+def _role_directories(directory: Path, roles: Mapping[str, Checkpointable]) -> Iterator[tuple[Path, Checkpointable]]:
+    """The first role is at the top of a checkpoint, the others have directories of their own."""
+    for number, (name, role) in enumerate(roles.items()):
+        yield (directory if number == 0 else directory / name), role
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -275,21 +275,21 @@ def _read(path: Path) -> dict[str, Any]:
     return user
 
 
-def _save_random_state(place: Path) -> None:
+def _save_random_state(directory: Path) -> None:
     numpy_state: Any = np.random.get_state()
     version, internal, gauss = random.getstate()
-    save_file({"torch": torch.get_rng_state()}, place / "random.safetensors")
+    save_file({"torch": torch.get_rng_state()}, directory / "random.safetensors")
     document = {
         "python": [version, list(internal), gauss],
         "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
     }
-    (place / "random.json").write_text(json.dumps(document), encoding="utf-8")
+    (directory / "random.json").write_text(json.dumps(document), encoding="utf-8")
 
 
-def _load_random_state(place: Path) -> None:
-    state: Tensor = load_file(place / "random.safetensors")["torch"]
+def _load_random_state(directory: Path) -> None:
+    state: Tensor = load_file(directory / "random.safetensors")["torch"]
     torch.set_rng_state(state)
-    document = json.loads((place / "random.json").read_text(encoding="utf-8"))
+    document = json.loads((directory / "random.json").read_text(encoding="utf-8"))
     version, internal, gauss = document["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = document["numpy"]

@@ -27,9 +27,9 @@ from cadenza.algorithms import (
 from cadenza.data import DataProto
 from cadenza.training.forward import evaluating
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
-from cadenza.training.packing import Packed
-from cadenza.training.rows import Array, Rows
-from cadenza.training.strategy import Strategy, StrategyName
+from cadenza.training.packing import PackedRows
+from cadenza.training.strategy import ParallelStrategy, StrategyName
+from cadenza.training.token_rows import Array, TokenRows
 
 
 class CriticConfig(LearnerConfig):
@@ -50,7 +50,7 @@ class Critic:
         seed: int,
         *,
         failures: Path | None = None,
-        strategy: Strategy | None = None,
+        strategy: ParallelStrategy | None = None,
     ) -> None:
         """`module` is a causal language model; its head is not used."""
         self.config = config
@@ -73,37 +73,40 @@ class Critic:
     @torch.no_grad()
     def values(self, batch: DataProto) -> DataProto:
         """The batch with the column `values`."""
-        rows = Rows.of(batch)
+        rows = TokenRows.of(batch)
         values = np.zeros(len(rows.trained), np.float32)
         with evaluating(self.module):
-            for packed in self._learner.packed(rows, rows.active):
+            for packed in self._learner.micro_batches(rows, rows.active):
                 values[rows.numbers(packed.rows)] = self._values(packed).cpu().numpy()
         return rows.write(batch, "values", values)
 
     def train(self, batch: DataProto) -> dict[str, float]:
         """Learn from a batch with the columns `returns` and `values`, the latter from before it was trained on."""
-        rows = Rows.of(batch)
+        rows = TokenRows.of(batch)
         columns = {name: rows.pad(rows.read(batch, name)) for name in ("returns", "values")}
         columns["mask"] = mask = rows.pad(np.ones(len(rows.trained), bool))
         columns["weights"] = token_weights(mask, self.config.aggregation)
         updates = self._learner.updates(batch, rows)
-        mine = self._learner.share(rows, updates)
+        mine = self._learner.own_rows(rows, updates)
         done: list[dict[str, float]] = []
-        told: list[list[tuple[dict[str, float], float]]] = [[] for _ in updates]
+        micro_metrics: list[list[tuple[dict[str, float], float]]] = [[] for _ in updates]
         by, length = self.config.aggregation, self.config.constant_length
-        for chosen, about in zip(updates, told, strict=True):
+        for chosen, about in zip(updates, micro_metrics, strict=True):
             count = denominator(mask[chosen], by, constant_length=length)
             metrics = self._learner.update(batch, self._losses(rows, columns, chosen[mine[chosen]], about), count)
             metrics["value_loss"] = metrics.pop("loss")
             done.append(metrics)
         self._learner.version += 1
-        of_all_ranks = zip(*self._learner.strategy.peers.exchange(told), strict=True)
-        parts = [
-            (metrics | merge_metrics(part for about in ranks for part in about), float(rows.counts[chosen].sum()))
+        of_all_ranks = zip(*self._learner.strategy.ranks.all_gather(micro_metrics), strict=True)
+        updated = [
+            (
+                metrics | merge_metrics(measured for about in ranks for measured in about),
+                float(rows.counts[chosen].sum()),
+            )
             for metrics, ranks, chosen in zip(done, of_all_ranks, updates, strict=True)
         ]
         foreseen = explained_variance(columns["values"], columns["returns"], mask)
-        return merge_metrics(parts) | {"explained_variance": foreseen, "lr": parts[-1][0]["lr"]}
+        return merge_metrics(updated) | {"explained_variance": foreseen, "lr": updated[-1][0]["lr"]}
 
     def offload(self) -> int:
         """Free the device; see `Learner.offload`."""
@@ -126,21 +129,21 @@ class Critic:
 
     def _losses(
         self,
-        rows: Rows,
+        rows: TokenRows,
         columns: Mapping[str, Tensor],
         computed: Array,
-        told: list[tuple[dict[str, float], float]],
+        micro_metrics: list[tuple[dict[str, float], float]],
     ) -> Iterator[MicroLoss]:
         """The loss of each micro-batch of the rows that are computed here."""
-        for packed in self._learner.packed(rows, computed):
+        for packed in self._learner.micro_batches(rows, computed):
             values = packed.by_row(self._values(packed))
             index = torch.from_numpy(packed.rows)
-            part = {name: t[index, : packed.shape[1]].to(values.device) for name, t in columns.items()}
-            loss = value_clip(values, part["values"], part["returns"], part["mask"], clip=self.config.value_clip)
-            told.append((loss.metrics, float(loss.tokens)))
-            yield MicroLoss(loss_sum(loss.values, part["weights"]), packed.rows)
+            inputs = {name: t[index, : packed.shape[1]].to(values.device) for name, t in columns.items()}
+            loss = value_clip(values, inputs["values"], inputs["returns"], inputs["mask"], clip=self.config.value_clip)
+            micro_metrics.append((loss.metrics, float(loss.tokens)))
+            yield MicroLoss(loss_sum(loss.values, inputs["weights"]), packed.rows)
 
-    def _values(self, packed: Packed) -> Tensor:
+    def _values(self, packed: PackedRows) -> Tensor:
         """[K]"""
         values: Tensor = self.head(self._learner.forward.hidden(packed).to(self.head.weight.dtype))
         return values[:, 0]

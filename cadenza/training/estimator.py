@@ -50,11 +50,11 @@ from cadenza.algorithms import (
 )
 from cadenza.config import Config, load_object
 from cadenza.data import IS_PADDING, DataProto, Ragged
-from cadenza.training.rows import Array, Rows
+from cadenza.training.token_rows import Array, TokenRows
 
 Advantages: TypeAlias = "Tensor | Array | Ragged"
 """[N], or [N, L] like `input_ids`."""
-OwnEstimator: TypeAlias = Callable[[DataProto], Advantages]
+CustomEstimator: TypeAlias = Callable[[DataProto], Advantages]
 """Sees the batch with `scores` and `step_scores` as they are after normalisation, clipping and KL."""
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
@@ -67,7 +67,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
     "step": ("gamma", "over", "divide_by_std"),
 }
 """The estimators by name, and which settings each of them has."""
-CALLED_HERE: Mapping[str, str] = {
+ALIASES: Mapping[str, str] = {
     "ppo": "'gae'",
     "dr-grpo": "'grpo' with divide_by_std=False",
     "dr_grpo": "'grpo' with divide_by_std=False",
@@ -81,7 +81,7 @@ class EstimatorConfig(Config):
     """Which advantages, and what is done to the scores before. A setting that is None has its estimator's default;
     one that the estimator does not have is refused."""
 
-    name: str | OwnEstimator = "grpo"
+    name: str | CustomEstimator = "grpo"
     """One of `SETTINGS`, 'module:name', or a function of the batch."""
     divide_by_std: bool | None = None
     """grpo, gigpo, step: divide by the deviation of the group, True unless set. False makes GRPO Dr. GRPO."""
@@ -145,7 +145,7 @@ class EstimatorConfig(Config):
             return getattr(self.name, "__name__", type(self.name).__name__)
         if self.name not in SETTINGS and ":" not in self.name:
             near = difflib.get_close_matches(self.name, SETTINGS, n=1, cutoff=0.5)
-            meant = CALLED_HERE.get(self.name.lower()) or (repr(near[0]) if near else None)
+            meant = ALIASES.get(self.name.lower()) or (repr(near[0]) if near else None)
             hint = f"did you mean {meant}?" if meant else "see EstimatorConfig.name"
             raise ValueError(f"name must be one of {', '.join(SETTINGS)}, 'module:name' or a function, got "
                              f"{self.name!r}; {hint}")  # fmt: skip
@@ -167,7 +167,7 @@ class EstimatorConfig(Config):
         return self.kl_coef > 0 and self.kl_logprobs == "old"
 
     @property
-    def over_batch(self) -> str | None:
+    def cross_group_setting(self) -> str | None:
         """The setting, if any, by which a group's advantages depend on other groups of its batch. Of an estimator of
         one's own nobody knows."""
         if self.score_norm != "none":
@@ -176,7 +176,7 @@ class EstimatorConfig(Config):
             return "over='batch'"
         return None if self.name in ("grpo", "rloo", "gigpo", "step") else f"name={self._known_name()!r}"
 
-    def chosen(self, *settings: str) -> dict[str, Any]:
+    def explicit(self, *settings: str) -> dict[str, Any]:
         """Those of the settings that are not left to the estimator."""
         return {name: value for name in settings if (value := getattr(self, name)) is not None}
 
@@ -187,7 +187,7 @@ class Estimator:
     def __init__(self, config: EstimatorConfig | None = None) -> None:
         self.config = config or EstimatorConfig()
         self._estimate = _estimate(self.config)
-        self._seen = Moments()
+        self._score_moments = Moments()
         """Of all scores so far, for `score_norm` 'running'."""
 
     @property
@@ -205,55 +205,59 @@ class Estimator:
     def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The batch with its advantages, and metrics: of advantages and returns over the trained tokens, of scores
         over the trajectories, as they came."""
-        evidence = Evidence(batch, self.config)
-        _check_scores(evidence)
-        moments = Moments.of(evidence.told, evidence.weight)
-        seen = self._seen.merge(moments) if self.config.score_norm == "running" else self._seen
+        inputs = AdvantageInputs(batch, self.config)
+        _check_scores(inputs)
+        moments = Moments.of(inputs.raw_scores, inputs.weight)
+        seen = self._score_moments.merge(moments) if self.config.score_norm == "running" else self._score_moments
         if self.config.score_norm != "none":
-            evidence.normalise(moments if self.config.score_norm == "batch" else seen)
-        result = self._estimate(evidence)
-        _check_finite(evidence.rows.read(result, "advantages"), evidence)
-        self._seen = seen  # only now: a batch that is given a second time after an error counts once
-        return result, self._metrics(evidence, moments, result)
+            inputs.normalise(moments if self.config.score_norm == "batch" else seen)
+        result = self._estimate(inputs)
+        _check_finite(inputs.rows.read(result, "advantages"), inputs)
+        self._score_moments = seen  # only now: a batch that is given a second time after an error counts once
+        return result, self._metrics(inputs, moments, result)
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
         """The same of a batch that has its advantages, as one whose parts were given them one by one."""
-        evidence = Evidence(batch, self.config)
-        return self._metrics(evidence, Moments.of(evidence.told, evidence.weight), batch)
+        inputs = AdvantageInputs(batch, self.config)
+        return self._metrics(inputs, Moments.of(inputs.raw_scores, inputs.weight), batch)
 
-    def _metrics(self, evidence: Evidence, moments: Moments, result: DataProto) -> dict[str, float]:
-        given = evidence.rows.read(result, "advantages")
+    def _metrics(self, inputs: AdvantageInputs, moments: Moments, result: DataProto) -> dict[str, float]:
+        given = inputs.rows.read(result, "advantages")
         metrics = {
             "score_mean": moments.mean,
             "score_std": moments.std,
-            "groups_without_variance": evidence.groups_without_variance(),
+            "groups_without_variance": inputs.groups_without_variance(),
             "advantage_mean": _mean(given),
             "advantage_std": float(given.std()) if len(given) else 0.0,
             "advantage_abs_mean": _mean(np.abs(given)),
         }
-        if evidence.kl is not None:
-            metrics["reward_kl"] = _mean(evidence.kl[evidence.mask].numpy())
+        if inputs.kl is not None:
+            metrics["reward_kl"] = _mean(inputs.kl[inputs.mask].numpy())
         if self.config.needs_critic:
-            metrics["return_mean"] = _mean(evidence.rows.read(result, "returns"))
+            metrics["return_mean"] = _mean(inputs.rows.read(result, "returns"))
         return metrics
 
     def state(self) -> dict[str, float]:
         """What a restart needs, JSON-like."""
-        return {"count": self._seen.count, "mean": self._seen.mean, "squares": self._seen.squares}
+        return {
+            "count": self._score_moments.count,
+            "mean": self._score_moments.mean,
+            "squares": self._score_moments.squares,
+        }
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        self._seen = Moments(state["count"], state["mean"], state["squares"])
+        self._score_moments = Moments(state["count"], state["mean"], state["squares"])
 
 
-class Evidence:
+class AdvantageInputs:
     """What the estimators read of a batch. Token tensors are [N, R], a row's trained tokens side by side."""
 
     def __init__(self, batch: DataProto, config: EstimatorConfig) -> None:
         self.batch = batch
         self.config = config
-        self.rows = Rows.of(batch)
+        self.rows = TokenRows.of(batch)
         self.mask = self.rows.pad(np.ones(len(self.rows.trained), bool))
-        self.told = batch.batch["scores"]
+        self.raw_scores = batch.batch["scores"]
         """[N] the scores as they came"""
         self.groups = batch.batch["traj_group_id"]
         """[N]"""
@@ -263,7 +267,7 @@ class Evidence:
         ids = batch.batch.numpy("traj_id")[self.valid.numpy()]
         self.trajectories = batch.batch["traj_id"] if len(np.unique(ids)) < len(ids) else None
         """[N] which rows are one trajectory, if a row is not"""
-        self.weight = row_weights(self.told, valid=self.valid, traj_ids=self.trajectories)
+        self.weight = row_weights(self.raw_scores, valid=self.valid, traj_ids=self.trajectories)
         """[N] what each row counts among the trajectories"""
         self._moments: Moments | None = None
 
@@ -323,7 +327,7 @@ class Evidence:
     def groups_without_variance(self) -> float:
         """The share of groups whose scores are all equal, as they came: nothing can be learned by comparing them."""
         valid = self.valid.numpy()
-        groups, scores = self.groups.numpy()[valid], self.told.numpy()[valid]
+        groups, scores = self.groups.numpy()[valid], self.raw_scores.numpy()[valid]
         if not len(groups):
             return 0.0
         order = np.argsort(groups)
@@ -334,7 +338,7 @@ class Evidence:
     @cached_property
     def _scores(self) -> Tensor:
         """[N] normalised and clipped"""
-        scores = self.told if self._moments is None else self._moments.normalise(self.told)
+        scores = self.raw_scores if self._moments is None else self._moments.normalise(self.raw_scores)
         clip = self.config.score_clip
         return scores if clip is None else scores.clamp(-clip, clip)
 
@@ -351,8 +355,8 @@ class Evidence:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a named estimator makes of the evidence."""
+class AdvantageResult:
+    """What a named estimator makes of the inputs."""
 
     advantages: Tensor
     """[N] or [N, R]"""
@@ -360,44 +364,54 @@ class Found:
     """[N, R] what the critic should have said"""
 
 
-def _grpo(e: Evidence) -> Found:
-    settings = e.config.chosen("divide_by_std")
-    return Found(grpo(e.scores, e.groups, valid=e.valid, traj_ids=e.trajectories, **settings))
+def _grpo(inputs: AdvantageInputs) -> AdvantageResult:
+    settings = inputs.config.explicit("divide_by_std")
+    return AdvantageResult(
+        grpo(inputs.scores, inputs.groups, valid=inputs.valid, traj_ids=inputs.trajectories, **settings)
+    )
 
 
-def _rloo(e: Evidence) -> Found:
-    return Found(rloo(e.scores, e.groups, valid=e.valid, traj_ids=e.trajectories))
+def _rloo(inputs: AdvantageInputs) -> AdvantageResult:
+    return AdvantageResult(rloo(inputs.scores, inputs.groups, valid=inputs.valid, traj_ids=inputs.trajectories))
 
 
-def _reinforce(e: Evidence) -> Found:
-    settings = e.config.chosen("gamma")
-    return Found(reinforce_plus_plus(e.rewards, e.mask, traj_ids=e.trajectories, turns=e.turns, **settings))
+def _reinforce(inputs: AdvantageInputs) -> AdvantageResult:
+    settings = inputs.config.explicit("gamma")
+    return AdvantageResult(
+        reinforce_plus_plus(inputs.rewards, inputs.mask, traj_ids=inputs.trajectories, turns=inputs.turns, **settings)
+    )
 
 
-def _reinforce_baseline(e: Evidence) -> Found:
-    return Found(reinforce_plus_plus_baseline(e.scores, e.groups, e.mask, valid=e.valid, traj_ids=e.trajectories))
+def _reinforce_baseline(inputs: AdvantageInputs) -> AdvantageResult:
+    return AdvantageResult(
+        reinforce_plus_plus_baseline(
+            inputs.scores, inputs.groups, inputs.mask, valid=inputs.valid, traj_ids=inputs.trajectories
+        )
+    )
 
 
-def _gae(e: Evidence) -> Found:
-    settings = e.config.chosen("gamma", "lam")
-    estimate = gae(e.rewards, e.values, e.mask, traj_ids=e.trajectories, turns=e.turns, **settings)
-    if e.config.whiten is False:
-        return Found(estimate.advantages, estimate.returns)
-    return Found(normalise(estimate.advantages, e.mask), estimate.returns)
+def _gae(inputs: AdvantageInputs) -> AdvantageResult:
+    settings = inputs.config.explicit("gamma", "lam")
+    estimate = gae(
+        inputs.rewards, inputs.values, inputs.mask, traj_ids=inputs.trajectories, turns=inputs.turns, **settings
+    )
+    if inputs.config.whiten is False:
+        return AdvantageResult(estimate.advantages, estimate.returns)
+    return AdvantageResult(normalise(estimate.advantages, inputs.mask), estimate.returns)
 
 
-def _gigpo(e: Evidence) -> Found:
-    settings = e.config.chosen("gamma", "step_weight", "divide_by_std")
-    seen = (e.scores, e.steps, e.anchors, e.groups, e.turns)
-    return Found(gigpo(*seen, valid=e.valid, traj_ids=e.trajectories, **settings))
+def _gigpo(inputs: AdvantageInputs) -> AdvantageResult:
+    settings = inputs.config.explicit("gamma", "step_weight", "divide_by_std")
+    seen = (inputs.scores, inputs.steps, inputs.anchors, inputs.groups, inputs.turns)
+    return AdvantageResult(gigpo(*seen, valid=inputs.valid, traj_ids=inputs.trajectories, **settings))
 
 
-def _step(e: Evidence) -> Found:
-    settings = e.config.chosen("gamma", "over", "divide_by_std")
-    return Found(step_advantages(e.steps, e.groups, e.turns, valid=e.valid, **settings))
+def _step(inputs: AdvantageInputs) -> AdvantageResult:
+    settings = inputs.config.explicit("gamma", "over", "divide_by_std")
+    return AdvantageResult(step_advantages(inputs.steps, inputs.groups, inputs.turns, valid=inputs.valid, **settings))
 
 
-ESTIMATORS: Mapping[str, Callable[[Evidence], Found]] = {
+ESTIMATORS: Mapping[str, Callable[[AdvantageInputs], AdvantageResult]] = {
     "grpo": _grpo,
     "rloo": _rloo,
     "reinforce++": _reinforce,
@@ -408,35 +422,35 @@ ESTIMATORS: Mapping[str, Callable[[Evidence], Found]] = {
 }
 
 
-def _estimate(config: EstimatorConfig) -> Callable[[Evidence], DataProto]:
-    """From the evidence to the batch with its new columns."""
+def _estimate(config: EstimatorConfig) -> Callable[[AdvantageInputs], DataProto]:
+    """From the inputs to the batch with its new columns."""
     if isinstance(config.name, str) and config.name in ESTIMATORS:
         named = ESTIMATORS[config.name]
-        return lambda evidence: _with_columns(evidence, named(evidence))
-    own = load_object(config.name) if isinstance(config.name, str) else config.name
-    if not callable(own):
-        raise ValueError(f"{config.name!r} is a {type(own).__name__}: an estimator is a function of the batch")
-    return lambda evidence: _with_own(evidence, own)
+        return lambda inputs: _with_columns(inputs, named(inputs))
+    custom = load_object(config.name) if isinstance(config.name, str) else config.name
+    if not callable(custom):
+        raise ValueError(f"{config.name!r} is a {type(custom).__name__}: an estimator is a function of the batch")
+    return lambda inputs: _with_custom(inputs, custom)
 
 
-def _with_columns(evidence: Evidence, found: Found) -> DataProto:
-    rows, batch = evidence.rows, evidence.batch
-    if found.returns is not None:
-        batch = rows.write(batch, "returns", found.returns[evidence.mask].numpy())
-    if found.advantages.ndim > 1:
-        return rows.write(batch, "advantages", found.advantages[evidence.mask].numpy())
+def _with_columns(inputs: AdvantageInputs, estimated: AdvantageResult) -> DataProto:
+    rows, batch = inputs.rows, inputs.batch
+    if estimated.returns is not None:
+        batch = rows.write(batch, "returns", estimated.returns[inputs.mask].numpy())
+    if estimated.advantages.ndim > 1:
+        return rows.write(batch, "advantages", estimated.advantages[inputs.mask].numpy())
     result = batch.select()
-    result.batch["advantages"] = found.advantages.float()
+    result.batch["advantages"] = estimated.advantages.float()
     return result
 
 
-def _with_own(evidence: Evidence, own: OwnEstimator) -> DataProto:
-    config = evidence.config
-    seen, result = evidence.batch.select(), evidence.batch.select()
+def _with_custom(inputs: AdvantageInputs, custom: CustomEstimator) -> DataProto:
+    config = inputs.config
+    seen, result = inputs.batch.select(), inputs.batch.select()
     if config.score_norm != "none" or config.score_clip is not None or config.kl_coef:
-        seen.batch["scores"] = evidence.scores
-        seen.batch.assign_like("step_scores", evidence.steps, "step_scores", pad=float("nan"))
-    advantages = own(seen)
+        seen.batch["scores"] = inputs.scores
+        seen.batch.assign_like("step_scores", inputs.steps, "step_scores", pad=float("nan"))
+    advantages = custom(seen)
     if isinstance(advantages, Tensor | np.ndarray) and advantages.ndim > 1:
         result.batch.assign_like("advantages", advantages, "input_ids")
     else:
@@ -444,19 +458,21 @@ def _with_own(evidence: Evidence, own: OwnEstimator) -> DataProto:
     return result
 
 
-def _check_scores(evidence: Evidence) -> None:
+def _check_scores(inputs: AdvantageInputs) -> None:
     """Before one score that is no number spoils those of its whole group."""
-    wrong = (evidence.valid & ~evidence.told.isfinite()).nonzero()
+    wrong = (inputs.valid & ~inputs.raw_scores.isfinite()).nonzero()
     if len(wrong):
         row = int(wrong[0])
-        raise ValueError(f"row {row} has a score of {float(evidence.told[row])}: a score must be a finite number")
+        raise ValueError(f"row {row} has a score of {float(inputs.raw_scores[row])}: a score must be a finite number")
 
 
-def _check_finite(given: Array, evidence: Evidence) -> None:
+def _check_finite(given: Array, inputs: AdvantageInputs) -> None:
     wrong = np.flatnonzero(~np.isfinite(given))
     if wrong.size:
-        row = int(np.searchsorted(evidence.rows.firsts, wrong[0], side="right")) - 1
-        raise ValueError(f"row {row} has an advantage of {given[wrong[0]]}; its score is {float(evidence.told[row])}")
+        row = int(np.searchsorted(inputs.rows.firsts, wrong[0], side="right")) - 1
+        raise ValueError(
+            f"row {row} has an advantage of {given[wrong[0]]}; its score is {float(inputs.raw_scores[row])}"
+        )
 
 
 def _mean(values: Array) -> float:

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from cadenza.algorithms import entropy as entropy_of
 from cadenza.training.batching import micro_batches
-from cadenza.training.compact import Compact
 from cadenza.training.models import base_model
-from cadenza.training.packing import Packed, Packing, pack
-from cadenza.training.rows import Array, Rows
-from cadenza.training.strategy import Strategy
+from cadenza.training.packed_forward import PackedForward
+from cadenza.training.packing import PackedRows, Packing, pack
+from cadenza.training.strategy import ParallelStrategy
+from cadenza.training.token_rows import Array, TokenRows
 
 LOGITS_LIMIT = 1 << 24
 """64 MB in float32."""
@@ -55,46 +55,46 @@ class Forward:
         *,
         precision: Precision = "fp32",
         logits_limit: int = LOGITS_LIMIT,
-        strategy: Strategy | None = None,
+        strategy: ParallelStrategy | None = None,
     ) -> None:
         """At most `logits_limit` logits exist at once; more come in chunks, and again in the backward pass. Where the
         `strategy` needs whole passes, the token budget is the only bound, and the precision is its own affair."""
         base: Any = base_model(module)
-        strategy = strategy or Strategy()
+        strategy = strategy or ParallelStrategy()
         if not hasattr(base, "get_decoder") or not hasattr(base, "get_output_embeddings"):
             raise TypeError(f"{type(module).__name__} is no causal language model of transformers")
         self.module = module
-        self.precision: Precision = "fp32" if strategy.whole else precision
-        self.resting = False
+        self.precision: Precision = "fp32" if strategy.lockstep else precision
+        self.offloaded = False
         """Whether the weights are elsewhere."""
         self.logits_limit = logits_limit
         self._base = base
         self._decoder: nn.Module = base.get_decoder()
         self._head: nn.Module = base.get_output_embeddings()
         self._vocab_size = int(base.config.get_text_config().vocab_size)
-        self._compact: Compact | None = None
-        self._rounds = strategy.rounds
-        self._whole = strategy.whole
-        self._plain_head = not self._whole
-        if not self._whole:
+        self._packed_forward: PackedForward | None = None
+        self._pass_count = strategy.pass_count
+        self._lockstep = strategy.lockstep
+        self._has_plain_head = not self._lockstep
+        if not self._lockstep:
             self._probe()
 
     @property
     def packing(self) -> Packing:
         """The fastest layout that this module can do."""
-        return "shared" if self._compact is not None else "padded"
+        return "shared" if self._packed_forward is not None else "padded"
 
     def resolve(self, packing: Packing | Literal["auto"]) -> Packing:
         """The layout to use when `packing` is asked for."""
         if packing == "auto":
             return self.packing
-        if packing != "padded" and self._compact is None:
+        if packing != "padded" and self._packed_forward is None:
             config = self._base.config
             text = f"packing must not be {packing!r} for {config.model_type} models"
             if not _full_attention(config.get_text_config()):
                 raise ValueError(f"{text}, whose layers do not all attend to the whole past: use 'padded' or 'auto'")
             try:
-                right = self._gets_right(packing)
+                right = self._is_exact_in(packing)
             except Exception as error:
                 raise ValueError(f"{text}, which fail on it ({error}): use 'padded' or 'auto'") from error
             if not right:
@@ -105,38 +105,38 @@ class Forward:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
-    def check(self) -> None:
+    def check_loaded(self) -> None:
         """Raise if the weights are elsewhere."""
-        if self.resting:
+        if self.offloaded:
             raise RuntimeError("the weights are offloaded: reload() them before anything is computed")
 
-    def batches(self, rows: Rows, chosen: Array, budget: int, packing: Packing, use: Use) -> Iterator[Packed]:
+    def batches(self, rows: TokenRows, chosen: Array, budget: int, packing: Packing, use: Use) -> Iterator[PackedRows]:
         """The chosen rows as micro-batches. In the end, empty passes (and their backward passes, if there are any) for
         other ranks that have more of them."""
-        self.check()
-        parts = micro_batches(rows, chosen, budget, packing)
-        rounds = self._rounds(len(parts))
-        for part in parts:
-            yield pack(rows, part, packing).to(self.device)
-        for _ in range(rounds - len(parts)):
+        self.check_loaded()
+        batches = micro_batches(rows, chosen, budget, packing)
+        passes = self._pass_count(len(batches))
+        for batch in batches:
+            yield pack(rows, batch, packing).to(self.device)
+        for _ in range(passes - len(batches)):
             example = self._example("padded")
             result = self.hidden(example) if use == "hidden" else self.scores(example).logprobs
             if torch.is_grad_enabled():
                 (result.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
-    def hidden(self, packed: Packed) -> Tensor:
+    def hidden(self, packed: PackedRows) -> Tensor:
         """[K, D]: the hidden state before each trained token."""
         packed = packed.to(self.device)
         with self._autocast():
             return self._hidden(packed).index_select(0, packed.predicts)
 
-    def scores(self, packed: Packed, *, temperature: float = 1.0, entropy: EntropyNeed = "none") -> TokenScores:
+    def scores(self, packed: PackedRows, *, temperature: float = 1.0, entropy: EntropyNeed = "none") -> TokenScores:
         """Logprobs, and on demand entropies, of the trained tokens."""
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0 to train, got {temperature}: greedy tokens have no gradient")
         packed = packed.to(self.device)
         with self._autocast():
-            if not self._plain_head:
+            if not self._has_plain_head:
                 logits = self._logits(packed)
                 return _scores(logits, packed.predicts, packed.targets, temperature, entropy)
             hidden = self._hidden(packed)
@@ -146,7 +146,9 @@ class Forward:
             return self._chunked(hidden, packed, chunk, temperature, entropy)
 
     @torch.no_grad()
-    def logprobs(self, rows: Rows, chosen: Array, *, budget: int, packing: Packing, temperature: float = 1.0) -> Array:
+    def logprobs(
+        self, rows: TokenRows, chosen: Array, *, budget: int, packing: Packing, temperature: float = 1.0
+    ) -> Array:
         """[K] float32: the logprobs of all trained tokens of the chosen rows, 0 for the others; without gradients."""
         values = np.zeros(len(rows.trained), np.float32)
         with evaluating(self.module):
@@ -156,7 +158,7 @@ class Forward:
         return values
 
     def _chunked(
-        self, hidden: Tensor, packed: Packed, chunk: int, temperature: float, entropy: EntropyNeed
+        self, hidden: Tensor, packed: PackedRows, chunk: int, temperature: float, entropy: EntropyNeed
     ) -> TokenScores:
         """Scores of `chunk` hidden states at a time; the backward pass computes each chunk's logits again."""
 
@@ -171,11 +173,11 @@ class Forward:
         logprobs, entropies = [], []
         for i, start in enumerate(starts.tolist()):
             tokens = slice(bounds[i], bounds[i + 1])
-            part = hidden[start : start + chunk], predicts[tokens] - start, targets[tokens]
+            inputs = hidden[start : start + chunk], predicts[tokens] - start, targets[tokens]
             if torch.is_grad_enabled():
-                of_chunk = checkpoint(score, *part, use_reentrant=False)
+                of_chunk = checkpoint(score, *inputs, use_reentrant=False)
             else:
-                of_chunk = score(*part)
+                of_chunk = score(*inputs)
             logprobs.append(of_chunk[0])
             entropies.append(of_chunk[1])
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -183,25 +185,25 @@ class Forward:
             return TokenScores(torch.cat(logprobs)[back], None)
         return TokenScores(torch.cat(logprobs)[back], torch.cat([e for e in entropies if e is not None])[back])
 
-    def _hidden(self, packed: Packed) -> Tensor:
+    def _hidden(self, packed: PackedRows) -> Tensor:
         """[P, D]: the hidden states at `packed.reads`."""
-        if self._compact is not None:
-            return self._compact.hidden(packed)
+        if self._packed_forward is not None:
+            return self._packed_forward.hidden(packed)
         states: Tensor
-        if self._whole:
+        if self._lockstep:
             states = self._base(**self._inputs(packed), output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
         else:
             states = self._decoder(**self._inputs(packed)).last_hidden_state
         return states.flatten(0, 1)[torch.from_numpy(packed.reads).to(states.device)]
 
-    def _logits(self, packed: Packed) -> Tensor:
+    def _logits(self, packed: PackedRows) -> Tensor:
         """[P, V] from the module as a whole, for models that do more with logits than their head."""
-        if self._whole:
+        if self._lockstep:
             return self._kept_logits(packed)
         logits: Tensor = self._base(**self._inputs(packed)).logits
         return logits.flatten(0, 1)[torch.from_numpy(packed.reads).to(logits.device)]
 
-    def _kept_logits(self, packed: Packed) -> Tensor:
+    def _kept_logits(self, packed: PackedRows) -> Tensor:
         """[P, V] with the head computed only in columns of the input in which something is read."""
         width = packed.grid.shape[1] if packed.packing == "padded" else len(packed.tokens)
         row, column = np.divmod(packed.reads, width)
@@ -210,7 +212,7 @@ class Forward:
         logits: Tensor = self._base(**self._inputs(packed), logits_to_keep=keep).logits
         return logits.flatten(0, 1)[torch.from_numpy(row * len(columns) + place).to(logits.device)]
 
-    def _inputs(self, packed: Packed) -> dict[str, Any]:
+    def _inputs(self, packed: PackedRows) -> dict[str, Any]:
         if packed.packing == "padded":
             # Rows are padded on the right, where causal attention does not look: no mask is needed.
             return {"input_ids": packed.tokens.view(packed.grid.shape), "use_cache": False}
@@ -235,26 +237,28 @@ class Forward:
         padded, shared = self._example("padded"), self._example("shared")
         with evaluating(self.module):
             expected = self._logits(padded)[padded.predicts]
-            self._plain_head = _agree(self._head(self._hidden(padded))[padded.predicts], expected)
-            if self._plain_head:
-                self._compact = Compact.of(self._decoder)
-            if self._compact is not None and not _agree(self._head(self._hidden(shared))[shared.predicts], expected):
-                self._compact = None
+            self._has_plain_head = _is_close(self._head(self._hidden(padded))[padded.predicts], expected)
+            if self._has_plain_head:
+                self._packed_forward = PackedForward.of(self._decoder)
+            if self._packed_forward is not None and not _is_close(
+                self._head(self._hidden(shared))[shared.predicts], expected
+            ):
+                self._packed_forward = None
 
     @torch.no_grad()
-    def _gets_right(self, packing: Packing) -> bool:
+    def _is_exact_in(self, packing: Packing) -> bool:
         """Whether the module itself gives the same logits in this layout: its mask and positions are all it needs."""
         layouts = self._example("padded"), self._example(packing)
         with evaluating(self.module):
-            return _agree(*(self._logits(packed)[packed.predicts] for packed in layouts))
+            return _is_close(*(self._logits(packed)[packed.predicts] for packed in layouts))
 
-    def _example(self, packing: Packing) -> Packed:
+    def _example(self, packing: Packing) -> PackedRows:
         """Two rows that share a prefix."""
         ids = np.arange(11) % self._vocab_size
         ids[6:9] = ids[:3]
         offsets, firsts = np.array([0, 6, 11]), np.array([0, 5, 9])
         trained = np.array([1, 2, 3, 4, 5, 7, 8, 9, 10])
-        rows = Rows(ids, offsets, trained, np.array([5, 4]), firsts, np.array([5, 4]))
+        rows = TokenRows(ids, offsets, trained, np.array([5, 4]), firsts, np.array([5, 4]))
         return pack(rows, np.arange(2), packing).to(self.device)
 
 
@@ -285,7 +289,7 @@ def _scores(logits: Tensor, predicts: Tensor, targets: Tensor, temperature: floa
     return TokenScores(chosen, entropy_of(known).index_select(0, predicts))
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
+def _is_close(found: Tensor, expected: Tensor) -> bool:
     tolerance = 1e-4 if expected.dtype in (torch.float32, torch.float64) else 5e-2
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))
 

@@ -1,8 +1,8 @@
 """One module that learns: its forward pass, its optimizer, and the way from micro-batch losses to an update.
 
 Invariant: an update happens whole or not at all. Losses of micro-batches are sums and are added up as gradients, over
-all parts of the update (`add`), and divided once by the count of all of them (`finish`). When a loss or the gradient is
-not finite, or anything raises on the way, the gradients of all parts are dropped and the weights stay as they were
+all chunks of the update (`add`), and divided once by the count of all of them (`finish`). When a loss or the gradient is
+not finite, or anything raises on the way, the gradients of all chunks are dropped and the weights stay as they were
 before that update, on all ranks. The batch at fault is saved for whoever wants to look at it.
 ```
 rows --mini_batches--> rows of one update --share--> --packed--> micro-batch --loss--> backward --> divide, clip, step
@@ -28,10 +28,10 @@ from cadenza.training.forward import Forward, Precision, Use
 from cadenza.training.models import adapter_weights
 from cadenza.training.offload import Offloaded
 from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
-from cadenza.training.packing import Packed, Packing
-from cadenza.training.rows import Array, Rows
-from cadenza.training.settings import refuse_idle
-from cadenza.training.strategy import Strategy, shares
+from cadenza.training.packing import PackedRows, Packing
+from cadenza.training.settings import refuse_unused
+from cadenza.training.strategy import ParallelStrategy, assign_ranks
+from cadenza.training.token_rows import Array, TokenRows
 
 
 class LearnerConfig(OptimConfig):
@@ -55,7 +55,7 @@ class LearnerConfig(OptimConfig):
     @model_validator(mode="after")
     def _known_length(self) -> LearnerConfig:
         if self.aggregation != "sequence_sum":
-            refuse_idle(self, ("constant_length",), f"with aggregation {self.aggregation!r}")
+            refuse_unused(self, ("constant_length",), f"with aggregation {self.aggregation!r}")
         elif self.constant_length is None:
             raise ValueError("aggregation 'sequence_sum' needs constant_length: the most tokens a response may have")
         return self
@@ -97,8 +97,8 @@ class MicroLoss:
 
 
 @dataclass(slots=True)
-class UnderWay:
-    """What the parts of an update have come to so far."""
+class PendingUpdate:
+    """What the chunks of an update have come to so far."""
 
     batches: list[DataProto] = field(default_factory=list)
     computed: list[Array] = field(default_factory=list)
@@ -109,7 +109,7 @@ class UnderWay:
 
     @property
     def batch(self) -> DataProto:
-        """All parts."""
+        """All chunks."""
         one = len(self.batches) == 1
         return self.batches[0] if one else DataProto.concat(self.batches, on_meta_conflict="drop")
 
@@ -126,12 +126,12 @@ class Learner:
         head: nn.Module | None = None,
         dropout: bool = False,
         failures: Path | None = None,
-        strategy: Strategy | None = None,
+        strategy: ParallelStrategy | None = None,
     ) -> None:
         """`head` is trained besides the module. Without `dropout`, an update sees the function that evaluation sees.
         `failures` is the directory for batches with a loss that is not finite. `strategy` is how ranks train together;
         without one, this process is the only rank."""
-        self.strategy = strategy or Strategy()
+        self.strategy = strategy or ParallelStrategy()
         self.strategy.wrap(module)
         self.module = module
         self.config = config
@@ -143,12 +143,12 @@ class Learner:
         self._dropout = dropout
         self._failures = failures
         self._use: Use = "scores" if head is None else "hidden"
-        self._resting: Offloaded | None = None
-        self._under_way: UnderWay | None = None
+        self._offloaded: Offloaded | None = None
+        self._pending_update: PendingUpdate | None = None
         heads = [] if head is None else list(head.named_parameters(prefix="head"))
         self.optimizer = Optimizer([*module.named_parameters(), *heads], config)
 
-    def updates(self, batch: DataProto, rows: Rows) -> list[Array]:
+    def updates(self, batch: DataProto, rows: TokenRows) -> list[Array]:
         """The rows of each update, for all epochs. The same for the same seed and version."""
         active = rows.active
         if not len(active):
@@ -156,24 +156,24 @@ class Learner:
         if self.config.mini_batches == 1:
             return [active] * self.config.epochs
         trajectories = batch.batch.numpy("traj_id") if "traj_id" in batch.batch else np.arange(len(rows))
-        parts: list[Array] = []
+        updates: list[Array] = []
         for epoch in range(self.config.epochs):
             rng = np.random.default_rng((self.seed, self.version, epoch))
-            parts += [active[part] for part in mini_batches(trajectories[active], self.config.mini_batches, rng)]
-        return parts
+            updates += [active[chosen] for chosen in mini_batches(trajectories[active], self.config.mini_batches, rng)]
+        return updates
 
-    def share(self, rows: Rows, updates: list[Array], working: Array | None = None) -> Array:
+    def own_rows(self, rows: TokenRows, updates: list[Array], to_compute: Array | None = None) -> Array:
         """[N]: whether this rank computes the row, in all epochs. Each update of the first epoch is shared evenly, by
-        tokens; rows that are not `working` cost nothing."""
-        peers = self.strategy.peers
+        tokens; rows that are not `to_compute` cost nothing."""
+        ranks = self.strategy.ranks
         owners = np.zeros(len(rows), np.int64)
-        costs = rows.lengths if working is None else rows.lengths * working
+        costs = rows.lengths if to_compute is None else rows.lengths * to_compute
         for chosen in updates[: len(updates) // self.config.epochs]:
-            owners[chosen] = shares(costs[chosen], peers.size)
-        mine: Array = owners == peers.rank
+            owners[chosen] = assign_ranks(costs[chosen], ranks.data_size)
+        mine: Array = owners == ranks.data_rank
         return mine
 
-    def packed(self, rows: Rows, chosen: Array) -> Iterator[Packed]:
+    def micro_batches(self, rows: TokenRows, chosen: Array) -> Iterator[PackedRows]:
         """The chosen rows as micro-batches."""
         return self.forward.batches(rows, chosen, self.config.token_budget, self.packing, self._use)
 
@@ -183,31 +183,31 @@ class Learner:
         return self.finish()
 
     def add(self, batch: DataProto, losses: Iterable[MicroLoss], count: float) -> None:
-        """The gradients of one part of an update. If it fails, the parts before it are dropped too."""
+        """The gradients of one chunk of an update. If it fails, the chunks before it are dropped too."""
         if self._dropout:
             self.module.train()
         else:
             switch_off_dropout(self.module)
-        update = self._under_way = self._under_way or UnderWay()
+        update = self._pending_update = self._pending_update or PendingUpdate()
         total = 0.0
         first = sum(map(len, update.batches))
         error: Exception | None = None
         try:
             try:
-                for part in losses:
-                    update.computed.append(part.rows + first)
-                    value = float(part.loss.detach())
+                for micro in losses:
+                    update.computed.append(micro.rows + first)
+                    value = float(micro.loss.detach())
                     if not math.isfinite(value):
-                        error = error or self._failure(f"the loss is {value}", batch, part.rows)
-                        if not self.strategy.whole:
+                        error = error or self._non_finite_loss(f"the loss is {value}", batch, micro.rows)
+                        if not self.strategy.lockstep:
                             break
-                    part.loss.backward()  # type: ignore[no-untyped-call]
+                    micro.loss.backward()  # type: ignore[no-untyped-call]
                     total += value
             except Exception as own:
-                if self.strategy.whole:  # the others are in the middle of a pass, and nobody can be told
+                if self.strategy.lockstep:  # the others are in the middle of a pass, and nobody can be told
                     raise
                 error = own
-            update.loss += self.strategy.agree(total, error)
+            update.loss += self.strategy.sum_losses(total, error)
         except BaseException:
             self.drop()
             raise
@@ -215,17 +215,17 @@ class Learner:
         update.batches.append(batch)
 
     def finish(self) -> dict[str, float]:
-        """The update from all parts that were added."""
-        if (update := self._under_way) is None:
-            raise RuntimeError("no update is under way: add its parts first")
+        """The update from all chunks that were added."""
+        if (update := self._pending_update) is None:
+            raise RuntimeError("no update is under way: add its chunks first")
         try:
             if not update.count:
                 rows = sum(map(len, update.batches))
                 raise ValueError(f"the update of {rows} rows has no trained token: is response_mask empty?")
-            self.strategy.collect(self.optimizer.named)
+            self.strategy.reduce_gradients(self.optimizer.named)
             done = self.optimizer.apply(update.count)
         except NonFiniteGradient as failed:  # of the sum, so that all ranks are here
-            self._refuse(str(failed), update)
+            self._raise_on_all_ranks(str(failed), update)
         finally:
             self.drop()
         return {"loss": update.loss / update.count, "grad_norm": done.grad_norm, "lr": done.lr}
@@ -233,35 +233,35 @@ class Learner:
     def drop(self) -> None:
         """Forget the update under way, if there is one."""
         self.optimizer.clear()
-        self._under_way = None
+        self._pending_update = None
 
-    def check_idle(self) -> None:
+    def check_no_pending_update(self) -> None:
         """Raise where an update under way would be mixed up with something else."""
-        if self._under_way is not None:
-            parts = len(self._under_way.batches)
-            raise RuntimeError(f"an update of {parts} parts so far is under way: finish or drop it first")
+        if self._pending_update is not None:
+            chunks = len(self._pending_update.batches)
+            raise RuntimeError(f"an update of {chunks} chunks so far is under way: finish or drop it first")
 
     def offload(self) -> int:
         """Move weights and optimizer memory to the host; the bytes that this frees. Nothing can be computed before
         `reload`."""
-        self.check_idle()
-        if self._resting is None:
-            self.strategy.rest(self.module)
-            self._resting = Offloaded([*self.module.parameters(), *self.optimizer.tensors().values()])
-            self.forward.resting = True
-        return self._resting.bytes
+        self.check_no_pending_update()
+        if self._offloaded is None:
+            self.strategy.reshard(self.module)
+            self._offloaded = Offloaded([*self.module.parameters(), *self.optimizer.tensors().values()])
+            self.forward.offloaded = True
+        return self._offloaded.bytes
 
     def reload(self) -> None:
         """Take them back."""
-        if self._resting is not None:
-            self._resting.reload()
-            self._resting, self.forward.resting = None, False
+        if self._offloaded is not None:
+            self._offloaded.reload()
+            self._offloaded, self.forward.offloaded = None, False
 
     def weights(self) -> dict[str, Tensor]:
         """What is published, on the first rank: all parameters and buffers, or with LoRA the adapter alone. The live
         tensors, unless there are shards to gather."""
-        self.forward.check()
-        return self.strategy.full(adapter_weights(self.module) or self.module.state_dict(keep_vars=True))
+        self.forward.check_loaded()
+        return self.strategy.gather_full(adapter_weights(self.module) or self.module.state_dict(keep_vars=True))
 
     def state(self) -> TrainingState:
         return TrainingState(
@@ -276,42 +276,42 @@ class Learner:
         self.optimizer.load(tensors, state.values["updates"])
         self.version = state.values["version"]
 
-    def _refuse(self, what: str, update: UnderWay) -> NoReturn:
+    def _raise_on_all_ranks(self, what: str, update: PendingUpdate) -> NoReturn:
         """Raise the same on all ranks; the first one saves the batch."""
-        peers = self.strategy.peers
-        rows = np.concatenate([part for parts in peers.exchange(update.computed) for part in parts])
-        error = self._failure(what, update.batch, rows) if peers.rank == 0 else None
-        raise next(found for found in peers.exchange(error) if found is not None) from None
+        ranks = self.strategy.ranks
+        rows = np.concatenate([computed for of_rank in ranks.all_gather(update.computed) for computed in of_rank])
+        error = self._non_finite_loss(what, update.batch, rows) if ranks.data_rank == 0 else None
+        raise next(found for found in ranks.all_gather(error) if found is not None) from None
 
-    def _failure(self, what: str, batch: DataProto, rows: Array) -> NonFiniteLoss:
+    def _non_finite_loss(self, what: str, batch: DataProto, rows: Array) -> NonFiniteLoss:
         step = self.optimizer.step
-        return NonFiniteLoss(what, step, tuple(sorted(rows.tolist())), _save(batch, self._failures, step))
+        return NonFiniteLoss(what, step, tuple(sorted(rows.tolist())), _save_batch(batch, self._failures, step))
 
 
 def switch_off_dropout(module: nn.Module) -> None:
     """Evaluation mode, but for layers with gradient checkpointing: those compute again only while they train. What
     they would drop themselves is set to 0."""
     module.eval()
-    for part in module.modules():
-        if getattr(part, "gradient_checkpointing", False):
-            part.training = True
-            for name in [n for n, value in vars(part).items() if "drop" in n and isinstance(value, float)]:
-                setattr(part, name, 0.0)
+    for submodule in module.modules():
+        if getattr(submodule, "gradient_checkpointing", False):
+            submodule.training = True
+            for name in [n for n, value in vars(submodule).items() if "drop" in n and isinstance(value, float)]:
+                setattr(submodule, name, 0.0)
 
 
-def _save(batch: DataProto, directory: Path | None, step: int) -> str:
+def _save_batch(batch: DataProto, directory: Path | None, step: int) -> str:
     """Where the batch went. Saving must not hide the error that it is about."""
     if directory is None:
         return "the batch was not saved: no directory was given for it"
     number = 0
-    while (place := directory / f"update-{step}-{number}").exists():
+    while (path := directory / f"update-{step}-{number}").exists():
         number += 1
     try:
         try:
-            batch.to_disk(place)
+            batch.to_disk(path)
         except TypeError:
             # Object columns and meta_info may hold what JSON cannot; the numbers are what matters.
-            batch.select(non_tensor_batch_keys=(), meta_info_keys=()).to_disk(place)
+            batch.select(non_tensor_batch_keys=(), meta_info_keys=()).to_disk(path)
     except OSError as error:
-        return f"the batch could not be saved to {place}: {error}"
-    return f"the batch is in {place}"
+        return f"the batch could not be saved to {path}: {error}"
+    return f"the batch is in {path}"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from cadenza.config import Config
 from cadenza.cpu import limit_onednn
-from cadenza.training.settings import refuse_idle
+from cadenza.training.settings import refuse_unused
 
 
 class LoraConfig(Config):
@@ -58,7 +58,7 @@ class ModelConfig(Config):
             raise ValueError("lora needs a path: an adapter to a model that is not stored could not be loaded again")
         if self.path is not None:
             sizes = ("layers", "hidden", "heads", "intermediate", "max_positions")
-            refuse_idle(self, sizes, f"with the path {self.path!r}, which has its own")
+            refuse_unused(self, sizes, f"with the path {self.path!r}, which has its own")
         if self.path is None and (self.hidden % self.heads or self.hidden // self.heads % 2):
             raise ValueError(f"hidden must be heads times an even number, got {self.hidden} for {self.heads} heads")
         return self

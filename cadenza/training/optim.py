@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from cadenza.config import Config
-from cadenza.training.settings import refuse_idle
+from cadenza.training.settings import refuse_unused
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -50,7 +50,7 @@ class OptimConfig(Config):
             if name in self.optimizer_args:
                 raise ValueError(f"optimizer_args.{name}={self.optimizer_args[name]!r} does nothing: set {name} itself")
         if self.schedule == "constant":
-            refuse_idle(self, ("total_steps", "min_lr_ratio"), "with schedule 'constant'")
+            refuse_unused(self, ("total_steps", "min_lr_ratio"), "with schedule 'constant'")
         elif self.total_steps is None:
             raise ValueError(f"schedule {self.schedule!r} needs total_steps, the updates until its end")
         if self.total_steps is not None and self.total_steps <= self.warmup_steps:
@@ -71,7 +71,7 @@ class OptimConfig(Config):
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateResult:
     """One update that was made."""
 
     grad_norm: float
@@ -93,10 +93,10 @@ class Optimizer:
         self.named = {name: p for name, p in parameters if p.requires_grad}
         if not self.named:
             raise ValueError("nothing to train: no parameter requires a gradient")
-        self._alike = _alike(self.named.values())
+        self._same_mesh = _same_mesh(self.named.values())
         groups = [
             {"params": [p for p in alike if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay * decays}
-            for alike in self._alike
+            for alike in self._same_mesh
             for decays in (True, False)
         ]
         kind: Any = getattr(torch.optim, config.optimizer)
@@ -106,7 +106,7 @@ class Optimizer:
             arguments.setdefault("fused", True)
         self._optimizer: torch.optim.Optimizer = kind([g for g in groups if g["params"]], **arguments)
 
-    def apply(self, count: float = 1.0) -> Update:
+    def apply(self, count: float = 1.0) -> UpdateResult:
         """Make the update that the gradients, divided by `count`, ask for, and clear them."""
         if count != 1.0:
             for parameter in self.named.values():
@@ -118,7 +118,7 @@ class Optimizer:
             raise NonFiniteGradient(f"the gradient norm is {grad_norm}")
         limit = self.config.max_grad_norm
         if limit is not None and grad_norm > limit:
-            for alike in self._alike:
+            for alike in self._same_mesh:
                 nn.utils.clip_grads_with_norm_(alike, limit, norm)
         lr = self.config.lr_at(self.step)
         for group in self._optimizer.param_groups:
@@ -126,7 +126,7 @@ class Optimizer:
         self._optimizer.step()
         self.clear()
         self.step += 1
-        return Update(grad_norm, lr)
+        return UpdateResult(grad_norm, lr)
 
     def clear(self) -> None:
         """Forget the gradients."""
@@ -135,7 +135,7 @@ class Optimizer:
     def _norm(self) -> Tensor:
         """Of the gradient, over all shards."""
         norms = []
-        for alike in self._alike:
+        for alike in self._same_mesh:
             norm: Any = nn.utils.get_total_norm([p.grad for p in alike if p.grad is not None])
             norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         total: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
@@ -145,26 +145,26 @@ class Optimizer:
         """The optimizer's memory, by 'parameter name/its name'."""
         state = self._optimizer.state
         return {
-            f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+            f"{name}/{buffer}": value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
             for name, parameter in self.named.items()
-            for key, value in state.get(parameter, {}).items()
+            for buffer, value in state.get(parameter, {}).items()
             if value is not None
         }
 
     def load(self, tensors: Mapping[str, Tensor], step: int) -> None:
         """Go on where another optimizer of the same parameters stopped."""
         state: dict[Tensor, dict[str, Any]] = {}
-        for place, tensor in tensors.items():
-            name, _, key = place.rpartition("/")
+        for key, tensor in tensors.items():
+            name, _, buffer = key.rpartition("/")
             if name not in self.named:
                 raise ValueError(f"the optimizer state has the parameter {name!r}, which the model does not train")
-            state.setdefault(self.named[name], {})[key] = tensor.clone()
+            state.setdefault(self.named[name], {})[buffer] = tensor.clone()
         self._optimizer.state.clear()
         self._optimizer.state.update(state)
         self.step = step
 
 
-def _alike(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+def _same_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """The parameters that can be computed with together: whole ones, and shards on the same ranks."""
     found: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cadenza.training.rows import Array, Rows, ranges
+from cadenza.training.token_rows import Array, TokenRows, ranges
 
 Packing = Literal["padded", "packed", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRows:
     """n rows of a batch as U slots."""
 
     packing: Packing
@@ -39,7 +39,7 @@ class Packed:
     tokens: Tensor
     """[U]"""
     positions: Tensor
-    """[U] place in its own row"""
+    """[U] position in its own row"""
     grid: Array
     """[n, L] the slot of each token of each row; 0 beyond its end"""
     lengths: Array
@@ -52,12 +52,12 @@ class Packed:
     """[K] for each trained token, the number in `reads` of the slot that predicts it"""
     targets: Tensor
     """[K] the trained tokens, row after row"""
-    places: Tensor | None
+    flat_index: Tensor | None
     """[K] where each trained token is in [n, R] flattened; None where that is its number already"""
     shape: tuple[int, int]
     """n, R: the rows, and the trained tokens of the row that has most"""
 
-    def to(self, device: torch.device) -> Packed:
+    def to(self, device: torch.device) -> PackedRows:
         """The same with its tensors on a device."""
         if self.tokens.device == device:
             return self
@@ -67,14 +67,14 @@ class Packed:
             positions=self.positions.to(device),
             predicts=self.predicts.to(device),
             targets=self.targets.to(device),
-            places=None if self.places is None else self.places.to(device),
+            flat_index=None if self.flat_index is None else self.flat_index.to(device),
         )
 
     def by_row(self, values: Tensor) -> Tensor:
         """[n, R]: values [K] of the trained tokens, one row's side by side, 0 beyond."""
-        if self.places is None:
+        if self.flat_index is None:
             return values.view(self.shape)
-        return values.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.places, values).view(self.shape)
+        return values.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.flat_index, values).view(self.shape)
 
     def mask(self, dtype: torch.dtype) -> Tensor:
         """[1, 1, U, U]: 0 where a slot sees another, the lowest number where not. For slots as one sequence."""
@@ -87,12 +87,12 @@ class Packed:
         return mask[None, None].to(self.tokens.device)
 
 
-def pack(rows: Rows, chosen: Array, packing: Packing) -> Packed:
+def pack(rows: TokenRows, chosen: Array, packing: Packing) -> PackedRows:
     """Lay out these rows, which must have trained tokens, in the order given."""
     lengths = rows.lengths[chosen]
     count, width = len(chosen), int(lengths.max())
-    place = np.arange(width)
-    exists = place < lengths[:, None]
+    position = np.arange(width)
+    exists = position < lengths[:, None]
     ids = np.zeros((count, width), rows.tokens.dtype)
     ids[exists] = rows.tokens[ranges(rows.offsets[:-1][chosen], lengths)]
     owned = np.zeros(count, np.int64)
@@ -107,10 +107,10 @@ def pack(rows: Rows, chosen: Array, packing: Packing) -> Packed:
     before = trained - rows.offsets[:-1][chosen][row] - 1
     reads, predicts = np.unique(grid[row, before], return_inverse=True)
     most = int(counts.max())
-    places = None
+    flat_index = None
     if len(trained) < count * most:
-        places = torch.from_numpy(ranges(np.arange(count) * most, counts))
-    return Packed(
+        flat_index = torch.from_numpy(ranges(np.arange(count) * most, counts))
+    return PackedRows(
         packing,
         chosen,
         torch.from_numpy(ids.ravel()[kept].astype(np.int64)),
@@ -121,7 +121,7 @@ def pack(rows: Rows, chosen: Array, packing: Packing) -> Packed:
         reads,
         torch.from_numpy(predicts),
         torch.from_numpy(rows.tokens[trained].astype(np.int64)),
-        places,
+        flat_index,
         (count, most),
     )
 
@@ -135,16 +135,16 @@ def shared_prefixes(ids: Array, lengths: Array) -> Array:
 
 
 def _slots(exists: Array, owned: Array) -> tuple[Array, Array]:
-    """The slot of each place [n, L], and the flat places [U] that are slots."""
+    """The slot of each position [n, L], and the flat flat_index [U] that are slots."""
     count, width = exists.shape
-    place = np.arange(width)
-    is_slot = exists & (place >= owned[:, None])
+    position = np.arange(width)
+    is_slot = exists & (position >= owned[:, None])
     kept = np.flatnonzero(is_slot)
     slot = np.zeros(count * width, np.int64)
     slot[kept] = np.arange(len(kept))
     slot = slot.reshape(count, width)
     if owned.any():
-        # A place that a row does not own belongs to the last row above that does.
-        owner = np.maximum.accumulate(np.where(owned[:, None] <= place, np.arange(count)[:, None], 0), axis=0)
-        slot = np.where(exists, slot[owner, place], 0)
+        # A position that a row does not own belongs to the last row above that does.
+        owner = np.maximum.accumulate(np.where(owned[:, None] <= position, np.arange(count)[:, None], 0), axis=0)
+        slot = np.where(exists, slot[owner, position], 0)
     return slot, kept

@@ -19,8 +19,8 @@ from cadenza.data import DataProto
 from cadenza.training.forward import Forward, Precision
 from cadenza.training.models import is_adapted
 from cadenza.training.packing import Packing
-from cadenza.training.rows import Rows
-from cadenza.training.strategy import Strategy
+from cadenza.training.strategy import ParallelStrategy
+from cadenza.training.token_rows import TokenRows
 
 
 class ReferenceConfig(Config):
@@ -37,7 +37,7 @@ class Reference:
     """Logprobs of a model that does not change."""
 
     def __init__(
-        self, module: nn.Module, config: ReferenceConfig | None = None, *, strategy: Strategy | None = None
+        self, module: nn.Module, config: ReferenceConfig | None = None, *, strategy: ParallelStrategy | None = None
     ) -> None:
         """`module` is used as it is. If it has an adapter, the reference is the model under it, and `strategy` that of
         whoever trains it; else it is frozen."""
@@ -55,7 +55,7 @@ class Reference:
 
     def logprobs(self, batch: DataProto) -> DataProto:
         """The batch with the column `ref_logprobs`."""
-        rows = Rows.of(batch)
+        rows = TokenRows.of(batch)
         with self._without_adapter():
             values = self._forward.logprobs(
                 rows,

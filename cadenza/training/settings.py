@@ -8,7 +8,7 @@ from __future__ import annotations
 from cadenza.config import Config
 
 
-def refuse_idle(config: Config, names: tuple[str, ...], when: str) -> None:
+def refuse_unused(config: Config, names: tuple[str, ...], when: str) -> None:
     """Raise for the first of these settings that is set; `when` says why it does nothing."""
     for name in names:
         value = getattr(config, name)

@@ -16,79 +16,81 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cadenza.training.peers import Peers
-from cadenza.training.rows import Array
+from cadenza.training.process_group import RankGroup
+from cadenza.training.token_rows import Array
 
 StrategyName = Literal["torch", "fsdp2"]
 """torch: every rank holds all weights. fsdp2: every rank holds a shard of them (fsdp.py)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """What a rank says of its share of some rows."""
 
     loss: float
     error: Exception | None
 
 
-class Strategy:
+class ParallelStrategy:
     """Every rank holds all weights, and gradients are added up over the ranks."""
 
-    whole = False
+    lockstep = False
     """Whether the module must be called as a whole, by all ranks in step."""
 
-    def __init__(self, peers: Peers | None = None) -> None:
-        self.peers = peers or Peers()
+    def __init__(self, ranks: RankGroup | None = None) -> None:
+        self.ranks = ranks or RankGroup()
 
     def wrap(self, module: nn.Module) -> None:
         """Make the module ready; before it has an optimizer. All ranks begin with the weights of the first."""
-        self.peers.copy_first([*module.parameters(), *module.buffers()])
+        self.ranks.broadcast([*module.parameters(), *module.buffers()])
 
-    def rounds(self, passes: int) -> int:
+    def pass_count(self, passes: int) -> int:
         """How many passes to make where this rank has work for so many."""
         return passes
 
-    def full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_full(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as one rank alone would have them, on the first rank; others may get nothing. All ask."""
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
-    def rest(self, module: nn.Module) -> None:
+    def reshard(self, module: nn.Module) -> None:
         """Give up whatever the module holds of other ranks' weights."""
 
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all."""
-        return self.peers.number == 0
+        return self.ranks.global_rank == 0
 
-    def agree(self, loss: float, error: Exception | None) -> float:
+    def sum_losses(self, loss: float, error: Exception | None) -> float:
         """The sum of the losses of all ranks; or the error of the first rank that has one."""
-        reports = self.peers.exchange(Report(loss, None if error is None else _portable(error)))
+        reports = self.ranks.all_gather(RankReport(loss, None if error is None else _picklable(error)))
         for rank, report in enumerate(reports):
             if report.error is not None:
-                if rank == self.peers.rank and error is not None:
+                if rank == self.ranks.data_rank and error is not None:
                     raise error
                 report.error.add_note(f"it happened on rank {rank}")
                 raise report.error
         return sum(report.loss for report in reports)
 
-    def collect(self, named: Mapping[str, nn.Parameter]) -> None:
+    def reduce_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
         """The gradients of all ranks, added up in all parameters that any of them has one for."""
         touched = bytes(parameter.grad is not None for parameter in named.values())
-        some = np.any([np.frombuffer(flags, bool) for flags in self.peers.exchange(touched)], axis=0)
-        self._add_up({name: parameter for (name, parameter), wanted in zip(named.items(), some, strict=True) if wanted})
+        some = np.any([np.frombuffer(flags, bool) for flags in self.ranks.all_gather(touched)], axis=0)
+        self._all_reduce_gradients(
+            {name: parameter for (name, parameter), wanted in zip(named.items(), some, strict=True) if wanted}
+        )
 
-    def _add_up(self, named: Mapping[str, nn.Parameter]) -> None:
-        if self.peers.size == 1:
+    def _all_reduce_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
+        if self.ranks.data_size == 1:
             return
         gradients = []
         for parameter in named.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
-        self.peers.add_up(gradients)
+        self.ranks.all_reduce(gradients)
 
 
-def _portable(error: Exception) -> Exception:
+def _picklable(error: Exception) -> Exception:
     """The error, or one that says as much, in a form that reaches the other ranks."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -97,7 +99,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def shares(costs: Array, ranks: int) -> Array:
+def assign_ranks(costs: Array, ranks: int) -> Array:
     """[n]: the rank of each row, so that neighbours stay together and all have about the same sum of costs."""
     ends = np.cumsum(costs)
     if not len(ends) or not ends[-1]:

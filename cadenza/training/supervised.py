@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from cadenza.algorithms import denominator, loss_sum, merge_metrics, token_weights
 from cadenza.data import DataProto, Ragged
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
-from cadenza.training.rows import Array, Rows
-from cadenza.training.strategy import Strategy
+from cadenza.training.strategy import ParallelStrategy
+from cadenza.training.token_rows import Array, TokenRows
 
 Pair = tuple[npt.ArrayLike, npt.ArrayLike]
 """Prompt tokens and response tokens."""
@@ -42,7 +42,7 @@ class Supervised:
         seed: int,
         *,
         failures: Path | None = None,
-        strategy: Strategy | None = None,
+        strategy: ParallelStrategy | None = None,
     ) -> None:
         self.config = config
         self.seed = seed
@@ -59,24 +59,24 @@ class Supervised:
 
     def train(self, batch: DataProto) -> dict[str, float]:
         """Learn from a batch with the columns `input_ids` and `response_mask`."""
-        rows = Rows.of(batch)
-        parts = []
+        rows = TokenRows.of(batch)
+        updated = []
         updates = self._learner.updates(batch, rows)
-        mine = self._learner.share(rows, updates)
+        mine = self._learner.own_rows(rows, updates)
         mask = rows.pad(np.ones(len(rows.trained), bool))
         by, length = self.config.aggregation, self.config.constant_length
         weights = token_weights(mask, by)
         for chosen in updates:
             losses = self._losses(rows, weights, chosen[mine[chosen]])
             metrics = self._learner.update(batch, losses, denominator(mask[chosen], by, constant_length=length))
-            parts.append((metrics, float(rows.counts[chosen].sum())))
+            updated.append((metrics, float(rows.counts[chosen].sum())))
         self._learner.version += 1
-        return merge_metrics(parts) | {"tokens": float(len(rows.trained)), "lr": parts[-1][0]["lr"]}
+        return merge_metrics(updated) | {"tokens": float(len(rows.trained)), "lr": updated[-1][0]["lr"]}
 
     def fit(self, pairs: Sequence[Pair], *, passes: int = 1) -> Iterator[dict[str, float]]:
         """Go through the pairs in batches, shuffled anew for every pass; the metrics of each batch."""
-        for turn in range(passes):
-            order = np.random.default_rng((self.seed, turn)).permutation(len(pairs))
+        for index in range(passes):
+            order = np.random.default_rng((self.seed, index)).permutation(len(pairs))
             for start in range(0, len(order), self.config.batch_size):
                 chosen = order[start : start + self.config.batch_size]
                 yield self.train(examples([pairs[i] for i in chosen]))
@@ -87,8 +87,8 @@ class Supervised:
     def load_state(self, state: TrainingState) -> None:
         self._learner.load_state(state)
 
-    def _losses(self, rows: Rows, weights: Tensor, computed: Array) -> Iterator[MicroLoss]:
-        for packed in self._learner.packed(rows, computed):
+    def _losses(self, rows: TokenRows, weights: Tensor, computed: Array) -> Iterator[MicroLoss]:
+        for packed in self._learner.micro_batches(rows, computed):
             logprobs = packed.by_row(self._learner.forward.scores(packed).logprobs)
             weight = weights[packed.rows, : packed.shape[1]].to(logprobs.device)
             yield MicroLoss(loss_sum(-logprobs, weight), packed.rows)

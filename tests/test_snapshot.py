@@ -412,7 +412,7 @@ def test_tasks_of_a_list_are_found_again_by_their_place(tmp_path: Path) -> None:
         async with playing([keyed()], **options) as scheduler:
             scheduler.restore(tmp_path)
             await publish(scheduler, 1)
-            again = [a.task for a in scheduler.ledger.open_groups()] + list(scheduler.queue.domains.all["toy"].again)
+            again = [a.task for a in scheduler.ledger.open_groups()] + list(scheduler.queue.domains.all["toy"].to_redraw)
             assert all(any(task is known for known in tasks) for task in again)
             return column(await got(scheduler, -1), "task_id")
 

@@ -3,7 +3,7 @@
 The parameters are the module's; nothing is copied, so gradients arrive where the optimizer looks. Against the module's
 forward it saves three things: padding and shared prefixes (packing.py), the queries, output projection and MLP of the
 last layer wherever nothing is predicted, and the bookkeeping around every layer, which costs tiny models most.
-`Compact.of` gives None for a module that it does not know; the caller then uses the module itself.
+`PackedForward.of` gives None for a module that it does not know; the caller then uses the module itself.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cadenza.training.blocks import Plan, plan
-from cadenza.training.packing import Packed
+from cadenza.training.attention_blocks import AttentionLayout, attention_layout
+from cadenza.training.packing import PackedRows
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Models with this block: RMS norms before attention and gated MLP, rotary positions by halves, full attention."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """The parts of one decoder layer."""
+class DecoderLayer:
+    """The modules of one decoder layer."""
 
     input_norm: nn.Module
     q: nn.Module
@@ -44,17 +44,17 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Compact:
+class PackedForward:
     """A decoder taken apart into its layers."""
 
     embedding: nn.Module
     rotary: nn.Module
-    layers: tuple[Layer, ...]
+    layers: tuple[DecoderLayer, ...]
     norm: nn.Module
     decoder: nn.Module
 
     @classmethod
-    def of(cls, decoder: nn.Module) -> Compact | None:
+    def of(cls, decoder: nn.Module) -> PackedForward | None:
         """For the decoder of a transformers model (without its head), if it is of a known kind."""
         config: Any = getattr(decoder, "config", None)
         if getattr(config, "model_type", None) not in MODEL_TYPES or config.attention_dropout > 0:
@@ -67,32 +67,32 @@ class Compact:
         layers = tuple(_layer(layer) for layer in found.layers)
         return cls(found.embed_tokens, found.rotary_emb, layers, found.norm, decoder)
 
-    def hidden(self, packed: Packed) -> Tensor:
+    def hidden(self, packed: PackedRows) -> Tensor:
         """[P, D]: the last hidden states at `packed.reads`."""
         x: Tensor = self.embedding(packed.tokens)
         angles = self.rotary(x, packed.positions[None])
-        # Both halves of a head turn by the same angles.
+        # Both halves of a head rotate by the same angles.
         cos, sin = (angle[0, :, None, : angle.shape[-1] // 2] for angle in angles)
         recompute = torch.is_grad_enabled() and bool(getattr(self.decoder, "gradient_checkpointing", False))
 
-        def apply(layer: Layer, x: Tensor, plan: Plan, reads: Tensor | None) -> Tensor:
+        def apply(layer: DecoderLayer, x: Tensor, layout: AttentionLayout, reads: Tensor | None) -> Tensor:
             if not recompute:
-                return _apply(layer, x, cos, sin, plan, reads)
-            again: Tensor = checkpoint(_apply, layer, x, cos, sin, plan, reads, use_reentrant=False)
+                return _apply(layer, x, cos, sin, layout, reads)
+            again: Tensor = checkpoint(_apply, layer, x, cos, sin, layout, reads, use_reentrant=False)
             return again
 
         *layers, last = self.layers
         if layers:
-            everywhere = plan(packed)
+            everywhere = attention_layout(packed)
             for layer in layers:
                 x = apply(layer, x, everywhere, None)
-        x = apply(last, x, plan(packed, packed.reads), torch.from_numpy(packed.reads).to(x.device))
+        x = apply(last, x, attention_layout(packed, packed.reads), torch.from_numpy(packed.reads).to(x.device))
         return _rms_norm(self.norm, x)
 
 
-def _layer(layer: Any) -> Layer:
+def _layer(layer: Any) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
-    return Layer(
+    return DecoderLayer(
         input_norm=layer.input_layernorm,
         q=attention.q_proj,
         k=attention.k_proj,
@@ -110,7 +110,9 @@ def _layer(layer: Any) -> Layer:
     )
 
 
-def _apply(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan, reads: Tensor | None) -> Tensor:
+def _apply(
+    layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout, reads: Tensor | None
+) -> Tensor:
     """x [U, D] after one layer; only at `reads` if they are given."""
     h = _rms_norm(layer.input_norm, x)
     k = _heads(layer.k(h), layer.head_dim, layer.k_norm, cos, sin)
@@ -118,20 +120,20 @@ def _apply(layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, plan: Plan, reads:
     if reads is not None:
         x, h, cos, sin = (t.index_select(0, reads) for t in (x, h, cos, sin))
     q = _heads(layer.q(h), layer.head_dim, layer.q_norm, cos, sin)
-    x = x + layer.output(_attention(plan, q, k, v, layer.scaling))
+    x = x + layer.output(_attention(layout, q, k, v, layer.scaling))
     h = _rms_norm(layer.mlp_norm, x)
     return torch.add(x, layer.down(layer.activation(layer.gate(h)) * layer.up(h)))
 
 
-def _attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+def _attention(layout: AttentionLayout, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
     """[Q, H * d] from queries [Q, H, d] and keys and values [U, G, d]."""
-    if plan.queries is not None:
-        q = q.index_select(0, plan.queries)
-    if plan.keys is not None:
-        k, v = k.index_select(0, plan.keys), v.index_select(0, plan.keys)
+    if layout.queries is not None:
+        q = q.index_select(0, layout.queries)
+    if layout.keys is not None:
+        k, v = k.index_select(0, layout.keys), v.index_select(0, layout.keys)
     results = []
     query = key = 0
-    for block in plan.blocks:
+    for block in layout.blocks:
         queries, keys = block.rows * block.queries, block.rows * block.keys
         result = F.scaled_dot_product_attention(
             q[query : query + queries].view(block.rows, block.queries, *q.shape[1:]).transpose(1, 2),
@@ -145,16 +147,16 @@ def _attention(plan: Plan, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> T
         results.append(result.transpose(1, 2).reshape(queries, -1))
         query, key = query + queries, key + keys
     flat = results[0] if len(results) == 1 else torch.cat(results)
-    return flat if plan.results is None else flat.index_select(0, plan.results)
+    return flat if layout.results is None else flat.index_select(0, layout.results)
 
 
 def _heads(flat: Tensor, head_dim: int, norm: nn.Module | None, cos: Tensor, sin: Tensor) -> Tensor:
-    """[U, H, d]: the heads, turned to their positions."""
+    """[U, H, d]: the heads, rotated to their positions."""
     heads = flat.view(len(flat), -1, head_dim)
     if norm is not None:
         heads = _rms_norm(norm, heads)
-    turned: Tensor = Rotary.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
-    return turned
+    rotated: Tensor = Rotary.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
+    return rotated
 
 
 def _rms_norm(norm: Any, x: Tensor) -> Tensor:
@@ -190,23 +192,23 @@ class RMSNorm(torch.autograd.Function):
 
 
 class Rotary(torch.autograd.Function):
-    """The two halves of each head, turned by an angle per position. Backwards it turns back, so nothing is kept."""
+    """The two halves of each head, rotated by an angle per position. Backwards it rotates back, so nothing is kept."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turn(heads, cos, sin, 1)
+        return _rotate(heads, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn(grads[0], cos, sin, -1), None, None
+        return _rotate(grads[0], cos, sin, -1), None, None
 
 
-def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     half = heads.shape[-1] // 2
     left, right = heads[..., :half], heads[..., half:]
-    turned = torch.empty(heads.shape, dtype=torch.promote_types(heads.dtype, cos.dtype), device=heads.device)
-    torch.mul(left, cos, out=turned[..., :half]).addcmul_(right, sin, value=-direction)
-    torch.mul(right, cos, out=turned[..., half:]).addcmul_(left, sin, value=direction)
-    return turned.to(heads.dtype)
+    rotated = torch.empty(heads.shape, dtype=torch.promote_types(heads.dtype, cos.dtype), device=heads.device)
+    torch.mul(left, cos, out=rotated[..., :half]).addcmul_(right, sin, value=-direction)
+    torch.mul(right, cos, out=rotated[..., half:]).addcmul_(left, sin, value=direction)
+    return rotated.to(heads.dtype)

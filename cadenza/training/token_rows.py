@@ -24,7 +24,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TokenRows:
     """The tokens of a batch, flat."""
 
     tokens: Array
@@ -42,7 +42,7 @@ class Rows:
     nothing that is trained and is not computed."""
 
     @classmethod
-    def of(cls, batch: DataProto) -> Rows:
+    def of(cls, batch: DataProto) -> TokenRows:
         ids = batch.batch.ragged("input_ids")
         mask = _flat(batch, "response_mask", ids).astype(bool, copy=False)
         if "attention_mask" in batch.batch and not _flat(batch, "attention_mask", ids).all():

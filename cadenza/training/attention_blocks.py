@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cadenza.training.packing import Packed
-from cadenza.training.rows import Array
+from cadenza.training.packing import PackedRows
+from cadenza.training.token_rows import Array
 
 BLOCK_COST = 2000
 """Pairs of query and key that could be computed in the time that one more block takes (measured on a CPU)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """Rows whose attention is one dense call."""
 
     rows: int
@@ -37,54 +37,56 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionLayout:
     """How the slots become blocks and the results of the blocks become slots again. None is the identity."""
 
     queries: Tensor | None
-    """[sum of rows * queries] the query at each place of the blocks"""
+    """[sum of rows * queries] the query at each column of the blocks"""
     keys: Tensor | None
-    """[sum of rows * keys] the slot at each place of the blocks"""
-    blocks: tuple[Block, ...]
+    """[sum of rows * keys] the slot at each column of the blocks"""
+    blocks: tuple[AttentionBlock, ...]
     results: Tensor | None
-    """for each query, its place in the blocks"""
+    """for each query, its column in the blocks"""
 
 
-def plan(packed: Packed, queries: Array | None = None, *, block_cost: int = BLOCK_COST) -> Plan:
+def attention_layout(
+    packed: PackedRows, queries: Array | None = None, *, block_cost: int = BLOCK_COST
+) -> AttentionLayout:
     """Attention of all slots, or only of the slots in `queries` (ascending), which are then numbered in that order."""
     slots, device = len(packed.tokens), packed.tokens.device
     number = np.arange(slots)
     if queries is not None:
         number = np.full(slots, -1)
         number[queries] = np.arange(len(queries))
-    place = np.arange(packed.grid.shape[1])
+    column = np.arange(packed.grid.shape[1])
     numbers = number[packed.grid]
-    asks = (place >= packed.owned[:, None]) & (place < packed.lengths[:, None]) & (numbers >= 0)
-    counts = asks.sum(1)
+    is_query = (column >= packed.owned[:, None]) & (column < packed.lengths[:, None]) & (numbers >= 0)
+    counts = is_query.sum(1)
     # One more than the last query's position: keys after it are seen by nobody.
-    reach = np.where(counts > 0, asks.shape[1] - asks[:, ::-1].argmax(1), 0)
-    blocks: list[Block] = []
+    reach = np.where(counts > 0, is_query.shape[1] - is_query[:, ::-1].argmax(1), 0)
+    blocks: list[AttentionBlock] = []
     query_index, key_index = [], []
     result = np.empty(slots if queries is None else len(queries), np.int64)
     base = 0
     for members in _members(counts, reach, block_cost):
         width, keys = int(counts[members].max()), int(reach[members].max())
-        row, position = asks[members, :keys].nonzero()
+        row, position = is_query[members, :keys].nonzero()
         rank = np.arange(len(row)) - np.repeat(np.cumsum(counts[members]) - counts[members], counts[members])
-        asked = numbers[members][row, position]
+        query_numbers = numbers[members][row, position]
         index = np.zeros((len(members), width), np.int64)
-        index[row, rank] = asked
-        result[asked] = base + row * width + rank
+        index[row, rank] = query_numbers
+        result[query_numbers] = base + row * width + rank
         mask = None
         if not np.array_equal(counts[members], reach[members]):
             at = np.zeros((len(members), width), np.int64)
             at[row, rank] = position
-            seen = (place[:keys] <= at[:, :, None])[:, None]
+            seen = (column[:keys] <= at[:, :, None])[:, None]
             mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))).to(device)
-        blocks.append(Block(len(members), width, keys, mask))
+        blocks.append(AttentionBlock(len(members), width, keys, mask))
         query_index.append(index.ravel())
         key_index.append(packed.grid[members, :keys].ravel())
         base += len(members) * width
-    return Plan(
+    return AttentionLayout(
         _index(np.concatenate(query_index), len(result), device),
         _index(np.concatenate(key_index), slots, device),
         tuple(blocks),
@@ -103,7 +105,7 @@ def _members(counts: Array, reach: Array, block_cost: int) -> list[Array]:
         if 2 * count <= most and (most - count) * keys * (len(order) - i) > block_cost:
             cuts.append(i)
     # In the order of the batch, so that rows of one length need no gather.
-    return [np.sort(part) for part in np.split(order, cuts[1:])]
+    return [np.sort(members) for members in np.split(order, cuts[1:])]
 
 
 def _index(index: Array, size: int, device: torch.device) -> Tensor | None:
