@@ -272,7 +272,7 @@ def test_the_death_of_a_rank_is_heard_by_the_others() -> None:
         ranks.run(die, 1)
 
 
-# -- the meeting -------------------------------------------------------------------------------------------------------
+# -- the rendezvous ----------------------------------------------------------------------------------------------------
 
 NAMES = ["actor rank 0 on here, device 0", "actor rank 1 on there, device 8"]
 
@@ -282,7 +282,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         ProcessGroup(Rendezvous("127.0.0.1"), 0, NAMES, seconds=0.2)
 
 
-def test_a_meeting_that_cannot_be_reached_is_named() -> None:
+def test_a_rendezvous_that_cannot_be_reached_is_named() -> None:
     with pytest.raises(
         DeadlinePassed, match=r"rank 1 on there, device 8 cannot reach actor rank 0 on here.*127.0.0.1:1 "
     ):
@@ -290,9 +290,9 @@ def test_a_meeting_that_cannot_be_reached_is_named() -> None:
 
 
 def test_ranks_with_other_versions_of_torch_are_refused_with_both() -> None:
-    meeting = Rendezvous("127.0.0.1")
-    meeting.store.set("here/1", '{"torch": "1.13.1"}')
+    rendezvous = Rendezvous("127.0.0.1")
+    rendezvous.store.set("here/1", '{"torch": "1.13.1"}')
     with pytest.raises(VersionsDiffer) as caught:
-        ProcessGroup(meeting, 0, NAMES, seconds=1)
+        ProcessGroup(rendezvous, 0, NAMES, seconds=1)
     said = f"torch 1.13.1 in {NAMES[1]}, but torch {torch.__version__} in {NAMES[0]}: install the same on all nodes"
     assert str(caught.value) == said

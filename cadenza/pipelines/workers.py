@@ -230,7 +230,7 @@ class ActorWorker(LearnerWorker):
     @dispatch("broadcast")
     def save_model(self, directory: Path) -> None:
         """Write the policy as it is now, for a reference."""
-        weights = self._strategy.full(self.actor.module.state_dict(keep_vars=True))
+        weights = self._strategy.gather_full(self.actor.module.state_dict(keep_vars=True))
         if not self._strategy.is_first:
             return
         try:

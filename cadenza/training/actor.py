@@ -179,8 +179,8 @@ class Actor:
         return self._finish_batch(done)
 
     def add(self, chunk: DataProto) -> None:
-        """Learn from a chunk of a batch, of which nothing is seen in the weights before `finish`. If it fails, the chunks
-        before it are dropped too."""
+        """Learn from a chunk of a batch, of which nothing is seen in the weights before `finish`. If it fails, the
+        chunks before it are dropped too."""
         try:
             if self.config.epochs * self.config.mini_batches > 1:
                 raise ValueError(

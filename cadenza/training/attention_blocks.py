@@ -41,12 +41,12 @@ class AttentionLayout:
     """How the slots become blocks and the results of the blocks become slots again. None is the identity."""
 
     queries: Tensor | None
-    """[sum of rows * queries] the query at each column of the blocks"""
+    """[sum of rows * queries] the query at each position of the blocks"""
     keys: Tensor | None
-    """[sum of rows * keys] the slot at each column of the blocks"""
+    """[sum of rows * keys] the slot at each position of the blocks"""
     blocks: tuple[AttentionBlock, ...]
     results: Tensor | None
-    """for each query, its column in the blocks"""
+    """for each query, its position in the blocks"""
 
 
 def attention_layout(

@@ -37,14 +37,14 @@ def micro_batches(rows: TokenRows, chosen: Array, budget: int, packing: Packing)
 
 
 def mini_batches(traj_ids: Array, count: int, rng: np.random.Generator) -> list[Array]:
-    """All rows in `count` random batches of about the same number of trajectories, each trajectory whole in one batch; in
-    fewer batches if there are fewer trajectories."""
+    """All rows in `count` random batches of about the same number of trajectories, each trajectory whole in one of them;
+    in fewer if there are fewer trajectories."""
     number = np.unique(traj_ids, return_inverse=True)[1]
     trajectories = int(number.max(initial=-1)) + 1
     count = min(count, trajectories)
-    batch = np.empty(trajectories, np.int64)
-    batch[rng.permutation(trajectories)] = np.arange(trajectories) * count // trajectories
-    return [np.flatnonzero(batch[number] == i) for i in range(count)]
+    owner = np.empty(trajectories, np.int64)
+    owner[rng.permutation(trajectories)] = np.arange(trajectories) * count // trajectories
+    return [np.flatnonzero(owner[number] == i) for i in range(count)]
 
 
 def _cut(order: Array, lengths: Array, prefixes: Array, budget: int) -> list[Array]:

@@ -6,7 +6,7 @@
     last -> step-000012    best -> step-000008
 
 Invariant: at any instant, also after `kill -9` or on a full disk, every directory called step-N is complete. It is
-written beside its directory under another name, flushed, then renamed. Nothing is pickled.
+written beside its final path under another name, flushed, then renamed. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CheckpointError(OSError):
 
 
 class Checkpointable(Protocol):
-    """What is saved and restored: an actor, a critic."""
+    """What a checkpoint saves and restores: an actor, a critic."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -236,7 +236,7 @@ def _score(path: Path) -> float | None:
 
 
 def save_role(directory: Path, role: Checkpointable) -> None:
-    """Write one role of a checkpoint."""
+    """Write weights and training state of one role, as an actor, into a directory of a checkpoint."""
     (directory / "training").mkdir(parents=True, exist_ok=True)
     save_model(directory, role.module)
     state = role.state()
@@ -246,7 +246,7 @@ def save_role(directory: Path, role: Checkpointable) -> None:
 
 
 def load_role(directory: Path, role: Checkpointable) -> None:
-    """Restore one role of a checkpoint."""
+    """Restore what `save_role` wrote."""
     if not directory.is_dir():
         raise CheckpointError(
             f"the checkpoint {directory.parent} has no {directory.name}: go on without one, or begin a new run"

@@ -1,6 +1,6 @@
 """Logprobs, entropies and hidden states of the trained tokens, from a module and rows laid out for one pass.
 
-Invariant: what comes out is what the module's own forward gives for each row alone. The compact pass is used where
+Invariant: what comes out is what the module's own forward gives for each row alone. `PackedForward` is used where
 a probe shows that it agrees with the module, and the module itself elsewhere. The head is computed where a trained
 token is predicted and nowhere else, its softmax in float32, in chunks that bound the memory of the logits.
 """

@@ -7,7 +7,7 @@ are summed over the ranks, micro-batch by micro-batch, into the shards: what a l
 ranks = data x tensor        data: other rows, shards of the same matrices
                              tensor: the same rows, other heads and other columns of the MLP
 ```
-The module is called as a whole, because the gathering hangs on its own forward: `compact.py` is not used.
+The module is called as a whole, because the gathering hangs on its own forward: packed_forward.py is not used.
 """
 
 from __future__ import annotations

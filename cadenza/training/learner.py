@@ -98,7 +98,7 @@ class MicroLoss:
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """What the chunks of an update have come to so far."""
+    """An update of which some chunks were added and which is not made yet."""
 
     batches: list[DataProto] = field(default_factory=list)
     computed: list[Array] = field(default_factory=list)

@@ -45,7 +45,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True)
 class PackedForward:
-    """A decoder taken apart into its layers."""
+    """The forward pass of a decoder over packed rows, from the modules of its layers."""
 
     embedding: nn.Module
     rotary: nn.Module

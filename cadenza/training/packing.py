@@ -31,7 +31,7 @@ Packing = Literal["padded", "packed", "shared"]
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """n rows of a batch as U slots."""
+    """n rows of a batch, laid out as U slots for one forward pass."""
 
     packing: Packing
     rows: Array
@@ -135,7 +135,7 @@ def shared_prefixes(ids: Array, lengths: Array) -> Array:
 
 
 def _slots(exists: Array, owned: Array) -> tuple[Array, Array]:
-    """The slot of each position [n, L], and the flat flat_index [U] that are slots."""
+    """The slot of each position [n, L], and the flat positions [U] that are slots."""
     count, width = exists.shape
     position = np.arange(width)
     is_slot = exists & (position >= owned[:, None])

@@ -27,7 +27,7 @@ dist: Any = import_module("torch.distributed")  # as Any: it does not say what i
 T = TypeVar("T")
 
 JOIN_SECONDS = 120.0
-"""For all ranks to come to the meeting."""
+"""For all ranks to come to the rendezvous."""
 COLLECTIVE_SECONDS = 1800.0
 """For the slowest rank to come to a collective: shares of a batch may take very different times."""
 BUCKET_NUMBERS = 1 << 24
@@ -39,7 +39,8 @@ class VersionsDiffer(RuntimeError):
 
 
 class RankGroup:
-    """A rank alone. All that `ProcessGroup` does between ranks is done here with one."""
+    """The ranks that train one model together. This base class is a rank alone: what `ProcessGroup` does between ranks
+    is done here with one."""
 
     data_rank = 0
     """The number of its share of each batch."""
@@ -64,7 +65,7 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """Of a meeting."""
+    """Where the `Rendezvous` of rank 0 listens."""
 
     host: str
     port: int
@@ -149,7 +150,7 @@ class ProcessGroup(RankGroup):
             _scatter(flat, bucket)
 
     def _new_groups(self) -> tuple[Any, Any]:
-        """Of the ranks with the same piece of the model, and of those with the same share of the batch; None is all."""
+        """Of the ranks with the same shard of the model, and of those with the same share of the batch; None is all."""
         if self.tensor_ranks == 1:
             return None, None
         ranks = range(len(self._members))
@@ -169,8 +170,8 @@ class ProcessGroup(RankGroup):
             )
         except (RuntimeError, OSError) as error:  # RuntimeError is what torch.distributed raises
             raise DeadlinePassed(
-                f"{self._members[self.global_rank]} cannot reach {self._members[0]} at {rendezvous.host}:{rendezvous.port} within "
-                f"{seconds:g} s: {error}"
+                f"{self._members[self.global_rank]} cannot reach {self._members[0]} at "
+                f"{rendezvous.host}:{rendezvous.port} within {seconds:g} s: {error}"
             ) from error
 
     def _wait_for_ranks(self, store: Any, ends: float) -> None:

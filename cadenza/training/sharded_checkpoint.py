@@ -3,8 +3,8 @@
     training/sharded/    torch.distributed.checkpoint: weights and optimizer, for any number of ranks to go on from
     model.safetensors    the export, which transformers and `load_model` read
 
-Writing is asynchronous: when a `ShardedSave` exists it has taken copies, training may go on, and `wait` says that all is
-there.
+Writing is asynchronous: when a `ShardedSave` exists it has taken copies, training may go on, and `wait` says that
+all is there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARDS = Path("training") / "sharded"
 
 
 class ShardedSave:
-    """A role of a checkpoint that is being written, by all ranks together."""
+    """The directory of one role in a checkpoint, while all ranks together write it."""
 
     def __init__(self, directory: Path, role: Checkpointable, strategy: Fsdp2) -> None:
         (directory / "training").mkdir(parents=True, exist_ok=True)

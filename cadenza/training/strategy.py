@@ -25,7 +25,7 @@ StrategyName = Literal["torch", "fsdp2"]
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What a rank says of its share of some rows."""
+    """What a rank tells the others of its share of some rows."""
 
     loss: float
     error: Exception | None

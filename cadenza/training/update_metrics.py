@@ -1,4 +1,4 @@
-"""What the micro-batches of an update say of it, whichever measured of it and whichever rank computed them."""
+"""What the micro-batches of an update say of it, whichever chunk of it they are in and whichever rank computed them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cadenza.algorithms import merge_metrics
 
 
 class UpdateMetrics:
-    """What micro-batches say of one update; of_ranks merge to what one pass would have given."""
+    """What micro-batches say of one update; those of several ranks merge to what one pass would have given."""
 
     def __init__(self) -> None:
         self._micro_batches: list[tuple[dict[str, float], float]] = []
