@@ -19,8 +19,8 @@ GRACE = 30.0
 
 
 class Ranks:
-    """So many processes in one group, on this machine. A rank that dies or hangs costs the call that it was in: the next
-    call has new processes."""
+    """So many processes in one group, on this machine. A rank that dies or hangs costs the call that it was in: the
+    next call has new processes."""
 
     def __init__(self, size: int, *, tensor_ranks: int = 1) -> None:
         self._size = size

@@ -18,13 +18,13 @@ from cadenza.algorithms import (
     gae,
     gigpo,
     grpo,
-    pay_turns,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     rloo,
     rows_to_tokens,
     step_advantages,
     turn_returns,
+    turn_rewards_to_tokens,
 )
 from cadenza.algorithms.normalise import EPS
 
@@ -391,7 +391,7 @@ def test_a_whole_recipe_on_a_train_batch_of_two_turns() -> None:
     """REINFORCE++ from the columns of a batch whose last row fills it up."""
     turns = torch.tensor([[-1, 0, 0, -1, 1], [-1, 0, -1, -1, -1], [-1, -1, -1, -1, -1]])
     mask = turns >= 0
-    rewards = pay_turns(tensor([[0.0, 1.0], [0.0, NAN], [0.0, 1.0]]), turns)
+    rewards = turn_rewards_to_tokens(tensor([[0.0, 1.0], [0.0, NAN], [0.0, 1.0]]), turns)
     result = reinforce_plus_plus(rewards, mask, eps=0.0)
     close(result, rows_to_tokens(tensor(0.5, -1.5, 0.0), mask))
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from cadenza.algorithms import (
     anchor_ids,
-    pass_on,
-    pay_turns,
+    reconcile_step_scores,
+    rewards_to_written_turns,
     rows_to_tokens,
-    settle,
+    turn_rewards_to_tokens,
     turns_in_row,
     turns_to_tokens,
 )
-from cadenza.algorithms.tokens import Timeline
+from cadenza.algorithms.tokens import TrajectoryTokens
 
 NAN = float("nan")
 seeds = st.integers(0, 10**6)
@@ -31,7 +31,11 @@ def mask_of(*rows: str) -> Tensor:
 def test_turn_values_reach_exactly_the_tokens_of_their_turn(seed: int, rows: int, count: int) -> None:
     _, turns = random_turns(seed, rows, count)
     values = torch.arange(1.0, rows * count + 1).reshape(rows, count)
-    spread, paid, present = turns_to_tokens(values, turns), pay_turns(values, turns), turns_in_row(turns, count)
+    spread, paid, present = (
+        turns_to_tokens(values, turns),
+        turn_rewards_to_tokens(values, turns),
+        turns_in_row(turns, count),
+    )
     for row, numbers in enumerate(turns.tolist()):
         assert present[row].tolist() == [turn in numbers for turn in range(count)]
         for column, turn in enumerate(numbers):
@@ -42,19 +46,19 @@ def test_turn_values_reach_exactly_the_tokens_of_their_turn(seed: int, rows: int
 
 def test_a_turn_with_a_token_taken_out_is_paid_once() -> None:
     turns = torch.tensor([[0, -1, 0, -1, 1, -1]])
-    assert pay_turns(tensor([[3.0, 5.0]]), turns).tolist() == [[0, 0, 3, 0, 5, 0]]
+    assert turn_rewards_to_tokens(tensor([[3.0, 5.0]]), turns).tolist() == [[0, 0, 3, 0, 5, 0]]
 
 
 def test_turns_that_are_in_other_rows_are_not_paid_here() -> None:
     turns = torch.tensor([[-1, 1, 1, -1]])
-    assert pay_turns(tensor([[3.0, 5.0, 7.0]]), turns).tolist() == [[0, 0, 5, 0]]
+    assert turn_rewards_to_tokens(tensor([[3.0, 5.0, 7.0]]), turns).tolist() == [[0, 0, 5, 0]]
 
 
 def test_the_nan_of_turns_that_do_not_exist_reaches_no_token() -> None:
     turns = torch.tensor([[-1, 0, -1], [-1, -1, -1]])
     values = tensor([[2.0, NAN], [NAN, NAN]])
     assert turns_to_tokens(values, turns).tolist() == [[0, 2, 0], [0, 0, 0]]
-    assert pay_turns(values, turns).tolist() == [[0, 2, 0], [0, 0, 0]]
+    assert turn_rewards_to_tokens(values, turns).tolist() == [[0, 2, 0], [0, 0, 0]]
 
 
 def test_a_row_value_is_on_its_masked_tokens_only() -> None:
@@ -63,14 +67,14 @@ def test_a_row_value_is_on_its_masked_tokens_only() -> None:
 
 def test_what_a_turn_without_tokens_is_paid_goes_to_the_one_before_or_else_after() -> None:
     steps = tensor([[1.0, 2.0, 4.0, 8.0, NAN]])
-    assert pass_on(steps, torch.tensor([[-1, 1, 1, 3]])).tolist() == [[0, 7, 0, 8, 0]]
-    close(pass_on(steps, torch.tensor([[0, 1, 2, 3]])), steps)
+    assert rewards_to_written_turns(steps, torch.tensor([[-1, 1, 1, 3]])).tolist() == [[0, 7, 0, 8, 0]]
+    close(rewards_to_written_turns(steps, torch.tensor([[0, 1, 2, 3]])), steps)
 
 
 def test_a_turn_with_tokens_in_another_row_of_the_trajectory_keeps_its_pay() -> None:
     steps, turns = tensor([[1.0, 2.0, 4.0]] * 2), torch.tensor([[0, -1], [2, -1]])
-    assert pass_on(steps, turns, traj_ids=torch.tensor([5, 5])).tolist() == [[3, 0, 4]] * 2
-    assert pass_on(steps, turns).tolist() == [[7, 0, 0], [0, 0, 7]]
+    assert rewards_to_written_turns(steps, turns, traj_ids=torch.tensor([5, 5])).tolist() == [[3, 0, 4]] * 2
+    assert rewards_to_written_turns(steps, turns).tolist() == [[7, 0, 0], [0, 0, 7]]
 
 
 def anchors_of(*rows: str, count: int) -> list[list[int]]:
@@ -98,39 +102,42 @@ def test_an_end_token_counts_as_the_answer_s_also_where_the_prompt_has_it() -> N
     assert anchors_of("a05b1", "a0.b1", "a00.c1", count=2) == [[0, 1], [0, 1], [0, 2]]
 
 
-def test_a_timeline_has_the_tokens_in_the_order_in_which_they_were_written() -> None:
+def test_a_trajectory_has_the_tokens_in_the_order_in_which_they_were_written() -> None:
     mask, ids = mask_of("..ef", ".x..", "ab.c", "...."), torch.tensor([7, 1, 7, 2])
     names = torch.tensor([[ord(token) for token in row] for row in ("..ef", ".x..", "ab.c", "....")])
     turns = torch.tensor([[-1, -1, 2, 2], [-1, 0, -1, -1], [0, 0, -1, 1], [-1, -1, -1, -1]])
-    timeline = Timeline.of(mask, traj_ids=ids, turns=turns)
-    lines = ["".join(chr(token) for token in row if token) for row in timeline.gather(names).tolist()]
+    by_trajectory = TrajectoryTokens.of(mask, traj_ids=ids, turns=turns)
+    lines = ["".join(chr(token) for token in row if token) for row in by_trajectory.gather(names).tolist()]
     assert sorted(line for line in lines if line) == ["abcef", "x"]
-    assert timeline.scatter(timeline.gather(names)).tolist() == names.masked_fill(~mask, 0).tolist()
+    assert by_trajectory.scatter(by_trajectory.gather(names)).tolist() == names.masked_fill(~mask, 0).tolist()
 
 
 @given(seeds, st.integers(1, 5))
-def test_what_goes_through_a_timeline_comes_back_where_it_was(seed: int, rows: int) -> None:
+def test_what_is_ordered_by_trajectory_comes_back_where_it_was(seed: int, rows: int) -> None:
     mask, turns = random_turns(seed, rows, 3)
     values = torch.arange(1.0, mask.numel() + 1).reshape(mask.shape)
-    for timeline in (Timeline.of(mask), Timeline.of(mask, traj_ids=torch.arange(rows) % 2, turns=turns)):
-        close(timeline.scatter(timeline.gather(values)), values * mask)
+    for by_trajectory in (
+        TrajectoryTokens.of(mask),
+        TrajectoryTokens.of(mask, traj_ids=torch.arange(rows) % 2, turns=turns),
+    ):
+        close(by_trajectory.scatter(by_trajectory.gather(values)), values * mask)
 
 
-def test_a_batch_without_trained_tokens_has_an_empty_timeline() -> None:
+def test_a_batch_without_trained_tokens_has_no_tokens_by_trajectory() -> None:
     mask = torch.zeros(2, 3, dtype=torch.bool)
     for empty in (mask, mask[:0]):
-        timeline = Timeline.of(empty)
-        assert timeline.gather(torch.ones(empty.shape)).shape == (len(empty), 0)
-        assert not timeline.scatter(timeline.gather(torch.ones(empty.shape))).any()
+        by_trajectory = TrajectoryTokens.of(empty)
+        assert by_trajectory.gather(torch.ones(empty.shape)).shape == (len(empty), 0)
+        assert not by_trajectory.scatter(by_trajectory.gather(torch.ones(empty.shape))).any()
 
 
 def test_settled_step_scores_add_up_to_the_score() -> None:
     steps = tensor([[0.5, 1.0, NAN], [0.0, 0.0, 0.25], [NAN, NAN, NAN]])
-    settled = settle(steps, tensor(4.0, 0.25, 1.0))
+    settled = reconcile_step_scores(steps, tensor(4.0, 0.25, 1.0))
     close(settled, tensor([[0.5, 3.5, NAN], [0.0, 0.0, 0.25], [NAN, NAN, NAN]]))
 
 
-@pytest.mark.parametrize("function", [turns_to_tokens, pay_turns])
+@pytest.mark.parametrize("function", [turns_to_tokens, turn_rewards_to_tokens])
 def test_turns_that_do_not_fit_their_values_are_refused(function: object) -> None:
     assert callable(function)
     with pytest.raises(ValueError, match="turns has turn 2, but the trajectories have 2 turns at most"):

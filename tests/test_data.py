@@ -442,7 +442,7 @@ def test_a_result_without_the_mark_loses_its_last_rows() -> None:
 
 
 def test_concat_names_the_columns_that_are_not_shared() -> None:
-    with pytest.raises(ValueError, match=r"part 1 and part 0 do not share the columns \['scores'\]"):
+    with pytest.raises(ValueError, match=r"chunk 1 and chunk 0 do not share the columns \['scores'\]"):
         DataProto.concat([small(), small().select(["input_ids"])])
     with pytest.raises(ValueError, match="at least one"):
         DataProto.concat([])
@@ -451,9 +451,9 @@ def test_concat_names_the_columns_that_are_not_shared() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (np.zeros(3), r"column 'scores' is float64 \[3\] in part 1, float32 \[3\] in part 0"),
-        (np.zeros((3, 1), np.float32), r"column 'scores' is float32 \[3, 1\] in part 1"),
-        ([np.zeros(1, np.float32)] * 3, r"column 'scores' is ragged float32 .* in part 1"),
+        (np.zeros(3), r"column 'scores' is float64 \[3\] in chunk 1, float32 \[3\] in chunk 0"),
+        (np.zeros((3, 1), np.float32), r"column 'scores' is float32 \[3, 1\] in chunk 1"),
+        ([np.zeros(1, np.float32)] * 3, r"column 'scores' is ragged float32 .* in chunk 1"),
     ],
 )
 def test_concat_does_not_convert_columns(other: Any, message: str) -> None:

@@ -7,7 +7,7 @@ What is masked changes nothing: no value, no gradient, no statistic, no denomina
 from __future__ import annotations
 
 from cadenza.algorithms.advantages import (
-    Estimate,
+    GaeResult,
     discounted_returns,
     gae,
     gigpo,
@@ -25,7 +25,7 @@ from cadenza.algorithms.corrections import (
     truncated_weights,
 )
 from cadenza.algorithms.groups import Groups, row_weights, sum_by_id
-from cadenza.algorithms.kl import Estimator, kl, kl_loss, penalised_rewards, penalised_scores, penalised_steps
+from cadenza.algorithms.kl import KlEstimator, kl, kl_loss, penalised_rewards, penalised_scores, penalised_steps
 from cadenza.algorithms.losses import (
     LOSSES,
     TokenLoss,
@@ -40,10 +40,10 @@ from cadenza.algorithms.metrics import merge_metrics, token_metrics
 from cadenza.algorithms.normalise import Moments, normalise, normalise_by_group
 from cadenza.algorithms.tokens import (
     anchor_ids,
-    pass_on,
-    pay_turns,
+    reconcile_step_scores,
+    rewards_to_written_turns,
     rows_to_tokens,
-    settle,
+    turn_rewards_to_tokens,
     turns_in_row,
     turns_to_tokens,
 )
@@ -52,9 +52,9 @@ __all__ = [
     "LOSSES",
     "Aggregation",
     "Correction",
-    "Estimate",
-    "Estimator",
+    "GaeResult",
     "Groups",
+    "KlEstimator",
     "Moments",
     "TokenLoss",
     "anchor_ids",
@@ -73,25 +73,25 @@ __all__ = [
     "merge_metrics",
     "normalise",
     "normalise_by_group",
-    "pass_on",
-    "pay_turns",
     "penalised_rewards",
     "penalised_scores",
     "penalised_steps",
     "policy_gradient",
     "ppo_clip",
+    "reconcile_step_scores",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "rewards_to_written_turns",
     "rloo",
     "row_weights",
     "rows_to_tokens",
-    "settle",
     "step_advantages",
     "sum_by_id",
     "token_metrics",
     "token_weights",
     "truncated_weights",
     "turn_returns",
+    "turn_rewards_to_tokens",
     "turns_in_row",
     "turns_to_tokens",
     "value_clip",

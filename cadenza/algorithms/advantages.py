@@ -15,8 +15,8 @@ from torch import Tensor
 
 from cadenza.algorithms.groups import Groups, row_weights
 from cadenza.algorithms.normalise import EPS, normalise, normalise_by_group
-from cadenza.algorithms.shapes import check_rows, check_shapes, wide
-from cadenza.algorithms.tokens import Timeline, rows_to_tokens, turns_in_row, turns_to_tokens
+from cadenza.algorithms.shapes import at_least_float32, check_rows, check_shapes
+from cadenza.algorithms.tokens import TrajectoryTokens, rows_to_tokens, turns_in_row, turns_to_tokens
 
 
 def grpo(
@@ -44,7 +44,7 @@ def rloo(scores: Tensor, group_ids: Tensor, *, valid: Tensor | None = None, traj
     size = groups.size
     # The mean m of all, oneself included, does as well: x - (n m - x) / (n - 1) = (x - m) n / (n - 1).
     result = (scores.double() - groups.mean(scores)) * size / torch.where(size > 1, size - 1, 1.0)
-    return torch.where(groups.weight > 0, result, 0.0).to(wide(scores).dtype)
+    return torch.where(groups.weight > 0, result, 0.0).to(at_least_float32(scores).dtype)
 
 
 def reinforce_plus_plus(
@@ -58,7 +58,7 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """[N, L]: the return from each token on, normalised over all tokens of the batch.
 
-    `rewards` [N, L] are token rewards: what a turn is paid on its last token (`tokens.pay_turns`), usually less a KL
+    `rewards` [N, L] are token rewards: what a turn is paid on its last token (`tokens.turn_rewards_to_tokens`), usually less a KL
     penalty (`kl.penalised_rewards`).
     """
     returns = discounted_returns(rewards, mask, gamma=gamma, traj_ids=traj_ids, turns=turns)
@@ -84,7 +84,7 @@ def reinforce_plus_plus_baseline(
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class GaeResult:
     """What a critic's values make of the rewards."""
 
     advantages: Tensor
@@ -102,7 +102,7 @@ def gae(
     lam: float = 0.95,
     traj_ids: Tensor | None = None,
     turns: Tensor | None = None,
-) -> Estimate:
+) -> GaeResult:
     """Generalised advantage estimation over the tokens that the policy wrote.
 
     Token columns [N, L]; `values` at a token is the critic's opinion before that token was written, shifted like its
@@ -111,12 +111,12 @@ def gae(
     token nothing more is expected.
     """
     check_shapes(mask=mask, rewards=rewards, values=values)
-    timeline = Timeline.of(mask, traj_ids=traj_ids, turns=turns)
-    value = timeline.gather(wide(values.detach()))
-    reward = timeline.gather(wide(rewards.detach())).to(value.dtype)
+    by_trajectory = TrajectoryTokens.of(mask, traj_ids=traj_ids, turns=turns)
+    value = by_trajectory.gather(at_least_float32(values.detach()))
+    reward = by_trajectory.gather(at_least_float32(rewards.detach())).to(value.dtype)
     after = torch.nn.functional.pad(value, (0, 1))[:, 1:]
     advantages = _discounted_sums(reward + gamma * after - value, gamma * lam)
-    return Estimate(timeline.scatter(advantages), timeline.scatter(advantages + value))
+    return GaeResult(by_trajectory.scatter(advantages), by_trajectory.scatter(advantages + value))
 
 
 def discounted_returns(
@@ -129,14 +129,16 @@ def discounted_returns(
 ) -> Tensor:
     """[N, L]: the discounted sum of the rewards [N, L] from each token of the policy on."""
     check_shapes(mask=mask, rewards=rewards)
-    timeline = Timeline.of(mask, traj_ids=traj_ids, turns=turns)
-    return timeline.scatter(_discounted_sums(timeline.gather(wide(rewards.detach())), gamma))
+    by_trajectory = TrajectoryTokens.of(mask, traj_ids=traj_ids, turns=turns)
+    return by_trajectory.scatter(_discounted_sums(by_trajectory.gather(at_least_float32(rewards.detach())), gamma))
 
 
 def turn_returns(step_scores: Tensor, *, gamma: float = 1.0) -> Tensor:
     """[N, T]: the discounted sum of the step scores [N, T] from each turn on; NaN where there is no turn."""
     exists = ~step_scores.isnan()
-    return _discounted_sums(wide(step_scores).masked_fill(~exists, 0.0), gamma).masked_fill(~exists, torch.nan)
+    return _discounted_sums(at_least_float32(step_scores).masked_fill(~exists, 0.0), gamma).masked_fill(
+        ~exists, torch.nan
+    )
 
 
 def step_advantages(
@@ -183,7 +185,7 @@ def gigpo(
 ) -> Tensor:
     """[N, L]: group in group (GiGPO), an episode advantage plus `step_weight` times a step advantage.
 
-    The episode part compares the score [N] with its group, like `grpo`. The step part compares the return from a
+    The episode term compares the score [N] with its group, like `grpo`. The step term compares the return from a
     turn on with those of all turns of the group that began in the same state: equal `anchors` [N, T]
     (`tokens.anchor_ids`).
     A state that was seen once gives no step advantage.

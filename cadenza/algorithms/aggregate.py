@@ -5,7 +5,7 @@
     for each micro-batch:                       # any rows, any order, padded or packed
         (loss_sum(loss, weights) / count).backward()
 
-The sum of the parts is the loss of the whole, because a token's weight knows only its own sequence and the count is
+The sum over the micro-batches is the loss of the whole, because a token's weight knows only its own sequence and the count is
 that of the whole. What the mask leaves out is in neither.
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cadenza.algorithms.groups import Groups
-from cadenza.algorithms.shapes import check_rows, check_shapes, wide
+from cadenza.algorithms.shapes import at_least_float32, check_rows, check_shapes
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 """token_mean: every token counts the same (DAPO). sequence_mean: every sequence counts the same, as the mean of its
@@ -31,7 +31,7 @@ def token_weights(mask: Tensor, by: Aggregation, *, traj_ids: Tensor | None = No
     A sequence is a row, or with `traj_ids` [N] all rows of a trajectory; then this needs the global batch.
     """
     _check(mask, by, traj_ids)
-    weights = wide(mask.bool())
+    weights = at_least_float32(mask.bool())
     if by != "sequence_mean":
         return weights
     lengths = weights.sum(1, dtype=torch.float64)

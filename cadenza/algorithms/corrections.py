@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cadenza.algorithms.losses import LOG_RATIO_LIMIT
 from cadenza.algorithms.metrics import token_metrics
-from cadenza.algorithms.shapes import check_shapes, kept
+from cadenza.algorithms.shapes import check_shapes, zero_outside
 
 Level = Literal["token", "sequence"]
 """token: each token by its own ratio; little variance, some bias. sequence: all tokens of a row by the product of
@@ -53,7 +53,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     all the weight, 0 if there is none.
     """
     check_shapes(mask=mask, weights=weights)
-    counted = kept(weights.detach(), mask).double()
+    counted = zero_outside(weights.detach(), mask).double()
     total, squares, count = torch.stack([counted.sum(), (counted**2).sum(), mask.bool().sum().double()]).tolist()
     return total**2 / (squares * count) if squares else 0.0
 
@@ -61,7 +61,7 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
 def _gap(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
     """[N, L]: log(trainer / sampler) of each token, 0 outside the mask."""
     check_shapes(mask=mask, trainer_logprobs=trainer_logprobs, sampler_logprobs=sampler_logprobs)
-    return kept(trainer_logprobs.detach(), mask) - kept(sampler_logprobs.detach(), mask)
+    return zero_outside(trainer_logprobs.detach(), mask) - zero_outside(sampler_logprobs.detach(), mask)
 
 
 def _ratio(gap: Tensor, level: Level) -> Tensor:
@@ -89,4 +89,4 @@ def _correction(gap: Tensor, ratio: Tensor, weights: Tensor, mask: Tensor, level
         samples = samples & (samples.cumsum(1) == 1)
     metrics["ess"] = effective_sample_size(weights, samples)
     metrics["ess_raw"] = effective_sample_size(ratio, samples)
-    return Correction(kept(weights, mask), metrics)
+    return Correction(zero_outside(weights, mask), metrics)

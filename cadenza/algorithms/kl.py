@@ -22,15 +22,15 @@ from torch import Tensor
 from cadenza.algorithms.groups import sum_by_id
 from cadenza.algorithms.losses import LOG_RATIO_LIMIT, TokenLoss
 from cadenza.algorithms.metrics import token_metrics
-from cadenza.algorithms.shapes import check_rows, check_shapes, kept, wide
+from cadenza.algorithms.shapes import at_least_float32, check_rows, check_shapes, zero_outside
 
-Estimator = Literal["k1", "k2", "k3"]
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
-def kl(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator: Estimator = "k3") -> Tensor:
+def kl(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator: KlEstimator = "k3") -> Tensor:
     """[N, L]: the estimate at each token, 0 outside the mask. No gradient goes into the reference."""
     check_shapes(mask=mask, logprobs=logprobs, reference=reference)
-    d = kept(logprobs, mask) - kept(reference.detach(), mask)
+    d = zero_outside(logprobs, mask) - zero_outside(reference.detach(), mask)
     if estimator == "k1":
         return d
     if estimator == "k2":
@@ -42,9 +42,9 @@ def kl(logprobs: Tensor, reference: Tensor, mask: Tensor, *, estimator: Estimato
 
 
 def kl_loss(
-    logprobs: Tensor, reference: Tensor, mask: Tensor, *, coefficient: float, estimator: Estimator = "k3"
+    logprobs: Tensor, reference: Tensor, mask: Tensor, *, coefficient: float, estimator: KlEstimator = "k3"
 ) -> TokenLoss:
-    """KL as a part of the loss."""
+    """KL as a term of the loss."""
     if estimator == "k1":
         raise ValueError("k1 has no gradient on average: take k2 or k3 in the loss, or put k1 into the reward")
     estimate = kl(logprobs, reference, mask, estimator=estimator)
@@ -54,7 +54,7 @@ def kl_loss(
 def penalised_rewards(rewards: Tensor, estimate: Tensor, *, coefficient: float) -> Tensor:
     """[N, L]: token rewards [N, L] less the KL at each token (`estimate` [N, L], of `kl`): for GAE and REINFORCE++."""
     check_shapes(rewards=rewards, estimate=estimate)
-    return wide(rewards) - coefficient * estimate.detach()
+    return at_least_float32(rewards) - coefficient * estimate.detach()
 
 
 def penalised_scores(scores: Tensor, estimate: Tensor, *, coefficient: float, traj_ids: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ def penalised_scores(scores: Tensor, estimate: Tensor, *, coefficient: float, tr
     The rows of one trajectory (`traj_ids` [N]) keep one score: the penalty is that of all of them.
     """
     check_rows(estimate, scores=scores, traj_ids=traj_ids)
-    return wide(scores) - coefficient * sum_by_id(estimate.detach().sum(1), traj_ids)
+    return at_least_float32(scores) - coefficient * sum_by_id(estimate.detach().sum(1), traj_ids)
 
 
 def penalised_steps(
@@ -73,4 +73,4 @@ def penalised_steps(
     check_shapes(turns=turns, estimate=estimate)
     check_rows(step_scores, traj_ids=traj_ids)
     sums = estimate.new_zeros(len(turns), step_scores.shape[1] + 1).scatter_add(1, turns + 1, estimate.detach())[:, 1:]
-    return wide(step_scores) - coefficient * sum_by_id(sums, traj_ids)
+    return at_least_float32(step_scores) - coefficient * sum_by_id(sums, traj_ids)

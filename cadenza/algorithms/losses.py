@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cadenza.algorithms.metrics import token_metrics
 from cadenza.algorithms.normalise import Moments
-from cadenza.algorithms.shapes import check_shapes, kept
+from cadenza.algorithms.shapes import check_shapes, zero_outside
 
 LOG_RATIO_LIMIT = 20.0
 """Logprob differences are kept within this before `exp`: a ratio of 5e8 is as wrong as infinity, but adds up."""
@@ -69,7 +69,7 @@ def ppo_clip(
         clip_fraction_high=(advantage > 0) & (ratio > 1 + clip_high),
         clip_fraction_dual=too_bad,
     )
-    return TokenLoss(kept(loss, mask), metrics, int(mask.bool().sum()))
+    return TokenLoss(zero_outside(loss, mask), metrics, int(mask.bool().sum()))
 
 
 def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> TokenLoss:
@@ -80,7 +80,7 @@ def policy_gradient(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, 
     """
     log_ratio, advantage = _inputs(logprobs, old_logprobs, advantages, mask)
     ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    loss = -advantage * kept(logprobs, mask)
+    loss = -advantage * zero_outside(logprobs, mask)
     return TokenLoss(loss, token_metrics(mask, **_drift(log_ratio, ratio)), int(mask.bool().sum()))
 
 
@@ -91,7 +91,11 @@ def value_clip(
     check_shapes(mask=mask, values=values, old_values=old_values, returns=returns)
     if clip is not None and clip <= 0:
         raise ValueError(f"clip must be above 0, got {clip}")
-    value, old, target = kept(values, mask), kept(old_values.detach(), mask), kept(returns.detach(), mask)
+    value, old, target = (
+        zero_outside(values, mask),
+        zero_outside(old_values.detach(), mask),
+        zero_outside(returns.detach(), mask),
+    )
     error = (value - target) ** 2
     clipped_error = error
     if clip is not None:
@@ -117,7 +121,7 @@ def entropy_bonus(entropies: Tensor, mask: Tensor, *, coefficient: float) -> Tok
     """Minus `coefficient` times the entropy [N, L]: added to a loss, it rewards staying undecided."""
     check_shapes(mask=mask, entropies=entropies)
     metrics = token_metrics(mask, entropy=entropies)
-    return TokenLoss(-coefficient * kept(entropies, mask), metrics, int(mask.bool().sum()))
+    return TokenLoss(-coefficient * zero_outside(entropies, mask), metrics, int(mask.bool().sum()))
 
 
 LOSSES: dict[str, Callable[..., TokenLoss]] = {"ppo_clip": ppo_clip, "policy_gradient": policy_gradient}
@@ -127,7 +131,9 @@ LOSSES: dict[str, Callable[..., TokenLoss]] = {"ppo_clip": ppo_clip, "policy_gra
 def _inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Log ratio and advantages, with nothing left of what is masked."""
     check_shapes(mask=mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    return kept(logprobs, mask) - kept(old_logprobs.detach(), mask), kept(advantages.detach(), mask)
+    return zero_outside(logprobs, mask) - zero_outside(old_logprobs.detach(), mask), zero_outside(
+        advantages.detach(), mask
+    )
 
 
 def _drift(log_ratio: Tensor, ratio: Tensor) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cadenza.algorithms.groups import Groups
-from cadenza.algorithms.shapes import check_shapes, wide
+from cadenza.algorithms.shapes import at_least_float32, check_shapes
 
 EPS = 1e-6
 """Added to every standard deviation that divides."""
@@ -21,7 +21,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Mean and spread of numbers that may come in parts. As a state that is kept, it is the running normaliser."""
+    """Mean and spread of numbers that may come in chunks. As a state that is kept, it is the running normaliser."""
 
     count: float = 0.0
     mean: float = 0.0
@@ -74,7 +74,7 @@ class Moments:
         result = values.double() - (self.mean if centre else 0.0)
         if divide_by_std and self.std > 0:
             result = result / (self.std + eps)
-        return _counted(result, weight).to(wide(values).dtype)
+        return _counted(result, weight).to(at_least_float32(values).dtype)
 
 
 def normalise(
@@ -106,7 +106,7 @@ def normalise_by_group(
     result = values.double() - groups.mean(values)
     if divide_by_std:
         result = result / (groups.std(values) + eps)
-    return _counted(result, groups.weight).to(wide(values).dtype)
+    return _counted(result, groups.weight).to(at_least_float32(values).dtype)
 
 
 def _counted(values: Tensor, weight: Tensor | None) -> Tensor:

@@ -21,11 +21,11 @@ def check_rows(leader: Tensor, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be [{leader.shape[0]}], one value per row, got {list(tensor.shape)}")
 
 
-def wide(values: Tensor) -> Tensor:
+def at_least_float32(values: Tensor) -> Tensor:
     """At least float32: half precision is for matrices, not for sums of logprobs or rewards."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def kept(values: Tensor, mask: Tensor) -> Tensor:
+def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
     """The values where the mask is set and 0 elsewhere, whatever was there, NaN and infinity included."""
-    return wide(values).masked_fill(~mask.bool(), 0.0)
+    return at_least_float32(values).masked_fill(~mask.bool(), 0.0)

@@ -1,7 +1,7 @@
 """Between rows, turns and tokens.
 
 A row [N] is one context; most trajectories are one row, one whose contexts start afresh is several. A turn is
-numbered within its trajectory, so `turns` [N, L] (-1 outside responses) finds a token's place in `step_scores`
+numbered within its trajectory, so `turns` [N, L] (-1 outside responses) finds a token's turn in `step_scores`
 [N, T], which every row carries for its whole trajectory.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cadenza.algorithms.groups import Groups, sum_by_id
-from cadenza.algorithms.shapes import check_rows, check_shapes, kept, wide
+from cadenza.algorithms.shapes import at_least_float32, check_rows, check_shapes, zero_outside
 
 
 def turns_in_row(turns: Tensor, count: int) -> Tensor:
@@ -26,16 +26,16 @@ def turns_in_row(turns: Tensor, count: int) -> Tensor:
 def rows_to_tokens(values: Tensor, mask: Tensor) -> Tensor:
     """[N, L]: each row's value [N] on all its masked tokens, 0 elsewhere."""
     check_rows(mask, values=values)
-    return kept(values[:, None].expand(mask.shape), mask)
+    return zero_outside(values[:, None].expand(mask.shape), mask)
 
 
 def turns_to_tokens(values: Tensor, turns: Tensor) -> Tensor:
     """[N, L]: each turn's value [N, T] on all its tokens, 0 outside."""
-    padded = torch.nn.functional.pad(wide(values), (1, 0))
+    padded = torch.nn.functional.pad(at_least_float32(values), (1, 0))
     return padded.gather(1, _turn_index(turns, *values.shape))
 
 
-def pay_turns(step_scores: Tensor, turns: Tensor) -> Tensor:
+def turn_rewards_to_tokens(step_scores: Tensor, turns: Tensor) -> Tensor:
     """[N, L]: what the env paid for a turn (`step_scores` [N, T]) on the last token of that turn.
 
     A turn of which no token is in the batch has nobody to pay; its reward is left out.
@@ -44,10 +44,10 @@ def pay_turns(step_scores: Tensor, turns: Tensor) -> Tensor:
     columns = torch.arange(turns.shape[1], device=turns.device).expand(turns.shape)
     last = torch.full((turns.shape[0], step_scores.shape[1] + 1), -1, device=turns.device)
     last = last.scatter_reduce(1, index, columns, "amax")
-    return kept(turns_to_tokens(step_scores, turns), (turns >= 0) & (columns == last.gather(1, index)))
+    return zero_outside(turns_to_tokens(step_scores, turns), (turns >= 0) & (columns == last.gather(1, index)))
 
 
-def pass_on(step_scores: Tensor, turns: Tensor, *, traj_ids: Tensor | None = None) -> Tensor:
+def rewards_to_written_turns(step_scores: Tensor, turns: Tensor, *, traj_ids: Tensor | None = None) -> Tensor:
     """[N, T]: the pay of a turn without tokens goes to the turn with tokens before it, or else after it.
 
     A turn has tokens if it has them in any row of its trajectory (`traj_ids` [N]).
@@ -56,9 +56,9 @@ def pass_on(step_scores: Tensor, turns: Tensor, *, traj_ids: Tensor | None = Non
     written = sum_by_id(turns_in_row(turns, step_scores.shape[1]).float(), traj_ids) > 0
     if bool((written | ~exists).all()):
         return step_scores
-    place = torch.where(written, torch.arange(step_scores.shape[1], device=turns.device), -1).cummax(1).values
-    place = torch.where(place < 0, written.int().argmax(1, keepdim=True), place)
-    return torch.zeros_like(step_scores).scatter_add(1, place, step_scores.nan_to_num(0.0))
+    target = torch.where(written, torch.arange(step_scores.shape[1], device=turns.device), -1).cummax(1).values
+    target = torch.where(target < 0, written.int().argmax(1, keepdim=True), target)
+    return torch.zeros_like(step_scores).scatter_add(1, target, step_scores.nan_to_num(0.0))
 
 
 def anchor_ids(tokens: Tensor, turns: Tensor, offsets: Tensor, count: int) -> Tensor:
@@ -90,7 +90,7 @@ def anchor_ids(tokens: Tensor, turns: Tensor, offsets: Tensor, count: int) -> Te
     return torch.from_numpy(anchors)
 
 
-def settle(step_scores: Tensor, scores: Tensor) -> Tensor:
+def reconcile_step_scores(step_scores: Tensor, scores: Tensor) -> Tensor:
     """[N, T]: the step scores, with the last turn changed so that they add up to the score [N] of the trajectory.
 
     Where a reward function had the last word, its verdict is thereby paid when the episode ends. Where the score is
@@ -102,16 +102,16 @@ def settle(step_scores: Tensor, scores: Tensor) -> Tensor:
     is_last = exists & (order == exists.sum(1, keepdim=True) - 1)
     missing = scores.double() - step_scores.double().nansum(1)
     settled = torch.where(is_last, step_scores.double() + missing[:, None], step_scores.double())
-    return settled.to(wide(step_scores).dtype)
+    return settled.to(at_least_float32(step_scores).dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
-    """The trained tokens as lines, one per trajectory, in the order in which they were written.
+class TrajectoryTokens:
+    """The trained tokens by trajectory [M, P], each in the order in which they were written.
 
     Prompt and env tokens are not in it: what follows the last token of a turn is the first token of the next one.
     ```
-    mask   . . 1 1 . . 1 .         line   a b c
+    mask   . . 1 1 . . 1 .         trajectory   a b c
                a b     c
     ```
     """
@@ -120,48 +120,50 @@ class Timeline:
     """[K] where each token is in the batch"""
     columns: Tensor
     """[K]"""
-    lines: Tensor
-    """[K] where it is in the timeline"""
-    places: Tensor
-    """[K]"""
-    occupied: Tensor
-    """[M, P] bool"""
+    trajectories: Tensor
+    """[K] its trajectory"""
+    steps: Tensor
+    """[K] its number in the trajectory"""
+    exists: Tensor
+    """[M, P] bool: where a trajectory has a token"""
     shape: torch.Size
     """[N, L] of the batch"""
 
     @classmethod
-    def of(cls, mask: Tensor, *, traj_ids: Tensor | None = None, turns: Tensor | None = None) -> Timeline:
+    def of(cls, mask: Tensor, *, traj_ids: Tensor | None = None, turns: Tensor | None = None) -> TrajectoryTokens:
         """Without `traj_ids` [N] each row is a trajectory of its own. With them, the rows of one trajectory are
         joined: by the turn of each token (`turns` [N, L]), or in the order of the rows if that is not given.
         """
         check_rows(mask, traj_ids=traj_ids)
         rows, columns = mask.bool().nonzero(as_tuple=True)
-        lines = rows
+        trajectories = rows
         if traj_ids is not None:
-            lines = Groups.of(traj_ids).index[rows]
+            trajectories = Groups.of(traj_ids).index[rows]
             # Stable sorts, the least significant key first; a row's own order is there from the start.
             order = torch.arange(len(rows), device=rows.device)
             if turns is not None:
                 check_shapes(mask=mask, turns=turns)
                 order = turns[rows, columns].argsort(stable=True)
-            order = order[lines[order].argsort(stable=True)]
-            rows, columns, lines = rows[order], columns[order], lines[order]
-        lengths = lines.bincount(minlength=mask.shape[0])
-        places = torch.arange(len(lines), device=lines.device) - (lengths.cumsum(0) - lengths)[lines]
+            order = order[trajectories[order].argsort(stable=True)]
+            rows, columns, trajectories = rows[order], columns[order], trajectories[order]
+        lengths = trajectories.bincount(minlength=mask.shape[0])
+        steps = (
+            torch.arange(len(trajectories), device=trajectories.device) - (lengths.cumsum(0) - lengths)[trajectories]
+        )
         longest = int(lengths.max()) if lengths.numel() else 0
-        occupied = torch.arange(longest, device=lines.device) < lengths[:, None]
-        return cls(rows, columns, lines, places, occupied, mask.shape)
+        exists = torch.arange(longest, device=trajectories.device) < lengths[:, None]
+        return cls(rows, columns, trajectories, steps, exists, mask.shape)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Token values [N, L] as lines [M, P], 0 after the end of a line."""
-        lined = values.new_zeros(self.occupied.shape)
-        lined[self.lines, self.places] = values[self.rows, self.columns]
-        return lined
+        """Token values [N, L] by trajectory [M, P], 0 after the end of one."""
+        ordered = values.new_zeros(self.exists.shape)
+        ordered[self.trajectories, self.steps] = values[self.rows, self.columns]
+        return ordered
 
-    def scatter(self, lined: Tensor) -> Tensor:
-        """Lines [M, P] back to where their tokens are [N, L], 0 elsewhere."""
-        values = lined.new_zeros(self.shape)
-        values[self.rows, self.columns] = lined[self.lines, self.places]
+    def scatter(self, ordered: Tensor) -> Tensor:
+        """Values by trajectory [M, P] back to where their tokens are [N, L], 0 elsewhere."""
+        values = ordered.new_zeros(self.shape)
+        values[self.rows, self.columns] = ordered[self.trajectories, self.steps]
         return values
 
 

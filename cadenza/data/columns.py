@@ -37,7 +37,9 @@ def concat_rows(name: str, columns: Sequence[StoredColumn]) -> StoredColumn:
     first = columns[0]
     for i, column in enumerate(columns):
         if not _continues(first, column):
-            raise ValueError(f"concat: column {name!r} is {describe(column)} in part {i}, {describe(first)} in part 0")
+            raise ValueError(
+                f"concat: column {name!r} is {describe(column)} in chunk {i}, {describe(first)} in chunk 0"
+            )
     if isinstance(first, Ragged):
         return Ragged.concat(cast("Sequence[Ragged]", columns))
     return np.concatenate(cast("Sequence[Array]", columns))

@@ -1,7 +1,7 @@
 """Columns in a directory: `tensors.safetensors` for numbers, `data.json` for everything else.
 
 Nothing is pickled, so a directory from a stranger runs no code, and any language can read it. A directory
-appears whole or not at all: it is written beside its place under another name, then renamed.
+appears whole or not at all: it is written beside its final path under another name, then renamed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cadenza.data.ragged import Array, Ragged
 _FORMAT = 1
 
 
-class Stored(NamedTuple):
+class SavedColumns(NamedTuple):
     """What a directory holds."""
 
     tensors: Mapping[str, StoredColumn]
@@ -29,8 +29,8 @@ class Stored(NamedTuple):
     meta_info: Mapping[str, Any]
 
 
-def write(path: Path, stored: Stored) -> None:
-    """Refuses, before it writes anything, a place that is taken and values that JSON would change or lose."""
+def write(path: Path, stored: SavedColumns) -> None:
+    """Refuses, before it writes anything, a path that is taken and values that JSON would change or lose."""
     if path.exists():
         raise FileExistsError(f"{path} exists: remove it or choose another directory")
     _check_json("meta_info", stored.meta_info)
@@ -40,7 +40,9 @@ def write(path: Path, stored: Stored) -> None:
     safetensors = _safetensors()
     tensors: dict[str, Array] = {}
     for name, column in stored.tensors.items():
-        tensors |= {f"{part}/{name}": np.ascontiguousarray(array) for part, array in _parts(column).items()}
+        tensors |= {
+            f"{component}/{name}": np.ascontiguousarray(array) for component, array in _arrays_of(column).items()
+        }
     document = {
         "format": _FORMAT,
         "tensors": {name: "ragged" if isinstance(c, Ragged) else "dense" for name, c in stored.tensors.items()},
@@ -56,7 +58,7 @@ def write(path: Path, stored: Stored) -> None:
         complete.rename(path)
 
 
-def read(path: Path) -> Stored:
+def read(path: Path) -> SavedColumns:
     document = json.loads((path / "data.json").read_text(encoding="utf-8"))
     if document["format"] != _FORMAT:
         raise ValueError(f"{path} has format {document['format']}, this version of cadenza reads {_FORMAT}")
@@ -64,35 +66,35 @@ def read(path: Path) -> Stored:
     tensors: dict[str, StoredColumn] = {}
     for name, kind in document["tensors"].items():
         if kind == "ragged":
-            values, offsets, pad = (arrays[f"{part}/{name}"] for part in ("values", "offsets", "pad"))
+            values, offsets, pad = (arrays[f"{component}/{name}"] for component in ("values", "offsets", "pad"))
             tensors[name] = Ragged(values, offsets, pad=pad[0])
         else:
             tensors[name] = arrays[f"dense/{name}"]
-    return Stored(tensors, document["objects"], document["meta_info"])
+    return SavedColumns(tensors, document["objects"], document["meta_info"])
 
 
-def _parts(column: StoredColumn) -> dict[str, Array]:
+def _arrays_of(column: StoredColumn) -> dict[str, Array]:
     if isinstance(column, Ragged):
         # The pad is stored as a tensor because JSON has no NaN.
         return {"values": column.values, "offsets": column.offsets, "pad": np.array([column.pad])}
     return {"dense": column}
 
 
-def _check_json(place: str, value: object) -> None:
+def _check_json(where: str, value: object) -> None:
     """Only what reads back equal: a tuple would come back as a list, an int key as a string."""
     if value is None or isinstance(value, str | int | float):
         return
     if isinstance(value, list):
         for i, item in enumerate(value):
-            _check_json(f"{place}[{i}]", item)
+            _check_json(f"{where}[{i}]", item)
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"{place}: JSON keys are strings, got the {type(key).__name__} {key!r}")
-            _check_json(f"{place}[{key!r}]", item)
+                raise TypeError(f"{where}: JSON keys are strings, got the {type(key).__name__} {key!r}")
+            _check_json(f"{where}[{key!r}]", item)
     else:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise TypeError(f"{place}: a {kind} cannot be saved as JSON: convert or drop it first")
+        raise TypeError(f"{where}: a {kind} cannot be saved as JSON: convert or drop it first")
 
 
 def _safetensors() -> ModuleType:

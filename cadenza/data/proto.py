@@ -47,7 +47,7 @@ IS_PADDING = "is_padding"
 _Value = TypeVar("_Value")
 
 
-class _Table:
+class _ColumnTable:
     """The columns of one DataProto, shared by its two mappings so that they hold each other to N."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _Table:
 class TensorColumns(MutableMapping[str, "torch.Tensor"]):
     """`data.batch`: reads as torch tensors [N, ...], ragged columns padded to their longest row."""
 
-    def __init__(self, table: _Table) -> None:
+    def __init__(self, table: _ColumnTable) -> None:
         self._table = table
         self._tensors: dict[str, torch.Tensor] = {}
 
@@ -91,7 +91,7 @@ class TensorColumns(MutableMapping[str, "torch.Tensor"]):
         return column
 
     def __setitem__(self, name: str, value: ColumnLike) -> None:
-        column = _stored(name, value)
+        column = _as_column(name, value)
         self._table.check(name, column, self._table.objects)
         self._table.tensors[name] = column
         self._tensors.pop(name, None)
@@ -128,17 +128,17 @@ class TensorColumns(MutableMapping[str, "torch.Tensor"]):
         return _listing("TensorColumns", self._table.tensors)
 
     def _column(self, name: str) -> StoredColumn:
-        return _named(self._table.tensors, name, "tensor column")
+        return _lookup(self._table.tensors, name, "tensor column")
 
 
 class ObjectColumns(MutableMapping[str, Array]):
     """`data.non_tensor_batch`: numpy object arrays [N]; any sequence of N values can be assigned."""
 
-    def __init__(self, table: _Table) -> None:
+    def __init__(self, table: _ColumnTable) -> None:
         self._table = table
 
     def __getitem__(self, name: str) -> Array:
-        return _named(self._table.objects, name, "object column")
+        return _lookup(self._table.objects, name, "object column")
 
     def __setitem__(self, name: str, values: Sequence[object] | Array) -> None:
         column = columns.object_column(name, values)
@@ -146,7 +146,7 @@ class ObjectColumns(MutableMapping[str, Array]):
         self._table.objects[name] = column
 
     def __delitem__(self, name: str) -> None:
-        _named(self._table.objects, name, "object column")
+        _lookup(self._table.objects, name, "object column")
         del self._table.objects[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -171,7 +171,7 @@ class DataProto:
         non_tensor_batch: Mapping[str, Sequence[object] | Array] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
-        self._table = _Table()
+        self._table = _ColumnTable()
         self.batch = TensorColumns(self._table)
         self.non_tensor_batch = ObjectColumns(self._table)
         self.meta_info: dict[str, Any] = dict(meta_info or {})
@@ -248,7 +248,7 @@ class DataProto:
         return self._take(np.repeat(rows, n) if interleave else np.tile(rows, n))
 
     def chunk(self, n: int) -> list[DataProto]:
-        """n parts whose sizes differ by at most one; the longer ones come first."""
+        """n chunks whose sizes differ by at most one; the longer ones come first."""
         _at_least_one("chunk", n)
         if n > len(self):
             raise ValueError(f"cannot cut {len(self)} rows into {n} chunks: ask for fewer or pad_to_multiple({n})")
@@ -262,7 +262,7 @@ class DataProto:
 
     def group_by(self, column: str) -> dict[Hashable, DataProto]:
         """Rows by the value of a column [N], in the order in which the values first appear."""
-        keys = _named(self.columns, column, "column")
+        keys = _lookup(self.columns, column, "column")
         if isinstance(keys, Ragged) or keys.ndim != 1:
             raise ValueError(f"group_by: {column!r} is {columns.describe(keys)}, it needs one value per row")
         members: dict[Hashable, list[int]] = {}
@@ -318,20 +318,20 @@ class DataProto:
         return kept
 
     @staticmethod
-    def concat(parts: Sequence[DataProto], *, on_meta_conflict: Literal["raise", "drop"] = "raise") -> DataProto:
+    def concat(chunks: Sequence[DataProto], *, on_meta_conflict: Literal["raise", "drop"] = "raise") -> DataProto:
         """All rows in order. meta_info is merged; a key with two values is an error, or dropped."""
-        if not parts:
+        if not chunks:
             raise ValueError("concat needs at least one DataProto")
-        first = parts[0]
-        for i, part in enumerate(parts):
-            differing = {*first.batch} ^ {*part.batch} | {*first.non_tensor_batch} ^ {*part.non_tensor_batch}
+        first = chunks[0]
+        for i, chunk in enumerate(chunks):
+            differing = {*first.batch} ^ {*chunk.batch} | {*first.non_tensor_batch} ^ {*chunk.non_tensor_batch}
             if differing:
-                raise ValueError(f"concat: part {i} and part 0 do not share the columns {sorted(differing)}")
-        result = DataProto(meta_info=_merged_meta("concat", parts, on_meta_conflict))
+                raise ValueError(f"concat: chunk {i} and chunk 0 do not share the columns {sorted(differing)}")
+        result = DataProto(meta_info=_merged_meta("concat", chunks, on_meta_conflict))
         for name in first.batch:
-            result.batch[name] = columns.concat_rows(name, [part._table.tensors[name] for part in parts])
+            result.batch[name] = columns.concat_rows(name, [chunk._table.tensors[name] for chunk in chunks])
         for name in first.non_tensor_batch:
-            result.non_tensor_batch[name] = np.concatenate([part.non_tensor_batch[name] for part in parts])
+            result.non_tensor_batch[name] = np.concatenate([chunk.non_tensor_batch[name] for chunk in chunks])
         return result
 
     # Columns
@@ -344,9 +344,9 @@ class DataProto:
     ) -> DataProto:
         """Only these columns and keys; None keeps all of a kind."""
         return DataProto(
-            _picked(self._table.tensors, batch_keys, "tensor column"),
-            _picked(self._table.objects, non_tensor_batch_keys, "object column"),
-            _picked(self.meta_info, meta_info_keys, "meta_info key"),
+            _select_keys(self._table.tensors, batch_keys, "tensor column"),
+            _select_keys(self._table.objects, non_tensor_batch_keys, "object column"),
+            _select_keys(self.meta_info, meta_info_keys, "meta_info key"),
         )
 
     def pop(
@@ -382,7 +382,7 @@ class DataProto:
     def rename(self, mapping: Mapping[str, str]) -> DataProto:
         """Columns under new names, in their old order."""
         for old in mapping:
-            _named(self.columns, old, "column")
+            _lookup(self.columns, old, "column")
         names = [mapping.get(name, name) for name in self.columns]
         for new in mapping.values():
             if names.count(new) > 1:
@@ -397,7 +397,7 @@ class DataProto:
 
     def to_disk(self, directory: str | Path) -> None:
         """Write a new `directory`, whole or not at all: safetensors and JSON, nothing pickled."""
-        disk.write(Path(directory), disk.Stored(self._table.tensors, self._table.objects, self.meta_info))
+        disk.write(Path(directory), disk.SavedColumns(self._table.tensors, self._table.objects, self.meta_info))
 
     @staticmethod
     def from_disk(directory: str | Path) -> DataProto:
@@ -435,7 +435,7 @@ class DataProto:
         return np.where(numbers < 0, numbers + len(self), numbers)
 
 
-def _stored(name: str, value: ColumnLike) -> StoredColumn:
+def _as_column(name: str, value: ColumnLike) -> StoredColumn:
     """The numpy form of a tensor column. Its dtype is the caller's, never guessed from Python numbers."""
     if isinstance(value, Ragged):
         return value
@@ -487,14 +487,14 @@ def _listing(head: str, stored: Mapping[str, StoredColumn]) -> str:
     return "\n".join([head, *(f"  {name:<{width}}  {columns.describe(c)}" for name, c in stored.items())])
 
 
-def _named(values: Mapping[str, _Value], name: str, kind: str) -> _Value:
+def _lookup(values: Mapping[str, _Value], name: str, kind: str) -> _Value:
     if name not in values:
         raise KeyError(f"no {kind} {name!r}, there are: {', '.join(values) or 'none'}")
     return values[name]
 
 
-def _picked(values: Mapping[str, _Value], names: Iterable[str] | None, kind: str) -> dict[str, _Value]:
-    return dict(values) if names is None else {name: _named(values, name, kind) for name in names}
+def _select_keys(values: Mapping[str, _Value], names: Iterable[str] | None, kind: str) -> dict[str, _Value]:
+    return dict(values) if names is None else {name: _lookup(values, name, kind) for name in names}
 
 
 def _at_least_one(what: str, number: int) -> None:
@@ -502,11 +502,11 @@ def _at_least_one(what: str, number: int) -> None:
         raise ValueError(f"{what} must be >= 1, got {number}")
 
 
-def _merged_meta(what: str, parts: Sequence[DataProto], conflict: Literal["raise", "drop"]) -> dict[str, Any]:
+def _merged_meta(what: str, chunks: Sequence[DataProto], conflict: Literal["raise", "drop"]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     dropped: set[str] = set()
-    for part in parts:
-        for key, value in part.meta_info.items():
+    for chunk in chunks:
+        for key, value in chunk.meta_info.items():
             known = merged.setdefault(key, value)
             if known is value or known == value:
                 continue

@@ -24,19 +24,19 @@ _MASK_COPY_WIDTH = 512
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
+class _RunLengths:
     """Run r repeats `values[r]` `counts[r]` times; row i owns the runs `offsets[i]:offsets[i+1]`."""
 
     values: Array
     counts: Array
     offsets: Array
 
-    def slice(self, start: int, stop: int) -> _Runs:
+    def slice(self, start: int, stop: int) -> _RunLengths:
         a, b = int(self.offsets[start]), int(self.offsets[stop])
-        return _Runs(self.values[a:b], self.counts[a:b], self.offsets[start : stop + 1] - a)
+        return _RunLengths(self.values[a:b], self.counts[a:b], self.offsets[start : stop + 1] - a)
 
-    def take(self, rows: Array) -> _Runs:
-        return _Runs(
+    def take(self, rows: Array) -> _RunLengths:
+        return _RunLengths(
             _take_rows(self.values, self.offsets, rows),
             _take_rows(self.counts, self.offsets, rows),
             _offsets(np.diff(self.offsets)[rows]),
@@ -53,7 +53,7 @@ class Ragged:
         self.dtype = values.dtype
         self.pad = _pad_scalar(pad, values.dtype)
         self._flat: Array | None = values
-        self._runs: _Runs | None = None
+        self._runs: _RunLengths | None = None
 
     @classmethod
     def from_rows(cls, rows: Sequence[npt.ArrayLike], *, dtype: npt.DTypeLike | None = None, pad: float = 0) -> Ragged:
@@ -83,7 +83,7 @@ class Ragged:
         checked = _checked_offsets(offsets, int(ends[-1]) if len(ends) else 0)
         edges = np.union1d(ends, checked)  # cut at every row's end, so that rows can be taken apart
         inside = edges[:-1]
-        runs = _Runs(
+        runs = _RunLengths(
             values[np.searchsorted(ends, inside, side="right")],
             np.diff(edges),
             np.searchsorted(edges, checked),
@@ -101,22 +101,22 @@ class Ragged:
         return cls(padded[np.arange(expected[1]) < lengths[:, None]], starts, pad=pad)
 
     @classmethod
-    def concat(cls, parts: Sequence[Ragged]) -> Ragged:
-        """All rows of `parts`, in order."""
-        first = parts[0]
-        for part in parts[1:]:
-            if part.dtype != first.dtype or not same_scalar(part.pad, first.pad):
+    def concat(cls, chunks: Sequence[Ragged]) -> Ragged:
+        """All rows of `chunks`, in order."""
+        first = chunks[0]
+        for chunk in chunks[1:]:
+            if chunk.dtype != first.dtype or not same_scalar(chunk.pad, first.pad):
                 raise ValueError(
-                    f"ragged {part.dtype} padded with {part.pad} does not continue "
+                    f"ragged {chunk.dtype} padded with {chunk.pad} does not continue "
                     f"{first.dtype} padded with {first.pad}"
                 )
-        offsets = _offsets(np.concatenate([part.lengths for part in parts]))
-        if all(isinstance(part, Positions) for part in parts):
+        offsets = _offsets(np.concatenate([chunk.lengths for chunk in chunks]))
+        if all(isinstance(chunk, Positions) for chunk in chunks):
             return Positions(offsets)
-        runs = [part._runs for part in parts if part._runs is not None]
-        if len(runs) < len(parts):
-            return cls(np.concatenate([part.values for part in parts]), offsets, pad=first.pad)
-        joined = _Runs(
+        runs = [chunk._runs for chunk in chunks if chunk._runs is not None]
+        if len(runs) < len(chunks):
+            return cls(np.concatenate([chunk.values for chunk in chunks]), offsets, pad=first.pad)
+        joined = _RunLengths(
             np.concatenate([r.values for r in runs]),
             np.concatenate([r.counts for r in runs]),
             _offsets(np.concatenate([np.diff(r.offsets) for r in runs])),
@@ -124,7 +124,7 @@ class Ragged:
         return cls._of_runs(joined, offsets, first.pad)
 
     @classmethod
-    def _of_runs(cls, runs: _Runs, offsets: Array, pad: float) -> Ragged:
+    def _of_runs(cls, runs: _RunLengths, offsets: Array, pad: float) -> Ragged:
         ragged = cls(runs.values[:0], np.zeros(1, np.int64), pad=pad)
         ragged.offsets, ragged._flat, ragged._runs = offsets, None, runs
         return ragged

@@ -1,7 +1,8 @@
 """What goes wrong in a schedule, drawn from its seed.
 
 Invariant: a fault counts as injected only when it took effect: an env raised, a call failed, an abort was lost. An
-injector that has hit nothing when most of the schedule has been issued lets the next env raise: no schedule goes without.
+injector that has hit nothing when most of the schedule has been issued lets the next env raise: every schedule has a
+fault.
 
     ledger, controller --"it is such a moment"--> FaultInjector --strike, after its delay--> replica
     env, reward --"this is my n-th call"--> FaultInjector --> Fault | None

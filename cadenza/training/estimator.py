@@ -4,7 +4,7 @@ Invariant: the columns of the batch stay as they are; the result has `advantages
 within a row) and for 'gae' `returns` besides. Rows marked `is_padding` change nothing, and several rows of one
 trajectory are one trajectory: it counts once, and time runs on from one of its rows to the next.
 ```
-scores, step_scores --normalise, clip--> the score of each trajectory --settle--> what each turn is paid
+scores, step_scores --normalise, clip--> the score of each trajectory --reconcile_step_scores--> what each turn is paid
                                                    |                                      |
 ref_logprobs ----------- less the KL ------------->+------------------------------------->+--> estimator
 ```
@@ -26,9 +26,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from cadenza.algorithms import (
-    Estimator as KlEstimator,
-)
-from cadenza.algorithms import (
+    KlEstimator,
     Moments,
     anchor_ids,
     gae,
@@ -36,17 +34,17 @@ from cadenza.algorithms import (
     grpo,
     kl,
     normalise,
-    pass_on,
-    pay_turns,
     penalised_rewards,
     penalised_scores,
     penalised_steps,
+    reconcile_step_scores,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    rewards_to_written_turns,
     rloo,
     row_weights,
-    settle,
     step_advantages,
+    turn_rewards_to_tokens,
 )
 from cadenza.config import Config, load_object
 from cadenza.data import IS_PADDING, DataProto, Ragged
@@ -309,7 +307,9 @@ class AdvantageInputs:
     @cached_property
     def rewards(self) -> Tensor:
         """[N, R] what each token is paid: its turn's pay on the turn's last token, and everywhere less its KL"""
-        paid = pay_turns(pass_on(self._steps, self.turns, traj_ids=self.trajectories), self.turns)
+        paid = turn_rewards_to_tokens(
+            rewards_to_written_turns(self._steps, self.turns, traj_ids=self.trajectories), self.turns
+        )
         return paid if self.kl is None else penalised_rewards(paid, self.kl, coefficient=self.config.kl_coef)
 
     @cached_property
@@ -348,7 +348,7 @@ class AdvantageInputs:
         steps = self.batch.batch["step_scores"]
         if self._moments is not None:
             steps = self._moments.normalise(steps, centre=False)
-        return settle(steps, self._scores)
+        return reconcile_step_scores(steps, self._scores)
 
     def _tokens(self, name: str) -> Tensor:
         return self.rows.pad(self.rows.read(self.batch, name))

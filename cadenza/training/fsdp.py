@@ -1,7 +1,7 @@
 """FSDP2: every rank holds a shard of the weights, of their gradients and of what the optimizer remembers.
 
 Invariant: ranks stay in step. Each pass through the module gathers the weights of one layer after the other and gives
-them back, so all ranks make the same number of passes, also those that have fewer micro-batches (`pass_count`). Gradients
+them back, so all ranks make the same number of passes, also those with fewer micro-batches (`pass_count`). Gradients
 are summed over the ranks, micro-batch by micro-batch, into the shards: what a loss is divided by is its own affair.
 ```
 ranks = data x tensor        data: other rows, shards of the same matrices

@@ -1,11 +1,11 @@
 """One module that learns: its forward pass, its optimizer, and the way from micro-batch losses to an update.
 
 Invariant: an update happens whole or not at all. Losses of micro-batches are sums and are added up as gradients, over
-all chunks of the update (`add`), and divided once by the count of all of them (`finish`). When a loss or the gradient is
+all chunks of the update (`add`), and divided once by the count of them all (`finish`). When a loss or the gradient is
 not finite, or anything raises on the way, the gradients of all chunks are dropped and the weights stay as they were
 before that update, on all ranks. The batch at fault is saved for whoever wants to look at it.
 ```
-rows --mini_batches--> rows of one update --share--> --packed--> micro-batch --loss--> backward --> divide, clip, step
+rows --mini_batches--> rows of one update --own_rows--> --pack--> micro-batch --loss--> backward --> divide, clip, step
 ```
 """
 

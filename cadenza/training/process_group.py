@@ -183,14 +183,14 @@ class ProcessGroup(RankGroup):
                 store.wait([f"here/{rank}"], timedelta(seconds=left))
             except RuntimeError as error:
                 raise DeadlinePassed(
-                    f"{self._members[self.global_rank]} waits for {member} to train together with it, which did not come in "
-                    f"time; does it run, and can it reach {self._members[0]}? ({error})"
+                    f"{self._members[self.global_rank]} waits for {member} to train together with it, which did not "
+                    f"come in time; does it run, and can it reach {self._members[0]}? ({error})"
                 ) from error
             theirs, mine = json.loads(store.get(f"here/{rank}"))["torch"], str(torch.__version__)
             if theirs.partition("+")[0] != mine.partition("+")[0]:  # builds for other devices are fine
                 raise VersionsDiffer(
-                    f"torch {theirs} in {member}, but torch {mine} in {self._members[self.global_rank]}: install the same "
-                    "on all nodes"
+                    f"torch {theirs} in {member}, but torch {mine} in {self._members[self.global_rank]}: install the "
+                    "same on all nodes"
                 )
 
     @contextmanager
