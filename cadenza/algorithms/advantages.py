@@ -58,8 +58,8 @@ def reinforce_plus_plus(
 ) -> Tensor:
     """[N, L]: the return from each token on, normalised over all tokens of the batch.
 
-    `rewards` [N, L] are token rewards: what a turn is paid on its last token (`tokens.turn_rewards_to_tokens`), usually less a KL
-    penalty (`kl.penalised_rewards`).
+    `rewards` [N, L] are token rewards: what a turn is paid on its last token (`tokens.turn_rewards_to_tokens`), usually
+    less a KL penalty (`kl.penalised_rewards`).
     """
     returns = discounted_returns(rewards, mask, gamma=gamma, traj_ids=traj_ids, turns=turns)
     return normalise(returns, mask.bool(), eps=eps)

@@ -5,8 +5,8 @@
     for each micro-batch:                       # any rows, any order, padded or packed
         (loss_sum(loss, weights) / count).backward()
 
-The sum over the micro-batches is the loss of the whole, because a token's weight knows only its own sequence and the count is
-that of the whole. What the mask leaves out is in neither.
+The sum over the micro-batches is the loss of the whole, because a token's weight knows only its own sequence and the
+count is that of the whole. What the mask leaves out is in neither.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class TorchReplica:
         return TorchReplica(self._initial_module, decoder=self._engine.decoder.clone(), **options)
 
     def close(self, seconds: float = 10.0) -> None:
-        """End the thread, within `seconds`, or else with the process. What is in entry is lost."""
+        """End the thread, within `seconds`, or else with the process. What is in flight is lost."""
         atexit.unregister(self.close)
         self._die("closed", f"{self.name} is closed")
         self._thread.join(seconds)

@@ -37,8 +37,8 @@ def micro_batches(rows: TokenRows, chosen: Array, budget: int, packing: Packing)
 
 
 def mini_batches(traj_ids: Array, count: int, rng: np.random.Generator) -> list[Array]:
-    """All rows in `count` random batches of about the same number of trajectories, each trajectory whole in one of them;
-    in fewer if there are fewer trajectories."""
+    """All rows in `count` random batches of about the same number of trajectories, each trajectory whole in one of
+    them; in fewer if there are fewer trajectories."""
     number = np.unique(traj_ids, return_inverse=True)[1]
     trajectories = int(number.max(initial=-1)) + 1
     count = min(count, trajectories)

@@ -4,9 +4,9 @@ Invariant: the columns of the batch stay as they are; the result has `advantages
 within a row) and for 'gae' `returns` besides. Rows marked `is_padding` change nothing, and several rows of one
 trajectory are one trajectory: it counts once, and time runs on from one of its rows to the next.
 ```
-scores, step_scores --normalise, clip--> the score of each trajectory --reconcile_step_scores--> what each turn is paid
-                                                   |                                      |
-ref_logprobs ----------- less the KL ------------->+------------------------------------->+--> estimator
+scores, step_scores --normalise, clip--> the score of each trajectory --reconcile--> what each turn is paid
+                                                   |                                         |
+ref_logprobs ----------- less the KL ------------->+---------------------------------------->+--> estimator
 ```
 Where a reward function had the last word, the score is not what the env paid: the difference is paid with the last
 turn, so that turns and tokens add up to the score that the group is compared by.
