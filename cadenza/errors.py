@@ -12,7 +12,7 @@ class DeadlinePassed(InfrastructureError):
     """Something did not answer in time."""
 
 
-class PeerLost(InfrastructureError):
+class OtherRanksLost(InfrastructureError):
     """A rank lost the others that it computes together with. Why, only the lost one could tell."""
 
 
@@ -24,12 +24,12 @@ class RewardError(Exception):
     """A reward function broke its contract."""
 
 
-USER_CODE = (Exception, SystemExit, asyncio.CancelledError)
+USER_CODE_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 """What user code may raise and the run survives: an env that calls `sys.exit`, or awaits something that was cancelled,
 ends its attempt and not the job."""
 
 
-def stopped(error: BaseException) -> bool:
+def is_cancelled_from_outside(error: BaseException) -> bool:
     """Whether this is a cancellation from outside, and not one that the called code brought about itself."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
@@ -37,5 +37,5 @@ def stopped(error: BaseException) -> bool:
 
 def raise_if_cancelled(error: BaseException) -> None:
     """A cancellation from outside is not user code's: it goes on."""
-    if stopped(error):
+    if is_cancelled_from_outside(error):
         raise error

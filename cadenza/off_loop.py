@@ -64,7 +64,7 @@ _abandoned: set[asyncio.Future[Any]] = set()
 """Calls that nobody waits for any more; kept until they end, so that they are not collected half-way."""
 
 
-async def within(seconds: float, call: Awaitable[T], what: str) -> T:
+async def with_deadline(seconds: float, call: Awaitable[T], what: str) -> T:
     """Await user code, but not longer than this, even when it does not let itself be cancelled."""
     future = asyncio.ensure_future(call)
     if isinstance(future, asyncio.Task) and (task := asyncio.current_task()) is not None:
@@ -75,15 +75,15 @@ async def within(seconds: float, call: Awaitable[T], what: str) -> T:
         if not future.done():
             future.cancel()
             _abandoned.add(future)
-            future.add_done_callback(forget)
+            future.add_done_callback(ignore_result)
         else:
-            forget(future)  # whoever waited may be cancelled at the very moment at which it ends
+            ignore_result(future)  # whoever waited may be cancelled at the very moment at which it ends
     if not future.done():
         raise DeadlinePassed(f"no answer within {what} {seconds}")
     return future.result()
 
 
-def forget(future: asyncio.Future[Any]) -> None:
+def ignore_result(future: asyncio.Future[Any]) -> None:
     """The end of a call that nobody waits for any more."""
     _abandoned.discard(future)
     if not future.cancelled():

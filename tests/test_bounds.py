@@ -15,7 +15,7 @@ from cadenza.simulation.bounds import Demand
 from cadenza.simulation.clock import run
 from cadenza.simulation.cost import CostModel
 from cadenza.simulation.replica import SimReplica
-from cadenza.simulation.workloads import Trace, TraceEpisode, find
+from cadenza.simulation.workloads import Trace, TraceEpisode, find_workload
 
 COST = CostModel(a=8e-3, b=5e-6, c=90e-9, p=30e-6, kv_capacity=50_000, max_running=64)
 
@@ -167,7 +167,7 @@ def test_env_interaction_against_drawn_times() -> None:
 
 def test_w2_has_the_size_that_was_measured_before() -> None:
     """About 570 s for T_bal of a batch, 308 s for its longest response alone."""
-    workload = find("W2")
+    workload = find_workload("W2")
     balanced = []
     for seed in range(6):
         trace = Trace(workload, seed)

@@ -18,7 +18,7 @@ from cadenza.cluster import Place, WorkerError, dispatch
 from cadenza.cluster.dispatch import DispatchCall, DispatchMode, DispatchSpec
 from cadenza.cluster.worker_group import WorkerLaunch
 from cadenza.data import IS_PADDING, Ragged
-from cadenza.errors import DeadlinePassed, PeerLost
+from cadenza.errors import DeadlinePassed, OtherRanksLost
 
 
 class Adder(Worker):
@@ -426,12 +426,12 @@ def test_the_rank_that_failed_is_named_rather_than_those_that_lost_it(seconds: f
         @dispatch("broadcast")
         async def work(self) -> None:
             await asyncio.sleep(seconds if self.place.rank == 2 else self.place.rank)
-            raise ZeroDivisionError if self.place.rank == 2 else PeerLost("where is everybody?")
+            raise ZeroDivisionError if self.place.rank == 2 else OtherRanksLost("where is everybody?")
 
     async def main() -> None:
         plan = ResourceManager(3).place({"trio": "0-2"})
         async with Cluster("trio", Trio, plan["trio"]) as trio:
-            with pytest.raises((ZeroDivisionError, PeerLost)) as caught:
+            with pytest.raises((ZeroDivisionError, OtherRanksLost)) as caught:
                 await trio.work()
         assert caught.value.__notes__[0] == f"in trio.work, trio rank {named} on node-0, device {named}"
 

@@ -39,7 +39,7 @@ from builders import (
 import cadenza
 from cadenza import envs
 from cadenza.errors import InfrastructureError
-from cadenza.off_loop import within
+from cadenza.off_loop import with_deadline
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import SchedulerClosed
 from cadenza.rollout.model import Model
@@ -864,7 +864,7 @@ def test_a_call_that_raises_as_its_waiter_is_cancelled_makes_no_noise() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda loop, context: noise.append(context))
         call: asyncio.Future[None] = loop.create_future()
-        waiter = asyncio.ensure_future(within(10.0, call, "seconds"))
+        waiter = asyncio.ensure_future(with_deadline(10.0, call, "seconds"))
         await asyncio.sleep(0)
         call.set_exception(ValueError("too late to matter"))
         waiter.cancel()

@@ -14,10 +14,10 @@ from cadenza.simulation.cost import A100_QWEN25_7B
 from cadenza.simulation.experiment import Trial, TrialPool
 from cadenza.simulation.figures import RunFigures
 from cadenza.simulation.plan import ENVS, KV, LONGEST, TRAINER, WORK, StepLimits, make_plan
-from cadenza.simulation.workloads import LogNormal, SingleTurnSpec, Workload, find, w4
+from cadenza.simulation.workloads import LogNormal, SingleTurnSpec, Workload, find_workload, w4
 
 SMALL = replace(
-    find("W2"),
+    find_workload("W2"),
     name="small",
     gpus=8,
     groups=6,
@@ -72,7 +72,7 @@ def test_a_plan_simulates_a_bounded_number_of_steps() -> None:
     pool = Pretended({0.0: 2.0, 1.0: 1.0}, best=30)
     make_plan(pool, replace(SMALL, gpus=1024), [0.0, 1.0])
     assert sum(trial.steps for trial in pool.asked) < 300
-    many_turns = replace(find("W5"), groups=64)
+    many_turns = replace(find_workload("W5"), groups=64)
     frugal = Pretended({1.0: 1.0}, best=5)
     make_plan(frugal, many_turns, [1.0])
     assert sum(trial.steps for trial in frugal.asked) < 80
@@ -95,7 +95,7 @@ def test_a_real_plan_is_the_same_twice_and_keeps_the_bound() -> None:
         (SMALL, 0.0, 0, LONGEST),
         (replace(SMALL, train_seconds=0.1), 1.0, 1, TRAINER),
         (replace(SMALL, groups=600, train_seconds=1e-6), 8.0, 4, WORK),
-        (replace(find("W2"), gpus=8), 8.0, 2, KV),
+        (replace(find_workload("W2"), gpus=8), 8.0, 2, KV),
         (replace(w4(10.0), groups=4), 1.0, 4, ENVS),
     ],
 )

@@ -25,10 +25,10 @@ from cadenza.simulation.recorder import RunRecorder
 from cadenza.simulation.strategy import StrategySettings, run_training
 from cadenza.simulation.traces import RunStep, TraceFileError, TraceGroup, TraceMember, read_run
 from cadenza.simulation.tuned_settings import TUNED_SETTINGS
-from cadenza.simulation.workloads import LogNormal, SingleTurnSpec, TraceEpisode, Workload, find, trace_of, w4
+from cadenza.simulation.workloads import LogNormal, SingleTurnSpec, TraceEpisode, Workload, find_workload, trace_of, w4
 
 SMALL = replace(
-    find("W2"),
+    find_workload("W2"),
     name="small",
     gpus=4,
     groups=6,
@@ -45,7 +45,7 @@ def trial(strategy: str, alpha: float = 1.0, workload: Workload = SMALL, seed: i
 
 
 def small_w5() -> Workload:
-    workload = find("W5")
+    workload = find_workload("W5")
     assert workload.turns is not None
     turns = replace(workload.turns, cap=8, long_turns=LogNormal(4, 0.5), fail_stop=0.02)
     return replace(workload, name="small W5", gpus=4, groups=4, group_size=2, turns=turns)
@@ -135,7 +135,7 @@ def test_episodes_of_several_turns_survive_envs_that_fail(strategy: str) -> None
 
 @pytest.mark.parametrize("strategy", ["queue", "cadenza"])
 def test_a_batch_waits_for_its_rewards(strategy: str) -> None:
-    slow = replace(find("W6"), name="slow", gpus=4, groups=6, group_size=4, responses=SMALL.responses)
+    slow = replace(find_workload("W6"), name="slow", gpus=4, groups=6, group_size=4, responses=SMALL.responses)
     quick = replace(slow, rewards=None)
     assert trial(strategy, 0.0, slow).run().wait_seconds > trial(strategy, 0.0, quick).run().wait_seconds + 5
 
@@ -241,7 +241,9 @@ def test_a_trial_that_makes_no_sense_is_refused(changes: dict[str, object], mess
 def test_gpus_that_train_and_generate_by_turns_beat_every_split_of_a_run_that_waits_for_its_rollouts() -> None:
     def step_seconds(**settings: int) -> float:
         return (
-            Trial(find("W2x4"), "cadenza", 1.0, 0, StrategySettings(**settings), steps=12, warm_up=4).run().step_seconds
+            Trial(find_workload("W2x4"), "cadenza", 1.0, 0, StrategySettings(**settings), steps=12, warm_up=4)
+            .run()
+            .step_seconds
         )
 
     splits = min(step_seconds(train_gpus=gpus, parts=parts) for gpus in (1, 2) for parts in (1, 8))

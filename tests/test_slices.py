@@ -23,7 +23,7 @@ from cadenza.simulation.cost import CostModel
 from cadenza.simulation.experiment import Trial
 from cadenza.simulation.replica import SimReplica
 from cadenza.simulation.strategy import StrategySettings
-from cadenza.simulation.workloads import find
+from cadenza.simulation.workloads import find_workload
 from cadenza.testing import FakeReplica
 
 LONG, SLICE, PROMPT = 1_000, 100, 500
@@ -164,7 +164,8 @@ def test_where_nobody_waits_nothing_changes() -> None:
 
 def test_a_batch_that_does_not_fit_is_over_sooner() -> None:
     whole, sliced = (
-        Trial(find("W3x8"), "cadenza", 0.0, 0, StrategySettings(slice_tokens=tokens), 2, 1).run() for tokens in (0, -1)
+        Trial(find_workload("W3x8"), "cadenza", 0.0, 0, StrategySettings(slice_tokens=tokens), 2, 1).run()
+        for tokens in (0, -1)
     )
     assert sliced.wait_seconds < 0.98 * whole.wait_seconds
 

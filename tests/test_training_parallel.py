@@ -20,7 +20,7 @@ from training_cases import assert_same_parameters, parameters, random_batch, seg
 
 from cadenza.algorithms import TokenLoss, ppo_clip
 from cadenza.data import DataProto, Ragged
-from cadenza.errors import DeadlinePassed, PeerLost
+from cadenza.errors import DeadlinePassed, OtherRanksLost
 from cadenza.training import Actor, ActorConfig, Critic, CriticConfig, NonFiniteLoss, Supervised, SupervisedConfig
 from cadenza.training.process_group import ProcessGroup, RankGroup, Rendezvous, RendezvousAddress, VersionsDiffer
 from cadenza.training.strategy import ParallelStrategy, assign_ranks
@@ -268,7 +268,7 @@ def die(group: RankGroup, rank: int) -> None:
 
 
 def test_the_death_of_a_rank_is_heard_by_the_others() -> None:
-    with Ranks(2) as ranks, pytest.raises(PeerLost, match="rank 0 lost the connection to another rank"):
+    with Ranks(2) as ranks, pytest.raises(OtherRanksLost, match="rank 0 lost the connection to another rank"):
         ranks.run(die, 1)
 
 

@@ -14,7 +14,16 @@ from cadenza.inference.replica import Finish, Span
 from cadenza.rollout.collate import collate
 from cadenza.rollout.records import Task, Trajectory, Turn
 from cadenza.simulation.traces import TraceFileError, TraceRecorder, read_trace
-from cadenza.simulation.workloads import NEVER, WORKLOADS, RecordedTrace, Trace, TraceEpisode, Workload, find, w4
+from cadenza.simulation.workloads import (
+    NEVER,
+    WORKLOADS,
+    RecordedTrace,
+    Trace,
+    TraceEpisode,
+    Workload,
+    find_workload,
+    w4,
+)
 
 
 def episodes(workload: Workload, groups: int, seed: int = 0) -> list[list[TraceEpisode]]:
@@ -28,7 +37,7 @@ def responses(workload: Workload, groups: int) -> Any:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_an_episode_depends_on_nothing_but_seed_group_and_member(name: str) -> None:
-    workload = find(name)
+    workload = find_workload(name)
     first, second = Trace(workload, 7), Trace(workload, 7)
     places = [(0, 0), (300, 5), (3, 2), (129, 7)]
     assert [first.episode(*place) for place in places] == [second.episode(*place) for place in reversed(places)][::-1]
@@ -37,13 +46,13 @@ def test_an_episode_depends_on_nothing_but_seed_group_and_member(name: str) -> N
 
 
 def test_members_for_redundancy_leave_the_others_as_they_were() -> None:
-    workload = find("W2")
+    workload = find_workload("W2")
     wider = replace(workload, group_size=workload.group_size + 4)
     assert episodes(workload, 3) == [group[: workload.group_size] for group in episodes(wider, 3)]
 
 
 def test_w2_has_the_median_the_spread_and_the_cut_that_it_says() -> None:
-    lengths = responses(find("W2"), 1500)
+    lengths = responses(find_workload("W2"), 1500)
     logs = np.log(lengths[lengths < 32_768])
     assert np.median(lengths) == pytest.approx(9000, rel=0.05)
     assert np.percentile(np.log(lengths), 69.15) - np.log(np.median(lengths)) == pytest.approx(0.75 / 2, rel=0.08)
@@ -54,19 +63,19 @@ def test_w2_has_the_median_the_spread_and_the_cut_that_it_says() -> None:
 
 @pytest.mark.parametrize("rho", [0.0, 0.6, 0.9])
 def test_log_lengths_correlate_within_a_group(rho: float) -> None:
-    logs = np.log(responses(replace(find("W2"), rho=rho), 1500))
+    logs = np.log(responses(replace(find_workload("W2"), rho=rho), 1500))
     pairs = np.corrcoef(logs[:, 0], logs[:, 1])[0, 1], np.corrcoef(logs[:, 3], logs[:, 15])[0, 1]
     assert pairs == pytest.approx((rho, rho), abs=0.07)
     assert np.corrcoef(logs[:-1, 0], logs[1:, 0])[0, 1] == pytest.approx(0, abs=0.07)
 
 
 def test_runaways_of_w1_come_one_by_one_and_those_of_w3_in_hard_groups() -> None:
-    tail = responses(find("W1"), 1500) > 8192
+    tail = responses(find_workload("W1"), 1500) > 8192
     assert tail.mean() == pytest.approx(0.01 * 2 / 3, rel=0.3)
     assert tail.sum(axis=1).max() <= 2
-    spec = find("W3").responses
+    spec = find_workload("W3").responses
     assert spec is not None
-    even = responses(replace(find("W3"), responses=replace(spec, body=replace(spec.body, median=1.0))), 1500)
+    even = responses(replace(find_workload("W3"), responses=replace(spec, body=replace(spec.body, median=1.0))), 1500)
     hard = even > 0.2 * spec.longest
     assert hard.any(axis=1).mean() == pytest.approx(0.02, rel=0.5)
     assert set(hard.sum(axis=1)) == {0, 8}
@@ -82,7 +91,7 @@ def test_w4_takes_sigma_and_clips_its_env_at_zero() -> None:
 
 
 def test_w5_has_short_and_long_tasks_failures_and_slow_envs() -> None:
-    workload = find("W5")
+    workload = find_workload("W5")
     drawn = [episode for group in episodes(workload, 400) for episode in group]
     turns = np.array([len(episode.lengths) for episode in drawn])
     assert turns.max() == 100
@@ -95,7 +104,7 @@ def test_w5_has_short_and_long_tasks_failures_and_slow_envs() -> None:
 
 
 def test_w6_is_w1_with_rewards_that_may_time_out() -> None:
-    one, six = episodes(find("W1"), 300), episodes(find("W6"), 300)
+    one, six = episodes(find_workload("W1"), 300), episodes(find_workload("W6"), 300)
     assert [[e.lengths for e in group] for group in one] == [[e.lengths for e in group] for group in six]
     rewards = np.array([episode.reward for group in six for episode in group])
     assert (rewards == 30).mean() == pytest.approx(0.05, rel=0.3)
@@ -104,20 +113,20 @@ def test_w6_is_w1_with_rewards_that_may_time_out() -> None:
 
 def test_the_mean_of_a_range_of_groups_is_that_of_their_members() -> None:
     for name in ("W2", "W5"):
-        workload = find(name)
+        workload = find_workload(name)
         slow = np.mean([e.response for group in episodes(workload, 140)[120:] for e in group])
         assert Trace(workload, 0).mean_response(120, 140) == pytest.approx(slow)
 
 
 def test_a_scaled_workload_has_the_same_work_per_gpu() -> None:
-    assert (find("W2x1024").gpus, find("W2x1024").groups) == (1024, 2048)
-    assert find("W2x16").groups == 32
+    assert (find_workload("W2x1024").gpus, find_workload("W2x1024").groups) == (1024, 2048)
+    assert find_workload("W2x16").groups == 32
 
 
 @pytest.mark.parametrize("name", ["W7", "W2:3", "W4:-1", "W2x0", "W3x7", "W4:x", ""])
 def test_a_name_that_means_nothing_says_what_there_is(name: str) -> None:
     with pytest.raises(ValueError, match="W1, W2"):
-        find(name)
+        find_workload(name)
 
 
 # -- a user's own ------------------------------------------------------------------------------------------------------

@@ -36,11 +36,11 @@ class PacedWorker(ReplicaWorker):
 
     def __init__(self, cost: CostModel, length: Callable[[Request], int], load_seconds: float) -> None:
         """Nothing can be asked of it before `about`."""
-        self._made_of = cost, length, load_seconds
+        self._replica_args = cost, length, load_seconds
 
     @dispatch("rank_zero")
     async def about(self) -> tuple[str, tuple[int, ...], int]:
-        cost, length, load_seconds = self._made_of
+        cost, length, load_seconds = self._replica_args
         name, devices = f"paced-{self.place.data_rank}", self.place.devices
         super().__init__(SimReplica(name, cost, length, devices=devices, vocab=VOCAB, load_seconds=load_seconds))
         return name, devices, cost.kv_capacity

@@ -28,7 +28,7 @@ from cadenza.simulation.cadenza_strategy import CadenzaStrategy, reset_seed
 from cadenza.simulation.experiment import Trial
 from cadenza.simulation.figures import RunFigures, UsageTotals
 from cadenza.simulation.strategy import StrategySettings, run_training
-from cadenza.simulation.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find, trace_of
+from cadenza.simulation.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find_workload, trace_of
 
 SPEED = 50.0
 """Seconds of the cost model in one of the wall clock."""
@@ -51,7 +51,7 @@ class ScheduleCase:
 CASES = (
     ScheduleCase(
         # One trainer is faster than the others' by as much as makes it the share that 5 of 32 are.
-        replace(find(f"W2x{GPUS}"), train_seconds=TRAIN_SECONDS_PER_TOKEN * (1 / GPUS) / (5 / 32)),
+        replace(find_workload(f"W2x{GPUS}"), train_seconds=TRAIN_SECONDS_PER_TOKEN * (1 / GPUS) / (5 / 32)),
         alpha=1.0,
         steps=12,
         warm_up=4,
@@ -63,7 +63,7 @@ CASES = (
         },
     ),
     ScheduleCase(
-        find(f"W3x{GPUS}"),
+        find_workload(f"W3x{GPUS}"),
         alpha=0.0,
         steps=2,
         warm_up=1,

@@ -23,7 +23,7 @@ from cadenza.cluster.placement import Place, Placement
 from cadenza.cluster.worker import Worker
 from cadenza.cluster.worker_group import Backend, WorkerGroup, WorkerLaunch, gather_answers
 from cadenza.cluster.worker_handle import WorkerHandle
-from cadenza.off_loop import within
+from cadenza.off_loop import with_deadline
 
 W = TypeVar("W", bound=Worker)
 
@@ -155,7 +155,7 @@ class Cluster(Generic[W]):
             raise RuntimeError(f"{what}: the cluster {state}")
         try:
             dispatch_call = DispatchCall(self._methods[name], self.places, args, kwargs)
-            futures = await within(
+            futures = await with_deadline(
                 self._call_seconds, self._worker_group.submit(name, dispatch_call.calls), "call_seconds"
             )
         except Exception as error:

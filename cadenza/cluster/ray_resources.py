@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 from cadenza.cluster.placement import DeviceMap, Node, PlacementError, format_devices
 from cadenza.cluster.resources import ResourceManager
 from cadenza.cluster.worker import HeadLost
-from cadenza.off_loop import as_async, within
+from cadenza.off_loop import as_async, with_deadline
 
 try:
     ray: Any = import_module("ray")  # as Any: how much of it has types depends on its version
@@ -99,7 +99,7 @@ class RayResources(ResourceManager):
                 self._map = map
                 try:
                     work = as_async(self._create_placement_groups)(map, seconds)
-                    self._bundles = await within(seconds + SLACK_SECONDS, work, "start seconds")
+                    self._bundles = await with_deadline(seconds + SLACK_SECONDS, work, "start seconds")
                 except BaseException:
                     await self._remove_placement_groups()
                     raise
@@ -127,7 +127,7 @@ class RayResources(ResourceManager):
             finally:
                 if self._owns_connection:
                     self._owns_connection = False
-                    await within(SHUTDOWN_SECONDS, as_async(ray.shutdown)(), "shutdown seconds")
+                    await with_deadline(SHUTDOWN_SECONDS, as_async(ray.shutdown)(), "shutdown seconds")
 
     async def _remove_placement_groups(self) -> None:
         groups, self._placement_groups, self._bundles, self._map = self._placement_groups, [], {}, None
@@ -136,7 +136,7 @@ class RayResources(ResourceManager):
                 await self.check_head()
             except HeadLost:
                 return  # and with it all that was set aside
-            await within(SHUTDOWN_SECONDS, as_async(_remove_all)(groups), "shutdown seconds")
+            await with_deadline(SHUTDOWN_SECONDS, as_async(_remove_all)(groups), "shutdown seconds")
 
     def _create_placement_groups(self, map: DeviceMap, seconds: float) -> dict[int, ReservedDevice]:
         used = sorted({device for config in map.roles.values() for device in config.device_numbers})

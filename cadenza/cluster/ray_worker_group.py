@@ -26,7 +26,7 @@ from cadenza.cluster.ray_resources import RayResources
 from cadenza.cluster.worker import HeadLost, VersionMismatch, Worker, WorkerError, WorkerHost, WorkerLost
 from cadenza.cluster.worker_group import GRACE_SECONDS, BackgroundTasks, WorkerLaunch, gather_answers
 from cadenza.errors import DeadlinePassed
-from cadenza.off_loop import as_async, within
+from cadenza.off_loop import as_async, with_deadline
 
 ray: Any = import_module("ray")
 
@@ -173,7 +173,7 @@ class RayWorkerGroup:
             return  # nobody is left who could end them; they end with the job
         closed = [self._tasks.begin(answer_of(actor.close.remote())) for actor in actors]
         await asyncio.wait(closed, timeout=GRACE_SECONDS if self._has_lost_worker else CLOSE_SECONDS)
-        await within(CLOSE_SECONDS, as_async(_kill_all)(actors), "close seconds")
+        await with_deadline(CLOSE_SECONDS, as_async(_kill_all)(actors), "close seconds")
 
     async def _answer(self, ref: Any) -> Any:
         try:

@@ -24,7 +24,7 @@ from cadenza.cluster.ray_worker_group import (
 )
 from cadenza.cluster.worker import Worker, WorkerLost
 from cadenza.cluster.worker_handle import WorkerHandle
-from cadenza.off_loop import within
+from cadenza.off_loop import with_deadline
 
 ray: Any = import_module("ray")
 
@@ -63,7 +63,7 @@ class RayWorkerHandle(WorkerHandle):
 
     async def shutdown(self) -> None:
         try:
-            await within(CLOSE_SECONDS, answer_of(self._actor.close.remote()), "close seconds")
+            await with_deadline(CLOSE_SECONDS, answer_of(self._actor.close.remote()), "close seconds")
         finally:
             self.kill()
 
@@ -86,9 +86,9 @@ async def start_worker(
     actor = ray.remote(RayWorkerHost).options(num_cpus=0, scheduling_strategy="SPREAD").remote(place, "", module_path())
     handle = RayWorkerHandle(f"{place.role} {place.rank}", actor)
     try:
-        _, theirs = await within(seconds, answer_of(actor.handshake.remote()), "start_seconds")
+        _, theirs = await with_deadline(seconds, answer_of(actor.handshake.remote()), "start_seconds")
         check_versions(versions(), theirs, place)
-        await within(seconds, answer_of(actor.open.remote(worker_class, dict(init))), "start_seconds")
+        await with_deadline(seconds, answer_of(actor.open.remote(worker_class, dict(init))), "start_seconds")
     except BaseException:
         handle.kill()
         raise

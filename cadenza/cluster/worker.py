@@ -13,7 +13,7 @@ from typing import Any
 
 from cadenza.cluster.placement import Place
 from cadenza.cpu import limit_onednn
-from cadenza.errors import USER_CODE, InfrastructureError, raise_if_cancelled
+from cadenza.errors import USER_CODE_ERRORS, InfrastructureError, raise_if_cancelled
 from cadenza.off_loop import as_async, is_async
 
 
@@ -76,7 +76,7 @@ class WorkerHost:
                 return await function()
             async with self._call_lock:
                 return await as_async(function)()
-        except USER_CODE as error:
+        except USER_CODE_ERRORS as error:
             raise_if_cancelled(error)
             if isinstance(error, Exception):
                 raise

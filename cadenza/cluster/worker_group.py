@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from cadenza.cluster.dispatch import RankCall
 from cadenza.cluster.placement import Place, Placement
 from cadenza.cluster.worker import Worker, WorkerLost
-from cadenza.errors import DeadlinePassed, PeerLost
+from cadenza.errors import DeadlinePassed, OtherRanksLost
 
 if TYPE_CHECKING:
     from cadenza.cluster.worker_handle import WorkerHandle
@@ -122,7 +122,7 @@ async def _wait_for_root_cause(futures: Sequence[asyncio.Future[Any]]) -> None:
     ends = loop.time() + ROOT_CAUSE_SECONDS
     while waiting := [future for future in futures if not future.done()]:
         errors = [_error(future) for future in futures if future.done()]
-        is_unexplained = all(error is None or isinstance(error, PeerLost) for error in errors)
+        is_unexplained = all(error is None or isinstance(error, OtherRanksLost) for error in errors)
         if not is_unexplained or loop.time() >= ends:
             await asyncio.wait(waiting, timeout=GRACE_SECONDS)
             return
@@ -137,7 +137,7 @@ def _root_failure(what: str, places: Sequence[Place], futures: Sequence[asyncio.
         for place, future in zip(places, futures, strict=True)
         if future.done() and (error := _error(future)) is not None
     ]
-    failures.sort(key=lambda failure: (not isinstance(failure[1], WorkerLost), isinstance(failure[1], PeerLost)))
+    failures.sort(key=lambda failure: (not isinstance(failure[1], WorkerLost), isinstance(failure[1], OtherRanksLost)))
     place, error = failures[0]
     error.add_note(f"in {what}, {place}")
     for other, consequence in failures[1:4]:

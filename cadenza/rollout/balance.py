@@ -4,8 +4,8 @@ A decode step takes the longer the more context is in flight, so whoever shares 
 straggler. Every `balance_seconds` the heaviest replicas give a request each to the lightest: the one whose context
 comes nearest to half of what lies between them, so that both have the same afterwards.
 
-An answer that has written a slice on its replica is interrupted as long as others wait in line that have had no more:
-it goes on when it is its turn again (wait_queue.py), or at once if it turns out to be the first.
+An answer that has written a slice on its replica is interrupted as long as others wait that have had no more:
+it goes on when the wait queue calls it again (wait_queue.py), or at once if it is the first there.
 
 Invariant: a move is an interruption like any other. The balancer asks the source to abort the request and notes where
 its turn should go on; the tokens travel with the client of the turn, as they do over a suspension. A note that is not
@@ -27,7 +27,7 @@ from cadenza.rollout.failures import logger
 from cadenza.rollout.router import SEQUENCE_WEIGHT, ReplicaEntry, RouteRequest
 
 MAX_REPLICAS_PER_TICK = 128
-"""Replicas that one tick looks at; if there are more, they take turns."""
+"""Replicas that one tick looks at; if there are more, the next tick looks at the next ones."""
 REPLICAS_PER_MOVE = 8
 """One replica in so many gives a request away in one tick."""
 MAX_FILL_AFTER_MOVE = 0.7
@@ -61,8 +61,8 @@ class Balancer:
         self._next_start = 0
 
     def tick(self, entries: Sequence[ReplicaEntry], first: RouteRequest | None = None, waiting: int = 0) -> None:
-        """Even out the load of these entries, or of the next MAX_REPLICAS_PER_TICK of them. A note is good until the next tick.
-        So many wait in line, and `first` is the first of them."""
+        """Even out the load of these entries, or of the next MAX_REPLICAS_PER_TICK of them. A note is good until the
+        next tick. `waiting` requests are in the wait queue, and `first` is the first of them."""
         self._targets.clear()
         if len(entries) > MAX_REPLICAS_PER_TICK:
             start = self._next_start % len(entries)
@@ -115,7 +115,8 @@ def _requests_in_flight(entry: ReplicaEntry) -> Sequence[RequestProgress]:
 def requests_to_preempt(
     found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], first: RouteRequest
 ) -> list[tuple[ReplicaEntry, int]]:
-    """Who has had a slice where it is, and in all as many as the first in line; who has written most is first."""
+    """Who has had a slice where it is, and in all as many as the first in the wait queue; who has written most is
+    first."""
     size = first.slice_tokens
     leaving = [
         (-progress.written, progress.id, entry)
@@ -129,7 +130,8 @@ def requests_to_preempt(
 def moves_to_balance(
     found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], prefill_weight: float
 ) -> list[Move]:
-    """Moves from the heaviest entries to the lightest, one each. Entries with work that they do not tell are left alone."""
+    """Moves from the heaviest entries to the lightest, one each. Entries with work that they do not tell are left
+    alone."""
     told = [(entry, requests, _load(requests)) for entry, requests in found if requests or not entry.inflight]
     told.sort(key=lambda row: (row[2] / row[0].capacity, row[0].index))
     moves = []

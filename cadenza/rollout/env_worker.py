@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import cadenza.envs as envs
 import cadenza.rewards as rewards
 from cadenza.envs.protocol import EnvType
-from cadenza.errors import USER_CODE, DeadlinePassed, InfrastructureError, raise_if_cancelled
+from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import RequestRefused
-from cadenza.off_loop import forget, within
+from cadenza.off_loop import ignore_result, with_deadline
 from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
@@ -107,7 +107,7 @@ class EnvWorker:
         self.leaked_envs = 0
         """Envs whose `close` failed or did not return in time."""
         self.expired = 0
-        """LeaseDeadlines that ran out."""
+        """Leases that ran out."""
         self._queue = queue
         self._spawn = spawn
         self._seed = seed
@@ -188,7 +188,7 @@ class EnvWorker:
                 await self._rollout_function(task, handle, model)
                 if not trajectory.turns:
                     raise ValueError("the rollout returned without one turn of the model")
-            except USER_CODE as error:  # counted, shown once, bounded by a budget
+            except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
                 raise_if_cancelled(error)
                 if isinstance(error, ContextFull) and trajectory.turns:
                     trajectory.truncated = True
@@ -229,7 +229,7 @@ class EnvWorker:
             return
         try:
             trajectory.score = rewards.check(await self._compute_reward(reward, trajectory), domain)
-        except USER_CODE as error:  # counted, shown once, bounded by a budget
+        except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
             self._fail(attempt, "reward", error)
             return
@@ -240,7 +240,7 @@ class EnvWorker:
         """Call the reward; one that is late is asked again, because the tokens are worth more than the call."""
         for left in range(self._max_reward_tries - 1, -1, -1):
             try:
-                return await within(self.config.reward_seconds, reward(trajectory), "reward_seconds")
+                return await with_deadline(self.config.reward_seconds, reward(trajectory), "reward_seconds")
             except DeadlinePassed:
                 if not left:
                     raise
@@ -285,13 +285,13 @@ class EnvWorker:
         try:
             call = handle.call if handle is not None else None
             if call is not None and not call.done():
-                call.add_done_callback(forget)
+                call.add_done_callback(ignore_result)
                 await asyncio.wait([call], timeout=seconds)
-            await within(seconds, type.call("close", env.close)(), "close_seconds")
+            await with_deadline(seconds, type.call("close", env.close)(), "close_seconds")
         except DeadlinePassed:
             self.leaked_envs += 1
             logger.warning("close of an env of domain '%s' did not return in time; it is left behind", type.name)
-        except USER_CODE as error:  # counted and shown once
+        except USER_CODE_ERRORS as error:  # counted and shown once
             raise_if_cancelled(error)
             self.leaked_envs += 1
             self._queue.errors.add(f"close of domain '{type.name}'", error)
@@ -310,8 +310,8 @@ class EnvWorker:
 def sampling_key(seed: int, attempt: Attempt) -> int:
     """Key of the sampling randomness of an attempt: (seed, task, member, attempt)."""
     key = seed
-    for part in (attempt.group.key64, attempt.member, attempt.number):
-        key = ((key ^ part) + GOLDEN) & MASK64
+    for word in (attempt.group.key64, attempt.member, attempt.number):
+        key = ((key ^ word) + GOLDEN) & MASK64
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
         key ^= key >> 31
     return key

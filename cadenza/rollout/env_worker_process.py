@@ -1,6 +1,6 @@
 """An env worker in a process of its own: it runs the attempts that are leased to it.
 
-Invariant: every lease ends with one `SlotFreed`, when its env is closed, and with at most one verdict: a record or a
+Invariant: every lease ends with one `SlotFreed`, when its env is closed, and with at most one result: a record or a
 failure, and none if it was stopped. The scheduler's books are the ones that count; here is a copy of what is under way.
 ```
 scheduler (fleet.py) --AttemptLease, StopAttempt, Granted--> exchange --> EnvWorker: env <-> model --requests--> replica
@@ -32,7 +32,7 @@ from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 
 
 class AttemptLease(NamedTuple):
-    """The right to an attempt."""
+    """The env worker may run this attempt, in one of its slots."""
 
     id: int
     group: int
@@ -98,7 +98,7 @@ class EnvWorkerCrashed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EnvWorkerSpec:
-    """What an env worker is told at the start."""
+    """What an env worker needs to know at its start."""
 
     name: str
     config: EnvManagerConfig
@@ -111,7 +111,7 @@ class EnvWorkerSpec:
 
 
 class RemoteQueue:
-    """Stands for the queue and the ledger where the attempts run, and tells them what happens."""
+    """In an env worker's process it stands for the group queue and the ledger, and sends them what happens."""
 
     events = None
 
@@ -188,7 +188,7 @@ class RemoteQueue:
 
 
 class EnvWorkerProcess(Worker):
-    """The worker of the fleet: many envs in one process."""
+    """The worker of the fleet: a process that runs an `EnvWorker` with many envs."""
 
     def __init__(self, spec: EnvWorkerSpec) -> None:
         self._spec = spec

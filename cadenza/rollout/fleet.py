@@ -1,8 +1,8 @@
-"""SlotPool in other processes: a fleet of env workers.
+"""Slots in other processes: a fleet of env workers.
 
 Invariant: as in env_worker.py, a slot is free or runs one attempt, and it is freed once. Here the queue and its ledger
 decide; an env worker only tells. One that dies, or is silent, costs the attempts that ran on it: they fail as
-infrastructure and are tried again on the others, what was granted to it is given back, and another takes its place.
+infrastructure and are tried again on the others, what was granted to it is given back, and another one replaces it.
 What it finished before is kept: that belongs to the scheduler.
 
     fill() --AttemptLease--> env worker: env, rollout function, reward --SlotFreed, TrajectoryRecord--> put()
@@ -42,9 +42,9 @@ from cadenza.rollout.token_bundles import LazyTrajectory, TokenBundle, Trajector
 
 START_SECONDS = 600.0
 RETRY_SECONDS = 60.0
-"""Between two tries to start a worker in the place of one that died."""
+"""Between two tries to replace a worker that died."""
 MAX_LOSSES = 3
-"""Of every worker, in a row and without one trajectory in between, before the remote ends."""
+"""Of every worker, in a row and without one trajectory in between, before the run ends."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
@@ -54,6 +54,8 @@ class NoEnvWorkers(RolloutError):
 
 
 class _ReceivedRecord(NamedTuple):
+    """A record as it came, and the bundle with its tokens."""
+
     record: TrajectoryRecord
     bundle: TokenBundle
 

@@ -1,12 +1,14 @@
-"""GrantSource for whoever is not in the sampler's process.
+"""Grants for whoever is not in the sampler's process.
 
 Invariant: the sampler decides, also for those far away, and a grant is given back exactly once: by whoever got it, or
-by the grant server when that one is gone. What a request says and gets goes straight to the replica; only this goes here:
+by the grant server when that one is gone. A request and its answer go straight between client and replica; only this
+goes here:
 ```
-GrantClient.grant --GrantRequest--> GrantServer --sampler.grant--> Granted --> request to the replica, with the epoch of the grant
+GrantClient.grant --GrantRequest--> GrantServer --sampler.grant--> Granted --> request to the replica, with its epoch
 GrantClient.release --ReleaseGrant--> GrantServer --sampler.release
 ```
-A grant client stands where a sampler would (`GrantSource`), so that the model of an attempt does not see the difference.
+A grant client stands where a sampler would (`GrantSource`), so that the model of an attempt does not see the
+difference.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def replica_addresses(sampler: Sampler) -> list[ReplicaAddress]:
 
 
 def make_replica_entries(replica_addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
-    """Entries of one's own, to send requests to. Made inside the running loop."""
+    """Replica entries for another process, to send requests to. Called inside the running loop."""
     loop = asyncio.get_running_loop()
     entries = []
     for index, (name, devices, kv_capacity, endpoint) in enumerate(replica_addresses):
@@ -90,13 +92,13 @@ def make_replica_entries(replica_addresses: Sequence[ReplicaAddress], client: st
 
 
 class GrantRequest(NamedTuple):
-    """A grant is wanted."""
+    """A grant client asks its grant server for a grant."""
 
     number: int
-    """Of the question, among those of its grant client."""
+    """Of the grant request, among those of its grant client."""
     route_request: RouteRequest
     sticky: int
-    """ReplicaEntry, -1 for none."""
+    """Index of the replica entry, -1 for none."""
     cached: int
     continues: int
     """The request that came back interrupted, of which this one is the continuation; -1 for none."""
@@ -109,6 +111,8 @@ class CancelGrantRequest(NamedTuple):
 
 
 class Granted(NamedTuple):
+    """The answer to a `GrantRequest`: this replica, this gate epoch, and the id for the request."""
+
     number: int
     request: int
     entry: int
@@ -116,11 +120,15 @@ class Granted(NamedTuple):
 
 
 class GrantDenied(NamedTuple):
+    """The answer to a `GrantRequest` when the sampler raised."""
+
     number: int
     text: str
 
 
 class ReleaseGrant(NamedTuple):
+    """A request is over, and its grant is given back."""
+
     request: int
     outcome: RequestOutcome
     error: str = ""
@@ -128,16 +136,20 @@ class ReleaseGrant(NamedTuple):
 
 
 class EndSession(NamedTuple):
+    """A session is over: its replica need not keep the context."""
+
     entry: int
     session: int
 
 
 class ReportAnswerLength(NamedTuple):
+    """An answer had so many tokens: the router averages them."""
+
     tokens: int
 
 
 class GrantClient:
-    """This end."""
+    """Gets grants from a sampler in another process, through the `GrantServer` there."""
 
     def __init__(self, entries: Sequence[ReplicaEntry], namespace: int, send: Callable[[Any], None]) -> None:
         self.entries = entries
@@ -190,7 +202,7 @@ class GrantClient:
         error: ReplicaError | None,
         cached: int,
     ) -> int:
-        """The request itself stands for where its turn should go on: the grant server knows."""
+        """The request itself stands for where its turn should go on: the grant server knows where."""
         self._send(ReleaseGrant(request, outcome, str(error) if error is not None else "", cached))
         return request
 
@@ -220,7 +232,8 @@ class GrantClient:
 
 
 class GrantServer:
-    """The sampler's end, for one grant client."""
+    """Beside the sampler: answers the grant requests of one `GrantClient`, and gives back what it holds when it is
+    gone."""
 
     def __init__(self, sampler: Any, send: Callable[[Any], None]) -> None:
         """`sampler` is a `Sampler`, or a client of one."""
@@ -281,7 +294,7 @@ class GrantServer:
             self._send_grant(grant_request, entry)
         else:
             task = asyncio.get_running_loop().create_task(
-                self._wait_and_grant(grant_request, arguments), name="sampler grant server"
+                self._wait_and_grant(grant_request, arguments), name="grant server"
             )
             self._pending[grant_request.number] = task
 

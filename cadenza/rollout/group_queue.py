@@ -5,10 +5,10 @@ After the cut for v, of the groups that are started and not consumed,
 
     none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
 
-Batches taken ahead of their version move this along (`_remaining_demand`). Then no group is ever trained more than A versions
-after it began, and nothing has to be thrown away for it (docs/staleness.md has the proof). Two rules keep it, and both
-are here: `_limit` (reserve before a group starts) and `_may_cut` (take the oldest whole groups, and only when what is
-left still fits).
+Batches taken ahead of their version move this along (`_remaining_demand`). Then no group is ever trained more than A
+versions after it began, and nothing has to be thrown away for it (docs/staleness.md has the proof). Two rules keep it,
+and both are here: `_limit` (reserve before a group starts) and `_may_cut` (take the oldest whole groups, and only when
+what is left still fits).
 
     a free slot --issue()--> attempt runs --put()--> group whole --filter--> ready --take()--> batch
          ^                        |                     |
@@ -27,9 +27,9 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from cadenza.config import load_object
-from cadenza.errors import USER_CODE, InfrastructureError, raise_if_cancelled
+from cadenza.errors import USER_CODE_ERRORS, InfrastructureError, raise_if_cancelled
 from cadenza.observe.events import EventSink
-from cadenza.off_loop import as_async, within
+from cadenza.off_loop import as_async, with_deadline
 from cadenza.rollout import token_bundles
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, StalenessError, Stalled, UserErrors
@@ -175,7 +175,7 @@ class GroupQueueManager:
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
                 group.cause += f", member {member} failed {failures} x"
             elif self._initial_members < self._members:
-                self._start_extra_members(group)  # nobody else can take its place
+                self._start_extra_members(group)  # nobody else can replace it
             return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
         self.refill()
@@ -279,7 +279,7 @@ class GroupQueueManager:
 
     def restore(self, version: int, consumed: int, base: int, groups: list[Group]) -> None:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
-        its place and its age if members of it are finished, and only the others are issued again, under the next
+        its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
         self.version, self.consumed, self.base, self.started = version, consumed, base, consumed
         now = self._now()
@@ -429,12 +429,12 @@ class GroupQueueManager:
                 self.lose_group(group)
             return
         try:
-            keep = await within(self._filter_seconds, group_filter(trajectories), "reward_seconds")
+            keep = await with_deadline(self._filter_seconds, group_filter(trajectories), "reward_seconds")
             if inspect.isawaitable(keep):  # a plain function that returns what an async one gives
-                keep = await within(self._filter_seconds, keep, "reward_seconds")
+                keep = await with_deadline(self._filter_seconds, keep, "reward_seconds")
             if keep is None or keep != keep:
                 raise TypeError(f"group_filter returned {keep!r}; return True to keep the group, False to filter it")
-        except USER_CODE as error:  # counted, shown once, bounded by a budget
+        except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
             if self._filter_tasks.pop(group, None) is not None:
                 self.errors.add("group_filter", error)
@@ -465,7 +465,7 @@ class GroupQueueManager:
         self._wake()
 
     def _end_unconsumed(self, group: Group, fate: Fate, cause: str) -> None:
-        """End a group that no batch will hold; its place may be taken at once."""
+        """End a group that no batch will hold; another may begin at once."""
         if group.state is GroupState.READY:
             self._ready_by_version[group.begun] -= 1
         self._cancel_filter(group)

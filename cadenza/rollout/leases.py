@@ -1,6 +1,6 @@
 """A slot's right to an attempt: it expires instead of hanging.
 
-All leases are equally long, so renewing one moves it to the end of the line and the first in line expires first:
+All leases are equally long, so renewing one moves it to the end of the queue and the first in the queue expires first:
 one timer for all of them, and a renewal costs a dict operation.
 """
 

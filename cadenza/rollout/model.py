@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cadenza.errors import InfrastructureError, stopped
+from cadenza.errors import InfrastructureError, is_cancelled_from_outside
 from cadenza.inference.replica import (
     Finish,
     Generation,
@@ -70,7 +70,7 @@ class TokenCounter(Protocol):
 
 
 class ContextFull(Exception):
-    """There is no room for another token, or no turn left: the episode ends here, truncated."""
+    """No token more fits into the context, or no turn is left: the episode ends here, truncated."""
 
 
 class Reply:
@@ -232,7 +232,7 @@ class Model:
                 outcome, self._cached = RequestOutcome.SERVED, context + len(generation.tokens)
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
-                if not stopped(error):  # the engine's own
+                if not is_cancelled_from_outside(error):  # the engine's own
                     self._emit("answer", "error")
                     outcome, replica_error = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
                     continue
@@ -279,7 +279,7 @@ class Model:
 
 
 def _concatenate(first: Generation, then: Generation) -> Generation:
-    """Two consecutive parts of one turn."""
+    """Two consecutive generations of one turn."""
     spans = list(first.spans)
     for span in then.spans:
         if spans and spans[-1].version == span.version:

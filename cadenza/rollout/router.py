@@ -4,15 +4,15 @@ A session wants the replica that holds its prefix, the first turn of a group mem
 prompt, and everybody the replica under the least pressure. What these wishes are worth is weighed in time, summed over
 all who wait for it. To leave costs the prefill of the prefix, which holds up everybody on the other replica. To stay
 costs, with every token of the answer, a decode step that is longer by the context which the replica has in excess. A
-replica without room is left anyway. Pressure is the context that is to be expected: what was granted, and for each
-request half of the answer it is going to write, so that a long context that comes back weighs as much as it will.
+replica without free KV cache is left anyway. Pressure is the context that is to be expected: what was granted, and for
+each request half of the answer it is going to write, so that a long context that comes back weighs as much as it will.
 
 A session that is away, with its env, keeps its context in the cache of its replica, and so it counts there. Where the
-contexts do not fit any more, sessions that are away give way to older groups, and a turn that finds no room waits
-(wait_queue.py). An engine would throw contexts out in the order of their last use, which is the order in which they come
-back, so that everybody would prefill everything with every turn.
+contexts do not fit any more, sessions that are away give way to older groups, and a turn that finds no capacity waits
+(wait_queue.py). An engine would throw contexts out in the order of their last use, which is the order in which they
+come back, so that everybody would prefill everything with every turn.
 
-The least loaded replica is on top of a heap whose entries may be old; an entry whose pressure is not its entry's
+The least loaded replica is on top of a heap whose items may be old; an item whose pressure is not its replica's
 any more is dropped when it surfaces. So a decision costs O(log replicas) and nothing per session.
 """
 
@@ -48,7 +48,7 @@ class ReplicaState(Enum):
 
 
 class RouteRequest(NamedTuple):
-    """What a request asks for."""
+    """What the router must know of a request to choose a replica for it."""
 
     session: int
     group: int
@@ -62,21 +62,21 @@ class RouteRequest(NamedTuple):
 
     @property
     def priority(self) -> tuple[int, int]:
-        """In the line: who has had fewer slices is first, and of these the oldest."""
+        """In the wait queue: who has had fewer slices is first, and of these the oldest group."""
         return self.slices, self.group_number
 
 
 class CachedContext(NamedTuple):
-    """The context of a session that is away."""
+    """The context that a session left in the KV cache of a replica, while its env runs."""
 
     context: int
     group_number: int
     until: float
-    """When younger ones may have its room."""
+    """When younger ones may evict it."""
 
 
 class ReplicaEntry:
-    """A replica's place in the sampler: its state, what is in flight on it, and how much that weighs."""
+    """What the sampler knows of one replica: its state, what is in flight on it, and how much that weighs."""
 
     __slots__ = (
         "cached_contexts", "cached_tokens", "capacity", "failures", "gone", "index", "inflight", "inflight_tokens",
@@ -144,7 +144,7 @@ class Router:
     def admit(
         self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float
     ) -> ReplicaEntry | None:
-        """The entry for the next turn of a session; None if there is none with room for it."""
+        """The entry for the next turn of a session; None if no replica has the KV-cache capacity."""
         own = sticky.cached_contexts.get(route_request.session) if sticky is not None and cached else None
         if own is None:
             sticky = None
@@ -212,11 +212,11 @@ class Router:
         self._update_load(entry, -context)
 
     def _make_capacity(self, entry: ReplicaEntry, route_request: RouteRequest, own: int, now: float) -> bool:
-        """Whether there is room for a turn, `own` tokens of which are there: sessions that are away give way, as far as
-        they must, the youngest first. An empty replica has room for anything. What is going to be written counts only
-        where answers give way after a slice, half a slice each, or half a mean answer, and then the whole cache is
-        given out: so the others wait in line, where who has had fewer slices goes first. Else it does not: sequences
-        that begin together grow together, and by then others have ended."""
+        """Whether the KV cache can take a turn, `own` tokens of which are there: sessions that are away give way, as
+        far as they must, the youngest first. An empty replica can take anything. What is going to be written counts
+        only where answers give way after a slice, half a slice each, or half a mean answer, and then the whole cache is
+        given out: so the others wait in the queue, where who has had fewer slices goes first. Else it does not:
+        sequences that begin together grow together, and by then others have ended."""
         missing: float = entry.inflight_tokens + entry.cached_tokens + route_request.context - own
         if route_request.slice_tokens:
             missing += (entry.inflight + 1) * min(self.mean_answer, route_request.slice_tokens) / 2 - entry.capacity

@@ -5,7 +5,7 @@ each replica refuses what is older, so that when `suspend` returns no token is b
 was on its way. A replica that does not answer a control call within its deadline is given up: killed, out of the
 routing table for good, its requests routed again with the tokens they had.
 
-    grant() waits for:  the gate (opened by resume), a replica (brought by expand), and room in its KV cache (wait_queue.py)
+    grant() waits for:  the gate (opened by resume), a replica (brought by expand), and KV-cache capacity (wait_queue.py)
     suspend, resume, load_weights, shrink, expand: one at a time, event-driven; none of them delays a grant to a
     replica it does not touch
     health check: woken by time; gives up replicas with work but without progress
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 class RequestOutcome(Enum):
-    """What a request says about the replica that had it."""
+    """How a request ended, as far as it speaks for or against its replica."""
 
     SERVED = "served"
     """It answered."""
@@ -130,8 +130,8 @@ class Sampler:
         moved_to: ReplicaEntry | None = None,
     ) -> ReplicaEntry:
         """A replica for a request, `cached` tokens of which the sticky one may hold, as soon as the gate is open and
-        there is room. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever gets it
-        calls `release` with the same route_request."""
+        its KV cache has capacity. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever
+        gets it calls `release` with the same `route_request`."""
         waited = False
         while (entry := self.grant_now(route_request, sticky, cached, moved_to)) is None:
             if self._gate.is_open:
@@ -151,8 +151,8 @@ class Sampler:
         cached: int = 0,
         moved_to: ReplicaEntry | None = None,
     ) -> ReplicaEntry | None:
-        """The same for whoever does not want to wait; None when the gate is closed, or when there is no room. An answer
-        that has had a slice and gets None gives up the room that it had."""
+        """The same for whoever does not want to wait; None when the gate is closed, or when no KV cache has capacity.
+        An answer that has had a slice and gets None gives up the cache that it had."""
         if self._closed:
             raise InfrastructureError("the sampler is closed")
         if not self._gate.is_open:
@@ -165,13 +165,13 @@ class Sampler:
             home = sticky if sticky is not None and route_request.session in sticky.cached_contexts else None
             if not self._wait_queue.has_earlier(route_request) or (
                 home is not None and not route_request.slices
-            ):  # who has a place keeps it
+            ):  # who has its context cached keeps it
                 found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
             if found is None:
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
                 if home is not None and route_request.slices:
-                    self.end_session(home, route_request.session)  # an answer that gives way keeps no room
+                    self.end_session(home, route_request.session)  # an answer that gives way keeps no cache
                 return None
             entry = found
         if sticky is not None:

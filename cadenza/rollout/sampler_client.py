@@ -3,7 +3,7 @@
 What is known here of the version and the gate may be a moment old; `refresh` asks. A scheduler refreshes before it
 cuts a batch, so that a version which the controller has published before counts.
 
-Invariant: calls arguments the gate are sent one after the other, in the order in which they were made, because calls to an
+Invariant: calls about the gate are sent one after the other, in the order in which they were made, because calls to an
 async actor may overtake each other. A scheduler is connected: no call of it waits longer than the channel, and when the
 sampler is gone, or silent, all of them end with `NoReplicas`; and when the scheduler is gone, what it holds is given
 back. A controller that only calls is not: it may have another loop for every call, and its hold stays until it resumes.
@@ -20,7 +20,7 @@ from cadenza.cluster.channel import Channel
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
-from cadenza.off_loop import within
+from cadenza.off_loop import with_deadline
 from cadenza.rollout.failures import logger
 from cadenza.rollout.grants import GrantClient, ReplicaAddress, make_replica_entries
 from cadenza.rollout.model import Codec
@@ -55,7 +55,7 @@ class SamplerClient:
         self._lost_because: asyncio.Future[str] | None = None
         """Why the sampler does not answer any more."""
         self._last: asyncio.Task[None] | None = None
-        """The last call arguments the gate."""
+        """The last call about the gate."""
         self._state_number = -1
         self._remote_opened_at = 0.0
         self._counters: Mapping[str, float] = {}
@@ -162,10 +162,10 @@ class SamplerClient:
         return self._in_order("resume", key)
 
     def _in_order(self, method: str, *args: Any) -> asyncio.Task[None]:
-        """A call arguments the gate, after those before it, and to its end, whether somebody waits for it or not."""
+        """A call about the gate, after those before it, and to its end, whether somebody waits for it or not."""
         call = self._call_after(self._last, method, *args)
         self._last = task = asyncio.get_running_loop().create_task(call, name=f"sampler {method}")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be nobody to receive it
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be nobody to hear it
         return task
 
     async def _call_after(self, before: asyncio.Task[None] | None, method: str, *args: Any) -> None:
@@ -179,7 +179,7 @@ class SamplerClient:
         async with self._connect_lock:
             if self._channel is None:
                 try:
-                    self.addresses = await within(START_SECONDS, self._process.about(), "start seconds")
+                    self.addresses = await with_deadline(START_SECONDS, self._process.about(), "start seconds")
                 except InfrastructureError as error:
                     raise NoReplicas(f"the sampler does not answer: {error}") from error
                 self._lost_because = asyncio.get_running_loop().create_future()
@@ -190,7 +190,7 @@ class SamplerClient:
                 channel.open()
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """What the sampler answers. It may take its time, but the channel, if there is one, must receive of it."""
+        """What the sampler answers. It may take its time, but the channel, if there is one, must stay alive."""
         call = asyncio.ensure_future(self._process.call(method, *args))
         either: list[asyncio.Future[Any]] = [call]
         if self._lost_because is not None and self._lost_because.get_loop() is asyncio.get_running_loop():

@@ -44,7 +44,7 @@ class SamplerState(NamedTuple):
 
 
 class _ConnectedClient:
-    """A scheduler that calls."""
+    """A scheduler that is connected to this sampler: its mailbox and its grant server."""
 
     def __init__(self, sampler: Sampler) -> None:
         self.mailbox = Mailbox(self._on_message)
@@ -56,7 +56,7 @@ class _ConnectedClient:
 
 
 class SamplerProcess(Worker):
-    """Holds the sampler. Its replicas are worker handles, or replicas in the same process."""
+    """The worker whose process holds the sampler. Its replicas are worker handles, or replicas in the same process."""
 
     def __init__(self, replicas: Sequence[WorkerHandle | Replica], config: SamplerConfig | None) -> None:
         self._endpoints = tuple(replicas)

@@ -46,7 +46,7 @@ class InferenceCluster(Protocol):
 
 
 class RolloutResources(Protocol):
-    """What the scheduler needs of the resource manager."""
+    """What the scheduler needs of the resource manager: its devices and its backend."""
 
     @property
     def devices(self) -> Sequence[int]: ...
@@ -189,7 +189,7 @@ class RolloutScheduler:
     # -- over a restart ------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> None:
-        """Write into this directory what another process needs to go on: the place in the order of the tasks, the
+        """Write into this directory what another process needs to go on: the position in the order of the tasks, the
         finished rollouts, the counters. Generation may be under way. A batch that `get_batch` gave out counts as
         trained: save after its train step. Called on the loop."""
         if (error := self.queue.ended) is not None:

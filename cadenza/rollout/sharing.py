@@ -1,4 +1,4 @@
-"""Devices that generate and train by turns: when they are lent to generation, and when they are taken back.
+"""Devices that generate and train alternately: when they are lent to generation, and when they are taken back.
 
 Invariant: while the actor has the shared devices, no replica on them is granted to or generates, and its requests go on
 elsewhere from the tokens they had; while they are lent, the actor's states are out of the way. Both are done to their
@@ -10,7 +10,7 @@ train -> publish -> lend, if it pays -> all devices generate -> the batch is who
 Where no other replica is alive, those on the shared devices generate beside the actor: a run that has one goes on.
 
 The batch is whole when the buffer holds what the next train step needs. Whether lending pays is decided from what was
-measured in the same place of earlier steps. With m tokens to be written until then, at a rate g without the shared
+measured at the same point of earlier steps. With m tokens to be written until then, at a rate g without the shared
 devices and G with them, it does if
 ```
 lend + (m - g * lend) / G + take back  <  m / g        (seconds; while the devices change hands, the others write)
@@ -52,7 +52,7 @@ class DecayingRate:
 
 
 class LendingRule:
-    """Whether lending pays. It only counts; whoever lends tells it what came of it."""
+    """Decides whether lending pays. It only counts; whoever lends tells it what came of it."""
 
     def __init__(self) -> None:
         self.lend_seconds = DecayingRate()
@@ -66,7 +66,7 @@ class LendingRule:
         """Decisions since each choice was last made."""
 
     def expected_wait(self, missing: int, *, lent: bool) -> float:
-        """Seconds until the actor can train, with so many groups missing now; 0 while do_nothing is known of it."""
+        """Seconds until the actor can train, with so many groups missing now; 0 while nothing is known of it."""
         tokens, alone = missing * (self.group_tokens.value or 0.0), self.rates[False].value or 0.0
         if not lent:
             return tokens / alone if alone else 0.0
@@ -95,7 +95,7 @@ class LendingRule:
 
 
 class GroupBuffer(Protocol):
-    """How full it is."""
+    """What is needed of the group queue: how many groups it holds."""
 
     @property
     def ready(self) -> int:
@@ -104,7 +104,7 @@ class GroupBuffer(Protocol):
 
 
 class ResizableScheduler(Protocol):
-    """What is needed of the scheduler."""
+    """What is needed of the scheduler: its sampler can shrink and expand."""
 
     @property
     def sampler(self) -> Any: ...
@@ -134,7 +134,8 @@ class SharedDevices:
         offload: Callable[[], Awaitable[object]] = do_nothing,
         reload: Callable[[], Awaitable[object]] = do_nothing,
     ) -> None:
-        """`batch_groups` groups are a batch; `offload` and `reload` take the actor's states off the devices and back."""
+        """A batch has `batch_groups` groups; `offload` and `reload` take the actor's states off the devices and
+        back."""
         self.devices = tuple(devices)
         self.is_lent = False
         self.times_lent = 0

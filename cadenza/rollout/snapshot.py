@@ -1,6 +1,6 @@
 """The state of the rollouts on disk: what a killed run needs to go on.
 
-    rollouts.json    the place in the order of the tasks, the counters, the open groups and their attempts
+    rollouts.json    the position in the order of the tasks, the counters, the open groups and their attempts
     turns/           the tokens of finished members, one row per turn (a `DataProto`)
 
 Invariant: a saved state is the account of one moment, and it adds up. Whoever restores it takes the life that went on
@@ -99,7 +99,7 @@ class SavedDomain(msgspec.Struct, frozen=True):
     drawn: int
     started: int
     last: str | None
-    """The task that was drawn last: another one in its place means that the order has changed."""
+    """The task that was drawn last: another one at its position means that the order has changed."""
     again: list[SavedTask]
 
 

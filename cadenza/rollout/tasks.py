@@ -1,4 +1,4 @@
-"""Where tasks come from, and whose turn it is.
+"""Where tasks come from, and which domain is next.
 
 Domains share the groups by weight (stride scheduling): the next group belongs to the domain that has the fewest
 started groups per weight. A group that is filtered or retired is handed back, so that the mix that is trained, and
@@ -20,7 +20,8 @@ class Domain:
     """The tasks of one kind, and how many of its groups and envs are under way."""
 
     __slots__ = (
-        "count", "drawn", "max_envs", "name", "pending", "running", "source", "started", "task_at", "to_redraw", "weight",
+        "count", "drawn", "max_envs", "name", "pending", "running", "source", "started",
+        "task_at", "to_redraw", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, config: DomainConfig, first_seed: int) -> None:
@@ -32,7 +33,7 @@ class Domain:
         self.source = _source(config.tasks, first_seed)
         """Where the tasks come from, in words: a resumed run must say the same."""
         self.task_at = _tasks(name, config.tasks, first_seed)
-        """The task at a place of the order, None behind the last one."""
+        """The task at a position of the order, None behind the last one."""
         self.drawn = 0
         """How far the order was followed."""
         self.to_redraw: deque[Task] = deque()
@@ -85,7 +86,7 @@ class Domains:
         return oldest
 
     def draw(self) -> tuple[Domain, Task] | None:
-        """The task of the next group, from the domain that is furthest behind its share and has room."""
+        """The task of the next group, from the domain that is furthest behind its share and may have another env."""
         while True:
             behind: Domain | None = None
             for domain in self._list:

@@ -25,7 +25,7 @@ class TrajectoryRecord(NamedTuple):
 
     id: int
     row: int
-    """Its place in the bundle that came with it."""
+    """Its row in the bundle that came with it."""
     score: float
     terminated: bool
     truncated: bool
@@ -38,7 +38,7 @@ class TrajectoryRecord(NamedTuple):
 
 
 class BundleArrays(NamedTuple):
-    """What is in a bundle."""
+    """The flat arrays of a `TokenBundle`."""
 
     tokens: Any
     """Prompt and response of every turn, int32."""
@@ -69,7 +69,7 @@ def pack(trajectories: Sequence[Trajectory]) -> BundleArrays:
 
 
 class TokenBundle:
-    """The turns of some trajectories, wherever they are."""
+    """The tokens of some trajectories, in the process that made them until they are fetched."""
 
     __slots__ = ("_arrays", "_starts", "clock_offset", "handle", "worker")
 
@@ -86,7 +86,7 @@ class TokenBundle:
         return self._arrays is not None
 
     def receive(self, arrays: BundleArrays) -> None:
-        """It has come."""
+        """Its arrays have come."""
         counts = arrays.counts
         self._arrays = arrays
         self._starts = (

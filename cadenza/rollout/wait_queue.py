@@ -1,8 +1,8 @@
-"""Where turns wait: at the gate, and in line for room in the KV caches.
+"""Where turns wait: at the gate, and in a queue for KV-cache capacity.
 
-Invariant of the line: whose answer has had the fewest slices is first, and of these the oldest group; and whoever
+Invariant of the queue: whose answer has had the fewest slices is first, and of these the oldest group; and whoever
 leaves it, by a cancellation too, lets the next one look.
-No wait is endless: the first in line looks again every RETRY_SECONDS, whatever happens meanwhile.
+No wait is endless: the first in the queue looks again every RETRY_SECONDS, whatever happens meanwhile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Gate:
 
 
 class WaitQueue:
-    """Turns that wait, by their places: the lower, the earlier."""
+    """Turns that wait for KV-cache capacity, ordered by `RouteRequest.priority`: the lower, the earlier."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int, RouteRequest, asyncio.Future[None]]] = []
@@ -82,7 +82,7 @@ class WaitQueue:
             self._woken.pop(number, None)
 
     def wake_next(self) -> None:
-        """There may be room for one."""
+        """Capacity may have become free: wake the first waiter, which asks the router again."""
         while self._heap:
             _, number, route_request, waiter = heapq.heappop(self._heap)
             if not waiter.done():

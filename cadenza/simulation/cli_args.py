@@ -11,7 +11,7 @@ from typing import Any
 from cadenza.simulation.experiment import STRATEGIES
 from cadenza.simulation.strategy import StrategySettings
 from cadenza.simulation.traces import COSTS, read_run, read_trace
-from cadenza.simulation.workloads import WORKLOADS, Workload, find
+from cadenza.simulation.workloads import WORKLOADS, Workload, find_workload
 
 COST_KEYS = {"a": "a", "b": "b", "c": "c", "p": "p", "kv": "kv_capacity", "running": "max_running"}
 """How a cost is given on the command line, and the field of the cost model that it is."""
@@ -42,7 +42,7 @@ def workload(name: str, *, needs_costs: bool = True) -> Workload:
         elif path.is_dir() and name not in WORKLOADS:
             found = read_run(path, needs_costs=needs_costs)
         else:
-            return find(name)
+            return find_workload(name)
     except ValueError as error:
         raise InvalidArgument(str(error)) from None
     return replace(found, name=name) if _ships(found.name) else found
@@ -50,7 +50,7 @@ def workload(name: str, *, needs_costs: bool = True) -> Workload:
 
 def _ships(name: str) -> bool:
     try:
-        find(name)
+        find_workload(name)
     except ValueError:
         return False
     return True
@@ -79,10 +79,10 @@ def settings(text: str) -> dict[str, Any]:
     """Fields of `StrategySettings` that are to be as given: 'parts=1,balance_seconds=0'."""
     types = {name: type(value) for name, value in asdict(StrategySettings()).items()}
     found: dict[str, Any] = {}
-    for part in split(text, "settings") if text else []:
-        name, separator, value = part.partition("=")
+    for item in split(text, "settings") if text else []:
+        name, separator, value = item.partition("=")
         if not separator or name not in types:
-            raise InvalidArgument(f"settings '{part}' is not known; give key=value of {', '.join(types)}")
+            raise InvalidArgument(f"settings '{item}' is not known; give key=value of {', '.join(types)}")
         try:
             found[name] = types[name](value)
         except ValueError:
@@ -96,10 +96,10 @@ def with_cost(workload: Workload, text: str) -> Workload:
     tokens, or a name and then what differs. What is not given stays as it is."""
     cost, train = workload.cost, workload.train_seconds
     values: dict[str, float] = {}
-    for number, part in enumerate(split(text, "model cost")):
-        key, separator, value = part.partition("=")
-        if not separator and not number and part in COSTS:
-            cost = COSTS[part]
+    for number, item in enumerate(split(text, "model cost")):
+        key, separator, value = item.partition("=")
+        if not separator and not number and item in COSTS:
+            cost = COSTS[item]
         elif separator and key in (*COST_KEYS, "train"):
             try:
                 values[key] = float(value)
@@ -110,7 +110,7 @@ def with_cost(workload: Workload, text: str) -> Workload:
         else:
             keys = ", ".join((*COST_KEYS, "train"))
             raise InvalidArgument(
-                f"model cost '{part}' is not known; begin with {', '.join(COSTS)}, or give key=value of {keys}"
+                f"model cost '{item}' is not known; begin with {', '.join(COSTS)}, or give key=value of {keys}"
             )
     train = values.pop("train", train)
     changed: dict[str, Any] = {COST_KEYS[key]: value for key, value in values.items()}
@@ -124,7 +124,7 @@ def with_cost(workload: Workload, text: str) -> Workload:
 
 
 def split(names: str, what: str) -> list[str]:
-    parts = [part.strip() for part in names.split(",")]
-    if not all(parts):
+    items = [item.strip() for item in names.split(",")]
+    if not all(items):
         raise InvalidArgument(f"{what} must be names with commas between them, got '{names}'")
-    return list(dict.fromkeys(parts))
+    return list(dict.fromkeys(items))

@@ -15,7 +15,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from cadenza.errors import USER_CODE
+from cadenza.errors import USER_CODE_ERRORS
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         future: asyncio.Future[T] = self.create_future()
         try:
             result = func(*args)
-        except USER_CODE as error:  # the error belongs to whoever awaits the future
+        except USER_CODE_ERRORS as error:  # the error belongs to whoever awaits the future
             self.call_later(cost, _settle, future, None, error)
         else:
             self.call_later(cost, _settle, future, result, None)
@@ -149,8 +149,8 @@ def _innermost(task: asyncio.Task[Any]) -> str:
     awaited: Any = task.get_coro()
     while awaited is not None and hasattr(awaited, "cr_frame"):
         frame = awaited.cr_frame
-        place = f":{frame.f_lineno}" if frame is not None else ""
-        chain.append(f"{awaited.__qualname__}{place}")
+        line = f":{frame.f_lineno}" if frame is not None else ""
+        chain.append(f"{awaited.__qualname__}{line}")
         awaited = awaited.cr_await
     return " > ".join(chain) + (f" waits for {awaited!r}" if awaited is not None else "")
 

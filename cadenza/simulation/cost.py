@@ -65,8 +65,8 @@ def seeded_tokens(seed: int, offset: int, count: int, vocab: int) -> tuple[Token
     tokens, logprobs = _table(vocab)
     start = ((seed * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> (64 - _TABLE_BITS)) + offset
     if start + count > len(tokens):
-        places = np.arange(start, start + count) & ((1 << _TABLE_BITS) - 1)
-        return tokens[places], logprobs[places]
+        positions = np.arange(start, start + count) & ((1 << _TABLE_BITS) - 1)
+        return tokens[positions], logprobs[positions]
     return tokens[start : start + count], logprobs[start : start + count]
 
 

@@ -44,14 +44,14 @@ def show(out: Path, *, seed: int, fast: bool) -> int:
     console = Console(highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     run = DemoRun(seed)
-    with _quiet(), _interruptible(run), _screen(console, run, fast) as screen:
-        clock.run(lambda: run.play(screen.see))
+    with _quiet(), _interruptible(run), _view(console, run, fast) as view:
+        clock.run(lambda: run.play(view.update))
     timeline = build_timeline(run.events)
     console.print()
-    adds_up = _ledger(console, run, timeline)
-    _adventure(console, run, timeline)
-    _plots(console, timeline, out, f"cadenza demo, seed {seed}")
-    _next(console, seed)
+    adds_up = _print_ledger(console, run, timeline)
+    _print_failed_attempt(console, run, timeline)
+    _write_plots(console, timeline, out, f"cadenza demo, seed {seed}")
+    _print_next_commands(console, seed)
     return 0 if adds_up else 1
 
 
@@ -86,11 +86,11 @@ def _interruptible(run: DemoRun) -> Iterator[None]:
 class DemoView(Protocol):
     """Whoever watches the run."""
 
-    def see(self, snapshot: DemoSnapshot) -> None: ...
+    def update(self, snapshot: DemoSnapshot) -> None: ...
 
 
 @contextlib.contextmanager
-def _screen(console: Console, run: DemoRun, fast: bool) -> Iterator[DemoView]:
+def _view(console: Console, run: DemoRun, fast: bool) -> Iterator[DemoView]:
     if not console.is_terminal:
         yield DemoTextView(console, run)
         return
@@ -107,7 +107,7 @@ class DemoTextView:
         self._batches = self._notes = 0
         console.print(f"cadenza demo, {NOTE}", soft_wrap=True)
 
-    def see(self, snapshot: DemoSnapshot) -> None:
+    def update(self, snapshot: DemoSnapshot) -> None:
         run = self._run
         new = [(when, f"{when:7.1f} s  {text}") for when, text in run.notes[self._notes :]]
         new += [(batch.time, f"{batch.time:7.1f} s  {_sentence(batch)}") for batch in run.batches[self._batches :]]
@@ -134,7 +134,7 @@ class DemoTerminalView:
         self._began = time.perf_counter()
         self._drawn = 0.0
 
-    def see(self, snapshot: DemoSnapshot) -> None:
+    def update(self, snapshot: DemoSnapshot) -> None:
         now = time.perf_counter()
         early = self._began + snapshot.time / self._pace - now if self._pace else 0.0
         if early > 0:
@@ -237,7 +237,7 @@ def _panel(title: str, inside: RenderableType, width: int) -> Panel:
 # -- when it is over ---------------------------------------------------------------------------------------------------
 
 
-def _ledger(console: Console, run: DemoRun, timeline: Timeline) -> bool:
+def _print_ledger(console: Console, run: DemoRun, timeline: Timeline) -> bool:
     """The account of all attempts and all tokens; returns whether it adds up."""
     ledger = run.scheduler.ledger
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
@@ -264,15 +264,15 @@ def _ledger(console: Console, run: DemoRun, timeline: Timeline) -> bool:
     return all(sums)
 
 
-def _sum(console: Console, what: str, total: int, parts: Mapping[str, int]) -> bool:
-    right = sum(parts.values()) == total
-    verdict = "[green]adds up[/]" if right else f"[bold red]does not add up: {sum(parts.values()):,}[/]"
-    terms = " + ".join(f"{count:,} {escape(name)}" for name, count in parts.items())
-    console.print(f"{total:,} {what} = {terms}: {verdict}", soft_wrap=True)
+def _sum(console: Console, what: str, total: int, terms: Mapping[str, int]) -> bool:
+    right = sum(terms.values()) == total
+    verdict = "[green]adds up[/]" if right else f"[bold red]does not add up: {sum(terms.values()):,}[/]"
+    text = " + ".join(f"{count:,} {escape(name)}" for name, count in terms.items())
+    console.print(f"{total:,} {what} = {text}: {verdict}", soft_wrap=True)
     return right
 
 
-def _adventure(console: Console, run: DemoRun, timeline: Timeline) -> None:
+def _print_failed_attempt(console: Console, run: DemoRun, timeline: Timeline) -> None:
     """One attempt that failed and the try after it, in the words of the scheduler."""
     keys = [attempt.key for attempt in timeline.attempts]
     failed = [
@@ -290,7 +290,7 @@ def _next_try(key: str) -> str:
     return f"{member}#{int(number) + 1}"
 
 
-def _plots(console: Console, timeline: Timeline, out: Path, title: str) -> None:
+def _write_plots(console: Console, timeline: Timeline, out: Path, title: str) -> None:
     console.print("\n[bold]The timeline[/]")
     try:
         write_png(timeline, out / "timeline.png", title=title)
@@ -301,7 +301,7 @@ def _plots(console: Console, timeline: Timeline, out: Path, title: str) -> None:
     console.print(f"{out / 'timeline.html'}  [dim]in a browser: hover, zoom, click an attempt[/]", soft_wrap=True)
 
 
-def _next(console: Console, seed: int) -> None:
+def _print_next_commands(console: Console, seed: int) -> None:
     console.print("\n[bold]Next[/]")
     table = Table.grid(padding=(0, 3))
     table.add_row(f"[cyan]cadenza demo --seed {seed + 1}[/]", "another run")

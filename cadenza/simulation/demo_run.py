@@ -52,12 +52,12 @@ class DemoFaults:
 
     @classmethod
     def draw(cls, seed: int) -> DemoFaults:
-        dice = random.Random(f"faults {seed}")
+        rng = random.Random(f"faults {seed}")
         return cls(
-            hanging_env=dice.randrange(100, 300),
-            vanishing_envs=frozenset(dice.sample(range(300, 700), 2)),
-            crash_step=dice.randrange(6, 8),
-            crashing_replica=dice.randrange(1, REPLICAS),
+            hanging_env=rng.randrange(100, 300),
+            vanishing_envs=frozenset(rng.sample(range(300, 700), 2)),
+            crash_step=rng.randrange(6, 8),
+            crashing_replica=rng.randrange(1, REPLICAS),
         )
 
 
@@ -80,7 +80,7 @@ class SandboxEnv:
     def __init__(self, world: DemoWorld) -> None:
         self._number = world.next_env()
         self._world = world
-        self._dice = random.Random(f"env {world.seed} {self._number}")
+        self._rng = random.Random(f"env {world.seed} {self._number}")
         self._turn = 0
         self._turns = 0
         self._ease = 0.0
@@ -98,11 +98,11 @@ class SandboxEnv:
             await self._misbehave()
         await self._work(1.2)
         done = self._turn >= self._turns
-        reward = float(done and self._dice.random() < self._ease)
-        return PROMPT[: self._dice.randrange(150, 800)], reward, done, False, {}
+        reward = float(done and self._rng.random() < self._ease)
+        return PROMPT[: self._rng.randrange(150, 800)], reward, done, False, {}
 
     async def _work(self, median: float) -> None:
-        await asyncio.sleep(min(self._dice.lognormvariate(math.log(median), 0.7), LEASE_SECONDS / 2))
+        await asyncio.sleep(min(self._rng.lognormvariate(math.log(median), 0.7), LEASE_SECONDS / 2))
 
     async def _misbehave(self) -> None:
         if self._number == self._world.faults.hanging_env:
@@ -113,9 +113,9 @@ class SandboxEnv:
 
 def response_length(request: Request) -> int:
     """Tokens of a turn, with a long tail."""
-    dice = random.Random(request.seed)
-    length = dice.lognormvariate(math.log(280), 0.6)
-    return max(8, int(length * (4 if dice.random() < 0.02 else 1)))
+    rng = random.Random(request.seed)
+    length = rng.lognormvariate(math.log(280), 0.6)
+    return max(8, int(length * (4 if rng.random() < 0.02 else 1)))
 
 
 def worth_training(group: list[Trajectory]) -> bool:
@@ -215,7 +215,7 @@ class DemoRun:
             self._phase = "waiting for a batch"
             batch = await scheduler.get_batch(DataProto(meta_info={"global_step": self._step}), BATCH)
             assert batch is not None, "the tasks never run out"
-            self._book(batch)
+            self._record_batch(batch)
             self._phase = "training"
             await asyncio.sleep(float(batch.batch.numpy("lengths").sum()) * TRAIN_SECONDS_PER_TOKEN)
 
@@ -226,7 +226,7 @@ class DemoRun:
             for number in range(REPLICAS)
         ]
         cluster = LocalCluster(self.replicas)
-        cluster.sampler.events = self._hear
+        cluster.sampler.events = self._on_event
         domain = DomainConfig(env=SandboxEnv, env_args={"world": DemoWorld(self.seed, self._faults)})
         self.scheduler = RolloutScheduler(
             RolloutConfig(
@@ -240,7 +240,7 @@ class DemoRun:
             ),
             cluster.resources,
             cluster,
-            events=self._hear,
+            events=self._on_event,
         )
 
     async def _crash(self) -> None:
@@ -258,14 +258,14 @@ class DemoRun:
             time=asyncio.get_running_loop().time(),
             step=self._step,
             phase=self._phase,
-            replicas=[await self._look(replica) for replica in self.replicas],
+            replicas=[await self._summarize(replica) for replica in self.replicas],
             busy=int(metrics["slots/busy"]),
             issued=ledger.issued,
             live=ledger.live,
             fates={fate.value: count for fate, count in ledger.fates.items()},
         )
 
-    async def _look(self, replica: SimReplica) -> ReplicaSummary:
+    async def _summarize(self, replica: SimReplica) -> ReplicaSummary:
         try:
             stats = await replica.stats()
         except ReplicaError:
@@ -275,7 +275,7 @@ class DemoRun:
             replica.name, state, stats.version, stats.running, stats.waiting, stats.kv_tokens / stats.kv_capacity
         )
 
-    def _book(self, batch: DataProto) -> None:
+    def _record_batch(self, batch: DataProto) -> None:
         versions = batch.batch.numpy("versions")
         oldest = np.where(versions < 0, np.iinfo(np.int32).max, versions).min(axis=1)
         staleness = batch.meta_info["version"] - oldest
@@ -292,7 +292,7 @@ class DemoRun:
             )
         )
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         self.events.append(event)
         if text := _in_words(event, self.notes[-1][1] if self.notes else ""):
             self.notes.append((event.time, text))

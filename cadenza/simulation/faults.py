@@ -260,6 +260,6 @@ class FaultyReplica(SimReplica):
     def _count_aborts(self, losing: int) -> None:
         if self._lost_aborts < losing:
             self._injector.injected["lost_abort"] += 1
-        elif self._late > 0 and not self._counted_late:
+        elif self._abort_delay > 0 and not self._counted_late:
             self._counted_late = True
             self._injector.injected["late_abort"] += 1

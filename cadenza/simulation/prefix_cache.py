@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 
 class PrefixCache:
-    """Contexts that nobody uses now, least recently used first. They give way whenever room is needed."""
+    """Contexts that nobody uses now, least recently used first. They are evicted when the KV cache is full."""
 
     __slots__ = ("_lengths", "tokens")
 

@@ -59,11 +59,11 @@ DEADLINES = Deadlines()
 MASK64 = (1 << 64) - 1
 
 
-def hash64(*parts: int) -> int:
-    """64 random bits that depend on nothing but the parts."""
+def hash64(*values: int) -> int:
+    """64 random bits that depend on nothing but the values."""
     x = 0
-    for part in parts:
-        x = ((x ^ part) + 0x9E3779B97F4A7C15) & MASK64
+    for value in values:
+        x = ((x ^ value) + 0x9E3779B97F4A7C15) & MASK64
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
         x ^= x >> 31

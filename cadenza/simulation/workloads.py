@@ -232,31 +232,31 @@ class Trace:
             raise ValueError(f"seed must be >= 0, got {seed}")
         self.workload = workload
         self.seed = seed
-        self._columns: dict[tuple[int, int], _MemberBlock] = {}
+        self._member_blocks: dict[tuple[int, int], _MemberBlock] = {}
         self._shared: dict[int, _GroupDraws] = {}
 
     def episode(self, group: int, member: int) -> TraceEpisode:
         block, row = divmod(group, BLOCK)
-        return self._column(block, member).episode(row)
+        return self._member_block(block, member).episode(row)
 
     def mean_response(self, first: int, last: int) -> float:
         total = 0
         for block in range(first // BLOCK, (last - 1) // BLOCK + 1):
             rows = slice(max(first - block * BLOCK, 0), last - block * BLOCK)
             for member in range(self.workload.group_size):
-                total += int(self._column(block, member).responses[rows].sum())
+                total += int(self._member_block(block, member).responses[rows].sum())
         return total / ((last - first) * self.workload.group_size)
 
-    def _column(self, block: int, member: int) -> _MemberBlock:
-        column = self._columns.get((block, member))
-        if column is None:
+    def _member_block(self, block: int, member: int) -> _MemberBlock:
+        member_block = self._member_blocks.get((block, member))
+        if member_block is None:
             shared = self._shared.get(block)
             if shared is None:
                 shared = self._shared[block] = _GroupDraws(self._stream(_GROUP, block, 0))
             stream = self._stream(_MEMBER, block, member)
-            kind = _SingleTurnBlock if self.workload.responses is not None else _MultiTurnBlock
-            column = self._columns[block, member] = kind(self.workload, shared, member, stream)
-        return column
+            block_type = _SingleTurnBlock if self.workload.responses is not None else _MultiTurnBlock
+            member_block = self._member_blocks[block, member] = block_type(self.workload, shared, member, stream)
+        return member_block
 
     def _stream(self, kind: int, block: int, member: int) -> np.random.Generator:
         """Random numbers that nobody else draws: the counter has 2^64 places for each of them."""
@@ -373,18 +373,18 @@ class RecordedTrace:
         return [sum(group[m % len(group)].response for m in range(size)) / size for group in self.workload.recorded]
 
     def episode(self, group: int, member: int) -> TraceEpisode:
-        recorded = self.workload.recorded[self._place(group)]
+        recorded = self.workload.recorded[self._index(group)]
         return recorded[member % len(recorded)]
 
     def mean_response(self, first: int, last: int) -> float:
-        return sum(self._responses[self._place(group)] for group in range(first, last)) / (last - first)
+        return sum(self._responses[self._index(group)] for group in range(first, last)) / (last - first)
 
-    def _place(self, group: int) -> int:
-        lap, place = divmod(group, len(self.workload.recorded))
+    def _index(self, group: int) -> int:
+        lap, index = divmod(group, len(self.workload.recorded))
         if lap not in self._orders:
             stream = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, _GROUP, 0, lap]))
             self._orders[lap] = stream.permutation(len(self.workload.recorded)).tolist()
-        return self._orders[lap][place]
+        return self._orders[lap][index]
 
 
 _W1 = Workload(
@@ -469,7 +469,7 @@ def w4(sigma: float) -> Workload:
     return replace(_W4, name=f"W4:{sigma:g}", turns=replace(_W4.turns, step_sigma=sigma))
 
 
-def find(name: str) -> Workload:
+def find_workload(name: str) -> Workload:
     """The workload that a name means: W1 to W6, 'W4:3' for another sigma, 'W2x1024' on so many GPUs."""
     base, _, sigma = name.partition(":")
     base, _, gpus = base.partition("x")

@@ -1,7 +1,7 @@
 """The ranks that train one model together, connected by torch.distributed.
 
 Invariant: what one rank says here, all say, in the same order; so no rank waits for a word that never comes. A rank
-that fails tells the others instead (`RankGroup.all_gather`), and one that dies is heard of as `PeerLost`.
+that fails tells the others instead (`RankGroup.all_gather`), and one that dies is heard of as `OtherRanksLost`.
 ```
 rank 0   Rendezvous ---- address, through the controller ----> all ranks: join -> ProcessGroup
 ```
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cadenza.errors import DeadlinePassed, PeerLost
+from cadenza.errors import DeadlinePassed, OtherRanksLost
 
 dist: Any = import_module("torch.distributed")  # as Any: it does not say what it exports
 T = TypeVar("T")
@@ -198,7 +198,7 @@ class ProcessGroup(RankGroup):
         try:
             yield
         except RuntimeError as error:
-            raise PeerLost(
+            raise OtherRanksLost(
                 f"{self._members[self.global_rank]} lost the connection to another rank, or one did not come within "
                 f"{COLLECTIVE_SECONDS:g} s: {error}"
             ) from error
