@@ -65,7 +65,7 @@ class FakeReplica:
         self._seconds = seconds if callable(seconds) else lambda request: seconds
         self._running: dict[int, _RunningRequest] = {}
         self._waiting: list[tuple[Request, asyncio.Future[Generation]]] = []
-        self._fence = 0
+        self._min_epoch = 0
         self._paused = False
         self._drained: asyncio.Future[None] | None = None
         self._dead = ""
@@ -76,8 +76,8 @@ class FakeReplica:
         self.requests.append(request)
         if self._dead:
             future.set_exception(ReplicaLost(self._dead))
-        elif request.epoch < self._fence:
-            future.set_exception(StaleEpoch(f"epoch {request.epoch} is older than {self._fence}"))
+        elif request.epoch < self._min_epoch:
+            future.set_exception(StaleEpoch(f"epoch {request.epoch} is older than {self._min_epoch}"))
         elif self._paused:
             self._waiting.append((request, future))
         else:
@@ -105,7 +105,7 @@ class FakeReplica:
         ]
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
-        self._fence = max(self._fence, epoch)
+        self._min_epoch = max(self._min_epoch, epoch)
         if mode is PauseMode.DRAIN and self._running:
             self._drained = asyncio.get_running_loop().create_future()
             await self._drained

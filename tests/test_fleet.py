@@ -415,7 +415,7 @@ def test_a_bug_in_what_hears_an_env_worker_ends_the_run_and_says_so() -> None:
 
 def test_a_state_can_be_saved_when_trajectories_are_lost_with_their_node(tmp_path: Any) -> None:
     async def main() -> None:
-        seconds = by_attempt(1.0, 2.0, 3.0, 4.0, 5.0, 100.0)  # each in a parcel of its own
+        seconds = by_attempt(1.0, 2.0, 3.0, 4.0, 5.0, 100.0)  # each in a bundle of its own
         async with playing([fake(seconds)], slots=6, workers=2, batch_size=6, group_size=2, alpha=0.0) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(10.0)

@@ -1,4 +1,4 @@
-"""Devices that generate and train by turns: the lending_rule by its numbers, and the devices as they change hands."""
+"""Devices that generate and train alternately: the lending rule by its numbers, and the devices as they change hands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lending_rule(*, lend: float, take: float, alone: float, together: float, tok
     return found
 
 
-# -- the lending_rule ----------------------------------------------------------------------------------------------------------
+# -- the lending rule --------------------------------------------------------------------------------------------------
 
 
 def test_a_rate_follows_the_last_measurements() -> None:

@@ -207,7 +207,7 @@ def _present(turns: Tensor, count: int, valid: Tensor | None) -> Tensor:
 
 
 def _discounted_sums(values: Tensor, factor: float) -> Tensor:
-    """[M, P]: the sum from each place on, each further value worth `factor` times the one before; by doubling: after
+    """[M, P]: the sum from each position on, each further value worth `factor` times the one before; by doubling: after
     each pass a sum reaches twice as far."""
     sums, reach = values.clone(), 1
     while reach < values.shape[1] and (weight := factor**reach):

@@ -256,7 +256,7 @@ class DataProto:
         return [self._slice(a, b) for a, b in pairwise(i * size + min(i, longer) for i in range(n + 1))]
 
     def split(self, size: int) -> list[DataProto]:
-        """Parts of `size` rows in order; the last may be shorter."""
+        """Chunks of `size` rows in order; the last may be shorter."""
         _at_least_one("split size", size)
         return [self._slice(start, min(start + size, len(self))) for start in range(0, len(self), size)]
 
@@ -275,7 +275,7 @@ class DataProto:
     def mini_batches(
         self, size: int, *, epochs: int = 1, seed: int | None = None, drop_last: bool = False
     ) -> Iterator[DataProto]:
-        """Parts of `size` rows, `epochs` times over: in order, or with a seed shuffled anew each time."""
+        """Batches of `size` rows, `epochs` times over: in order, or with a seed shuffled anew each time."""
         _at_least_one("mini_batches size", size)
         _at_least_one("mini_batches epochs", epochs)
         if drop_last and 0 < len(self) < size:

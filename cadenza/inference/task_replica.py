@@ -57,7 +57,7 @@ class PendingRequest:
 
 
 class TaskReplica(ABC):
-    """The part of a `Replica` that is about requests. One event loop uses it."""
+    """What of a `Replica` is about requests. One event loop uses it."""
 
     kv_capacity: int
     max_context: int

@@ -16,7 +16,7 @@ from cadenza.rollout.records import Trajectory
 class EnvHandle:
     """One env for one attempt."""
 
-    __slots__ = ("_shared", "_attempt", "_env", "_type", "call", "done", "reward", "trajectory")
+    __slots__ = ("_attempt", "_env", "_shared", "_type", "call", "done", "reward", "trajectory")
 
     def __init__(
         self, env: Any, type: EnvType, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext

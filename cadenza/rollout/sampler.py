@@ -5,7 +5,7 @@ each replica refuses what is older, so that when `suspend` returns no token is b
 was on its way. A replica that does not answer a control call within its deadline is given up: killed, out of the
 routing table for good, its requests routed again with the tokens they had.
 
-    grant() waits for:  the gate (opened by resume), a replica (brought by expand), and KV-cache capacity (wait_queue.py)
+    grant() waits for: the gate (opened by resume), a replica (brought by expand), and KV-cache capacity (wait_queue.py)
     suspend, resume, load_weights, shrink, expand: one at a time, event-driven; none of them delays a grant to a
     replica it does not touch
     health check: woken by time; gives up replicas with work but without progress

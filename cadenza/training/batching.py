@@ -1,6 +1,6 @@
 """A batch cut into micro-batches that fit a token budget: every row exactly once, the same cut for the same rows.
 
-The budget counts what is computed: padded places, packed tokens, or slots that rows share (packing.py). A row longer
+The budget counts what is computed: padded positions, packed tokens, or slots that rows share (packing.py). A row longer
 than the budget is a micro-batch of its own. How a batch is cut changes memory and speed, never the result: each
 micro-batch's loss is a sum over its tokens, divided by the count of the whole (`cadenza.algorithms.aggregate`).
 """

@@ -215,7 +215,7 @@ class Estimator:
         return result, self._metrics(inputs, moments, result)
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
-        """The same of a batch that has its advantages, as one whose parts were given them one by one."""
+        """The same of a batch that has its advantages, as one whose chunks were given them one by one."""
         inputs = AdvantageInputs(batch, self.config)
         return self._metrics(inputs, Moments.of(inputs.raw_scores, inputs.weight), batch)
 

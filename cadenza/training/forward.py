@@ -207,10 +207,10 @@ class Forward:
         """[P, V] with the head computed only in columns of the input in which something is read."""
         width = packed.grid.shape[1] if packed.packing == "padded" else len(packed.tokens)
         row, column = np.divmod(packed.reads, width)
-        columns, place = np.unique(column, return_inverse=True)
+        columns, kept = np.unique(column, return_inverse=True)
         keep = torch.from_numpy(columns).to(self.device)
         logits: Tensor = self._base(**self._inputs(packed), logits_to_keep=keep).logits
-        return logits.flatten(0, 1)[torch.from_numpy(row * len(columns) + place).to(logits.device)]
+        return logits.flatten(0, 1)[torch.from_numpy(row * len(columns) + kept).to(logits.device)]
 
     def _inputs(self, packed: PackedRows) -> dict[str, Any]:
         if packed.packing == "padded":
