@@ -89,7 +89,7 @@ def simulate(
     out: Path | None = None,
     json: Json = False,
 ) -> int:
-    """Compare rollout schedules on a virtual cluster; the policy 'cadenza' is the production scheduler itself.
+    """Compare rollout schedules on a virtual cluster; the strategy 'cadenza' is the production scheduler itself.
 
     Parameters
     ----------
@@ -109,12 +109,12 @@ def simulate(
     gates
         Check instead whether the simulation reproduces published figures, on at most 3 seeds.
     search
-        Search the best settings of each policy anew.
+        Search the best settings of each strategy anew.
     settings
         Some of them as you want them: train_gpus, shared, concurrency, extra_members, extra_after, extra_groups, parts,
         balance_seconds, slice_tokens; key=value with commas.
     out
-        Draw the comparison and a timeline of each policy into this directory, as PNG and as HTML.
+        Draw the comparison and a timeline of each strategy into this directory, as PNG and as HTML.
     """
     from cadenza.simulation import simulate as simulation
     from cadenza.simulation.cli_args import InvalidArgument

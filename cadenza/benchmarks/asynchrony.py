@@ -52,7 +52,7 @@ CONFIG: dict[str, Any] = {
 
 
 class SlowLake(FrozenLake):
-    """FrozenLake behind a slow line."""
+    """FrozenLake whose steps take time."""
 
     async def step(self, action: str) -> Outcome:
         await asyncio.sleep(random.expovariate(1 / LATENCY))

@@ -5,7 +5,7 @@
 
 All write the same 32 responses of a 1M-parameter Llama: prompts and responses of 8 to 128 tokens each, drawn once, at
 temperature 1 and on one thread. Only tokens that were asked for count: a padded batch goes on until its longest
-response is complete. Times are CPU times of the whole process, the best of a few rounds; the ways take turns, so that
+response is complete. Times are CPU times of the whole process, the best of a few rounds; the ways alternate, so that
 a busy machine is busy for all of them.
 """
 

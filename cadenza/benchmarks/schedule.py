@@ -39,7 +39,7 @@ WHOLE = StrategySettings(train_gpus=1, balance_seconds=0.0)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCase:
-    """A workload on GPUS GPUs, and what is tried on it."""
+    """A workload on GPUS GPUs, and the settings that are tried on it."""
 
     workload: Workload
     alpha: float

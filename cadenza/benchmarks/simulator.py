@@ -7,7 +7,7 @@ with another batch, other slots and other envs, which is then made and measured.
 so that both runs write answers of the same lengths: what is checked is the simulation, and not whether learning can be
 foreseen.
 
-Calibrations and measured runs take turns (C M C M C M C). A measured run is predicted from the calibrations before and
+Calibrations and measured runs alternate (C M C M C M C). A measured run is predicted from the calibrations before and
 after it, by the mean of the two predictions, and the median of the errors counts: a machine that does other work too is
 not the same machine for two runs. How long the event loop waited for a CPU is told besides.
 """
@@ -66,7 +66,7 @@ class ConversationEnv:
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """What two runs of a case may differ in."""
+    """The settings in which the two runs of a case differ."""
 
     batch: int
     slots: int
@@ -76,7 +76,7 @@ class RunSetup:
 
 @dataclass(frozen=True, slots=True)
 class PredictionCase:
-    """A kind of run."""
+    """A kind of run: one setup is measured to calibrate, the other one is predicted."""
 
     name: str
     alpha: float

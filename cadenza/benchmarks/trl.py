@@ -4,7 +4,7 @@
     cadenza bench trl --json     one line of JSON
 
 Both train the same 1M-parameter Llama from the same weights on the same prompts with the same reward, batch, optimizer
-and number of samples, in float32 and on one thread, each in a process of its own; they take turns, so that a busy
+and number of samples, in float32 and on one thread, each in a process of its own; they alternate, so that a busy
 machine is busy for both. TRL has an environment of its own, which is made here when it is missing. docs/trl.md tells
 what is equal and what is not.
 """
@@ -175,7 +175,7 @@ def ran(command: list[str], bench_run: BenchRun) -> BenchRunResult:
 
 
 def compare(task: BenchTask, rounds: int, directory: Path) -> dict[str, Any]:
-    """All sides in turn; the figures of the task."""
+    """All sides alternately; the figures of the task."""
     ours = [sys.executable, "-c", "from cadenza.benchmarks.trl import run_here; run_here()"]
     theirs = [str(trl_python()), "-P", str(HERE / "trl_side.py")]
     sides: dict[str, tuple[list[str], dict[str, Any]]] = {

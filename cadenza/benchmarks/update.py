@@ -30,7 +30,7 @@ HIDDEN, INNER, LAYERS, VOCAB, KV = 576, 1536, 30, 49152, 192
 
 
 class WeightEndpoint:
-    """A process with weights, or without."""
+    """One end of a weight transfer: the process that has the weights, or one that receives them."""
 
     def __init__(self, has_weights: bool) -> None:
         self._torch: Any = import_module("torch")

@@ -82,7 +82,7 @@ def _lost_with_node(error: Exception) -> WorkerLost:
 async def start_worker(
     place: Place, worker_class: type[Worker], init: Mapping[str, Any], seconds: float
 ) -> RayWorkerHandle:
-    """A new actor, wherever Ray finds room for it. It ends with the process that started it."""
+    """A new actor, on whichever node Ray chooses. It ends with the process that started it."""
     actor = ray.remote(RayWorkerHost).options(num_cpus=0, scheduling_strategy="SPREAD").remote(place, "", module_path())
     handle = RayWorkerHandle(f"{place.role} {place.rank}", actor)
     try:

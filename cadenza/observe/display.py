@@ -136,7 +136,7 @@ class Display:
 
 
 class RunStatus:
-    """What is known of the run so far."""
+    """Progress of the run: its newest metrics, the success curves, the pace."""
 
     def __init__(self, title: str, steps: int, target: float | None, clock: Callable[[], float]) -> None:
         self.title = title
@@ -203,7 +203,7 @@ class _RunView(Protocol):
 
 
 class RunTextView:
-    """For a file or a pipe."""
+    """Plain lines of text, for a file or a pipe."""
 
     def __init__(self, console: Console, status: RunStatus) -> None:
         self._console = console
@@ -229,14 +229,14 @@ class RunTextView:
 
 def sentence(status: RunStatus) -> str:
     """Where the run stands, on one line."""
-    parts = [f"step {status.step:,}/{status.steps:,}"]
-    parts += [f"{name} {value}" for name, value in numbers(status.latest)]
-    parts.append(f"{duration(status.seconds)} gone")
+    words = [f"step {status.step:,}/{status.steps:,}"]
+    words += [f"{name} {value}" for name, value in numbers(status.latest)]
+    words.append(f"{duration(status.seconds)} gone")
     if status.left is not None and not status.over:
-        parts.append(f"{duration(status.left)} left")
+        words.append(f"{duration(status.left)} left")
     if (when := status.to_target()) is not None:
-        parts.append(f"to {status.target:.0%}: {when}")
-    return "  ".join(parts)
+        words.append(f"to {status.target:.0%}: {when}")
+    return "  ".join(words)
 
 
 def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -261,7 +261,7 @@ def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 class RunTerminalView:
-    """For a terminal."""
+    """A picture that stays in place, for a terminal."""
 
     def __init__(self, console: Console, status: RunStatus) -> None:
         self._status = status

@@ -73,7 +73,7 @@ def write_report(run_dir: Path | str) -> Path:
 def render(run_dir: Path) -> str:
     """The page as text."""
     metrics = _MetricHistory(run_dir / "metrics.jsonl")
-    parts = [
+    pieces = [
         _headline(run_dir, metrics),
         _charts(metrics),
         _episodes(run_dir / "samples.jsonl"),
@@ -85,7 +85,7 @@ def render(run_dir: Path) -> str:
     title = _text(f"{run_dir.resolve().name}, cadenza")
     head, middle, tail = template.replace("__TITLE__", title).partition("__BODY__")
     assert middle, "report.html has lost its place for the body"
-    return head + "\n".join(filter(None, parts)) + tail
+    return head + "\n".join(filter(None, pieces)) + tail
 
 
 def _text(text: str) -> str:
@@ -369,13 +369,13 @@ def _episodes(path: Path) -> str:
     note = (
         f"{len(episodes):,} are in samples.jsonl, these are some of them. What changed since the last turn is marked."
     )
-    parts = [f"<h2>Episodes</h2><p class='faint'>{note}</p>"]
+    pieces = [f"<h2>Episodes</h2><p class='faint'>{note}</p>"]
     with path.open("rb") as lines:
         for title, few in choose(episodes).items():
             if few:
-                parts.append(f"<h3>{title}</h3>")
-                parts.append(_section(lines, few))
-    return "".join(parts)
+                pieces.append(f"<h3>{title}</h3>")
+                pieces.append(_section(lines, few))
+    return "".join(pieces)
 
 
 def find_episodes(path: Path) -> list[EpisodeRef]:
@@ -438,18 +438,18 @@ def _spread(episodes: Sequence[EpisodeRef]) -> list[EpisodeRef]:
 
 
 def _section(lines: IO[bytes], episodes: Sequence[EpisodeRef]) -> str:
-    parts: list[str] = []
+    pieces: list[str] = []
     size = 0
     for number, episode in enumerate(episodes):
         lines.seek(episode.offset)
         record = _record(lines.readline())
-        part = "" if record is None else _episode(record)
-        size += len(part.encode("utf-8", "replace"))
+        piece = "" if record is None else _episode(record)
+        size += len(piece.encode("utf-8", "replace"))
         if size > SECTION:
-            parts.append(f"<p class='faint'>{len(episodes) - number} more were too long to be shown.</p>")
+            pieces.append(f"<p class='faint'>{len(episodes) - number} more were too long to be shown.</p>")
             break
-        parts.append(part)
-    return f'<div class="rollouts">{"".join(parts)}</div>'
+        pieces.append(piece)
+    return f'<div class="rollouts">{"".join(pieces)}</div>'
 
 
 def _episode(record: Mapping[str, Any]) -> str:
@@ -518,7 +518,7 @@ def _clip(text: str, limit: int) -> str:
 
 
 def _blocks(prompt: str, before: str) -> list[tuple[str, str]]:
-    """Parts between empty lines, boards each with the board before it."""
+    """Blocks between empty lines, boards each with the board before it."""
     boards = iter([block for block in _split(before) if _is_board(block)])
     return [(block, next(boards, "") if _is_board(block) else "") for block in _split(prompt)]
 

@@ -129,7 +129,7 @@ class RunDirectory:
         return self._cpu_seconds + _cpu() - self._cpu_began
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step. A step may be logged in parts."""
+        """Write the metrics of a step. A step may be logged in several calls."""
         if taken := {"step", "time", "cpu"} & metrics.keys():
             raise ValueError(f"'{taken.pop()}' is no name for a metric: the line of a step has it already")
         numbers = {name: float(value) for name, value in metrics.items()}

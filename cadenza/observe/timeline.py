@@ -32,7 +32,7 @@ VERSIONS = ("#3568b0", "#86c5c0", "#6d4fa3", "#8fbbe8", "#22808a", "#bfa8e0")
 
 @dataclass(slots=True)
 class RequestSpan:
-    """One request on one replica."""
+    """One request on one replica, from when to when."""
 
     replica: str
     start: float
@@ -44,7 +44,7 @@ class RequestSpan:
 
 @dataclass(slots=True)
 class AttemptSpan:
-    """One attempt."""
+    """One attempt: when it ran, in which slot, and its fate."""
 
     key: str
     task: str
@@ -99,7 +99,7 @@ def build_timeline(events: Iterable[Event]) -> Timeline:
 
 
 class _TimelineBuilder:
-    """Holds what has begun and not ended."""
+    """Builds the timeline event by event; holds what has begun and not ended."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()

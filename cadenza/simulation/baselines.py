@@ -34,7 +34,7 @@ SAMPLING = Sampling(max_tokens=1 << 20)
 
 
 class BaselineSample:
-    """A trajectory under way."""
+    """One trajectory of a baseline, running or finished."""
 
     __slots__ = ("done", "episode", "group", "member", "oldest", "replica", "task", "tokens")
 
@@ -51,7 +51,7 @@ class BaselineSample:
 
 
 class BaselineStrategy(ScheduleStrategy):
-    """Plays samples on replicas, and counts."""
+    """Base class of the baselines: runs samples on replicas, and counts tokens."""
 
     keep_kv = True
     pause = PauseMode.KEEP

@@ -138,7 +138,7 @@ def largest_normal(count: int) -> float:
 
 
 def batch_level_seconds(turns: float, model: float, mean: float, sigma: float, trajectories: int) -> float:
-    """All trajectories take a turn together, and wait for the slowest env each time."""
+    """All trajectories do each turn together, and wait for the slowest env each time."""
     return turns * (model + mean + sigma * largest_normal(trajectories))
 
 

@@ -29,12 +29,14 @@ from cadenza.testing import LocalCluster
 
 MEMBER_BITS = 12
 NO_DEADLINE = 1e7
-"""Seconds: no deadline of the scheduler is part of what is compared."""
+"""Seconds: the scheduler's deadlines are not compared."""
 HEARTBEAT = 300.0
 """Seconds between two looks at quiet replicas, none of which is ever lost here."""
 
 
 class CadenzaStrategy(ScheduleStrategy):
+    """Runs the production scheduler over simulated replicas."""
+
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         workload, settings = self.workload, self.settings
         self._lengths: dict[int, int] = {}

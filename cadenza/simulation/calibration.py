@@ -150,7 +150,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 class LockstepStrategy(BarrierStrategy):
-    """Batch-level interaction: all trajectories take a turn together, and wait for the slowest env each time."""
+    """Batch-level interaction: all trajectories do each turn together, and wait for the slowest env each time."""
 
     async def batch(self, groups: int) -> list[BatchRow]:
         numbers = range(self.version * groups, (self.version + 1) * groups)

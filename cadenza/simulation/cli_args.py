@@ -20,7 +20,7 @@ WHOLE = ("kv_capacity", "max_running")
 
 
 class InvalidArgument(ValueError):
-    """The command asks for something that there is not."""
+    """A command-line argument names something unknown or impossible."""
 
 
 def workloads(names: str) -> list[Workload]:

@@ -29,7 +29,7 @@ class VirtualTimeout(RuntimeError):
 
 
 class _ClockSelector(selectors.BaseSelector):
-    """Stands where the loop would sleep: it moves the clock instead."""
+    """The selector of the virtual loop: where a real one would sleep, it moves the clock."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

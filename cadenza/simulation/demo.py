@@ -84,7 +84,7 @@ def _interruptible(run: DemoRun) -> Iterator[None]:
 
 
 class DemoView(Protocol):
-    """Whoever watches the run."""
+    """Shows the run; `update` gets every snapshot."""
 
     def update(self, snapshot: DemoSnapshot) -> None: ...
 

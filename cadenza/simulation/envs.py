@@ -27,7 +27,7 @@ class SimulatedFault(RuntimeError):
 
 
 class EnvRecord:
-    """What one env did."""
+    """What one simulated env was asked and answered."""
 
     __slots__ = ("attempt", "broken", "calls", "closed", "observations", "rewards", "scheduler")
 
@@ -268,7 +268,7 @@ def executor_cost(function: Callable[..., Any]) -> float:
 
 
 class LengthCodec:
-    """A codec for observations that are tokens already; what the model says is told by its length."""
+    """A codec for observations that are tokens already; a response decodes to as many letters as it has tokens."""
 
     def encode(self, observation: object, *, first: bool, last: int | None = None) -> Tokens:
         raise TypeError(f"simulated envs observe tokens, got {observation!r}")

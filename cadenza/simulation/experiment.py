@@ -49,7 +49,7 @@ SEARCH_STEPS, SEARCH_WARM_UP = 16, 6
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One run."""
+    """One simulated run of a strategy on a workload."""
 
     workload: Workload
     strategy: str

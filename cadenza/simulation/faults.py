@@ -121,7 +121,7 @@ def _replica_fault(rng: Random, kind: FaultKind, replicas: int, versions: int, e
 
 
 class FaultInjector:
-    """Strikes when the time has come, and counts what took effect."""
+    """Injects the faults of a scenario at their moments, and counts those that took effect."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.injected: Counter[FaultKind] = Counter()

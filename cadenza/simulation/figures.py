@@ -29,7 +29,7 @@ class BatchRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UsageTotals:
-    """What a strategy has used up, since the start."""
+    """What a strategy has used up since the start of the run."""
 
     generated: int
     """Tokens that the replicas wrote."""
@@ -41,7 +41,7 @@ class UsageTotals:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step."""
+    """What is recorded of one step."""
 
     waited: float
     """Seconds for which the trainer waited for its batch."""
@@ -57,7 +57,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """One run."""
+    """The figures of one simulated run."""
 
     seed: int
     efficiency: float
@@ -87,7 +87,7 @@ class RunFigures:
 
 
 class FiguresBuilder:
-    """The steps of one run."""
+    """Records the steps of one run and computes its figures."""
 
     def __init__(self, workload: Workload, trace: TraceLike, alpha: float, train_gpus: int) -> None:
         self.workload = workload

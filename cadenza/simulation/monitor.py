@@ -67,7 +67,7 @@ class Livelock(RuntimeError):
 
 
 class LoggedEvent(NamedTuple):
-    """One event of a schedule, and who told of it."""
+    """One event of a schedule, and its source: a scheduler or the sampler."""
 
     source: str
     event: Event

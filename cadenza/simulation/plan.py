@@ -47,7 +47,7 @@ WORK, KV, TRAINER, LONGEST, ENVS = "rollout work", "KV cache", "trainer", "longe
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One candidate."""
+    """One candidate, and the figures that its simulation gave."""
 
     alpha: float
     train_gpus: int
@@ -128,7 +128,7 @@ def make_plan(
     shared: bool = False,
 ) -> Plan:
     """Search the split for every alpha, among the numbers of training GPUs that fit, and choose. If GPUs may be
-    `shared`, those that train and generate by turns are searched too, for every alpha above 0."""
+    `shared`, those that train and generate alternately are searched too, for every alpha above 0."""
     if not alphas:
         raise ValueError("a plan needs at least one alpha")
     if workload.gpus == 1 and any(alphas):
@@ -159,7 +159,7 @@ def predict(pool: TrialPool, workload: Workload, alphas: Sequence[float], train_
 
 
 class _PlanSearch:
-    """What is known of the candidates so far."""
+    """The search over candidates: what was simulated so far, and which to try next."""
 
     def __init__(self, pool: TrialPool, workload: Workload, fits: Fits, shared_gpus: int | None = None) -> None:
         """All GPUs that train are shared where any are, unless it is given how many."""
@@ -242,7 +242,7 @@ class _PlanSearch:
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """What a batch asks for, on average over some of the trace."""
+    """Lower limits of a step's seconds, from what a batch asks for on average over some of the trace."""
 
     workload: Workload
     demand: Demand

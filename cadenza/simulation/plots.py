@@ -43,7 +43,7 @@ WASTE = ("#b5713a", "#d63a3a", "#a86fc0", "#e0a92e", "#9097a0")
 
 @dataclass(frozen=True, slots=True)
 class PlottedRun:
-    """One strategy on one workload."""
+    """One strategy on one workload: its figures, and the window that is drawn."""
 
     result: StrategyResult
     window: TimelineWindow

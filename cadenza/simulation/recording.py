@@ -26,7 +26,7 @@ _Row = tuple[str, float, str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRecording:
-    """What happened."""
+    """A scenario and all events of its run."""
 
     scenario: Scenario
     events: tuple[LoggedEvent, ...]
@@ -71,7 +71,7 @@ def replay(path: Path) -> Difference | None:
 
 
 def first_difference(recorded: Sequence[LoggedEvent], replayed: Sequence[LoggedEvent]) -> Difference | None:
-    """Where two runs part."""
+    """The first event at which two runs differ."""
     for number, (left, right) in enumerate(zip_longest(recorded, replayed)):
         if left != right:
             return Difference(number, left, right)

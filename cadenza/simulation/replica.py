@@ -44,18 +44,8 @@ class _SimSequence:
     """A request in flight: on its way, waiting, or running."""
 
     __slots__ = (
-        "arrival",
-        "finish",
-        "future",
-        "held",
-        "join_number",
-        "joined_step",
-        "prefill_mark",
-        "prompt",
-        "request",
-        "spans",
-        "target",
-        "to_prefill",
+        "arrival", "finish", "future", "held", "join_number", "joined_step", "prefill_mark",
+        "prompt", "request", "spans", "target", "to_prefill",
     )  # fmt: skip
 
     def __init__(self, request: Request, future: asyncio.Future[Generation]) -> None:
@@ -122,7 +112,7 @@ class SimReplica:
         self._aborts: dict[int, str] = {}  # running requests to end at the next boundary, with their cause
         self._arrivals = self._joins = self._answered = 0
         self._prefilled = 0  # prefill ordered so far; `_prefill_left` of it is still to be computed
-        # The timeline: `_steps` are complete, the next one starts at `_next_step_at`, the timer is set to `_timer_step`.
+        # The timeline: `_steps` are complete, the next starts at `_next_step_at`, the timer is set to `_timer_step`.
         self._steps = 0
         self._next_step_at = 0.0
         self._prefill_debt = 0.0  # prefill seconds that were left when the engine was frozen
@@ -395,7 +385,7 @@ class SimReplica:
                 self._answer(sequence, sequence.finish)
 
     def _end_aborted(self, prefill_left: int) -> None:
-        """End the requests that were called back; of a prefill in progress only the computed part stays cached."""
+        """End the requests that were called back; of a prefill in progress only what is computed stays cached."""
         computed = self._prefilled - prefill_left
         if self._pending is PauseMode.ABORT:
             leaving = [*self._running.values(), *self._waiting.values()]

@@ -100,7 +100,7 @@ def _draw(console: Console, out: Path, plotted: list[plots.PlottedRun], *, quiet
 
 
 def wide_console() -> Console:
-    """Of the terminal; a file has all the room."""
+    """Of the terminal; a file gets WIDTH columns."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH

@@ -1,4 +1,4 @@
-"""What all strategies share: the settings, the program that trains, and the players of episodes.
+"""What all strategies share: the settings, the program that trains, and the base class.
 
     run_training(): batch -> train (a sleep) -> publish, over and over, whatever the strategy is
 
@@ -42,10 +42,10 @@ SETTING_OWNERS = {
 
 @dataclass(frozen=True, slots=True)
 class StrategySettings:
-    """What may be chosen for a strategy; the best choice is searched."""
+    """The settings of a schedule strategy; the best ones are searched."""
 
     train_gpus: int = 0
-    """GPUs that train. 0: all GPUs generate, and all of them train in turn."""
+    """GPUs that train. 0: all GPUs generate, and then all of them train."""
     shared: int = 0
     """So many of them generate between two train steps, under the strategy `cadenza`."""
     concurrency: int = 0
@@ -96,7 +96,7 @@ def observation_of(tokens: int) -> Tokens:
 
 
 class ScheduleStrategy(ABC):
-    """A schedule: who generates what, where and when."""
+    """One way to schedule rollouts: decides which replica generates what and when, and which groups make a batch."""
 
     asynchronous = True
     """Generation goes on while a batch is trained."""
@@ -147,7 +147,7 @@ class ScheduleStrategy(ABC):
 
 
 async def run_training(strategy: ScheduleStrategy, steps: int) -> FiguresBuilder:
-    """The controller's program."""
+    """The controller's program: takes batches from the strategy, trains (sleeps) and publishes, step after step."""
     if strategy.asynchronous and strategy.alpha and not strategy.settings.train_gpus:
         raise ValueError("an asynchronous strategy needs GPUs that train: train_gpus must be >= 1, got 0")
     builder = FiguresBuilder(strategy.workload, strategy.trace, strategy.alpha, strategy.training_gpus)

@@ -46,7 +46,7 @@ class _GroupView:
 
 
 class _CutSnapshot(NamedTuple):
-    """The moment at which a batch was taken."""
+    """The groups at the moment at which a batch was cut."""
 
     time: float
     since: float
@@ -250,7 +250,7 @@ class SchedulerView:
 
     def _leaves_too_old(self, taken: Sequence[int], cut: _CutSnapshot) -> str | None:
         """What the rule of `wait` has against taking these groups: of those that began at or before a version, the
-        batches that can still take them in time have room for so many."""
+        batches that can still take them in time can hold so many."""
         if self.name != "train" or self.staleness != "wait":
             return None
         left = [version for number, version in cut.begun.items() if number not in set(taken)]

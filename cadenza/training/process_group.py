@@ -102,7 +102,7 @@ class ProcessGroup(RankGroup):
         store = rendezvous.store if isinstance(rendezvous, Rendezvous) else self._connect(rendezvous, seconds)
         self._wait_for_ranks(store, ends)
         kind = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        with self._as_peer_lost():
+        with self._as_ranks_lost():
             dist.init_process_group(
                 kind,
                 store=dist.PrefixStore("group", store),
@@ -115,7 +115,7 @@ class ProcessGroup(RankGroup):
 
     def all_gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * len(self._members)
-        with self._as_peer_lost():
+        with self._as_ranks_lost():
             dist.all_gather_object(found, value)
         return found[self.global_rank % self.tensor_ranks :: self.tensor_ranks]
 
@@ -129,13 +129,13 @@ class ProcessGroup(RankGroup):
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            with self._as_peer_lost():
+            with self._as_ranks_lost():
                 dist.broadcast(flat, 0)
             _scatter(flat, bucket)
 
     def new_gloo_group(self) -> Any:
         """One more process group of all ranks, for whoever talks at the same time."""
-        with self._as_peer_lost():
+        with self._as_ranks_lost():
             return dist.new_group(backend="gloo")
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class ProcessGroup(RankGroup):
     def _all_reduce(self, tensors: Sequence[Tensor], group: Any) -> None:
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-            with self._as_peer_lost():
+            with self._as_ranks_lost():
                 dist.all_reduce(flat, group=group)
             _scatter(flat, bucket)
 
@@ -194,7 +194,7 @@ class ProcessGroup(RankGroup):
                 )
 
     @contextmanager
-    def _as_peer_lost(self) -> Iterator[None]:
+    def _as_ranks_lost(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
