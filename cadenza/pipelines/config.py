@@ -273,7 +273,8 @@ class RunConfig(Config):
             ),
             (self.critic is not None and "a critic is trained on whole batches", "take an estimator without critic"),
             (
-                self.estimator.cross_group_setting and f"estimator.{self.estimator.cross_group_setting} may need all groups at once",
+                self.estimator.cross_group_setting
+                and f"estimator.{self.estimator.cross_group_setting} may need all groups at once",
                 "take one that compares within groups (grpo, rloo, gigpo, step)",
             ),
         ):
