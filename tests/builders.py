@@ -53,7 +53,7 @@ async def timed(work: Coroutine[Any, Any, T]) -> tuple[T, float]:
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
-class Once:
+class OneStepEnv:
     """One question, one answer, one point."""
 
     async def reset(self, seed: int) -> str:
@@ -132,7 +132,7 @@ def pool(count: int, seconds: Callable[[Request], float] | float = 1.0, **option
     return [fake(seconds, name=f"r{i}", devices=(i,), **options) for i in range(count)]
 
 
-def sims(count: int, length: Callable[[Request], int] | int = 100, **options: Any) -> list[SimReplica]:
+def sim_replicas(count: int, length: Callable[[Request], int] | int = 100, **options: Any) -> list[SimReplica]:
     """Simulated replicas that write a token in 10 ms, whatever else they do; made inside the running loop."""
     cost = options.pop("cost", None) or CostModel(a=0.01, b=0.0, c=0.0, p=0.0, kv_capacity=100_000)
     draw = length if callable(length) else lambda request: length
@@ -154,7 +154,7 @@ def build(
     **options: Any,
 ) -> RolloutScheduler:
     """A scheduler; every option goes to the config that has a field of this name."""
-    parts: dict[type, dict[str, Any]] = {RolloutConfig: {}, EnvManagerConfig: {}, DomainConfig: {"env": Once}}
+    parts: dict[type, dict[str, Any]] = {RolloutConfig: {}, EnvManagerConfig: {}, DomainConfig: {"env": OneStepEnv}}
     for name, value in options.items():
         owner = next((config for config in parts if name in config.model_fields), RolloutConfig)
         parts[owner][name] = value
@@ -175,10 +175,10 @@ async def playing(*args: Any, **options: Any) -> AsyncIterator[RolloutScheduler]
         yield scheduler
     finally:
         await scheduler.shutdown()
-    balanced(scheduler)
+    check_after_shutdown(scheduler)
 
 
-def balanced(scheduler: RolloutScheduler) -> None:
+def check_after_shutdown(scheduler: RolloutScheduler) -> None:
     """What must hold after the end."""
     scheduler.ledger.check()
     assert scheduler.ledger.live == 0
@@ -238,7 +238,7 @@ def causes(scheduler: RolloutScheduler, fate: Fate) -> dict[str, int]:
     return {cause: count for (of, cause), count in scheduler.ledger.causes.items() if of is fate}
 
 
-class Story:
+class EventRecorder:
     """An event sink that remembers."""
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ def open_groups(scheduler: RolloutScheduler) -> list[Group]:
 # -- a sampler of its own ----------------------------------------------------------------------------------------------
 
 
-class Site:
+class RemoteSamplerSetup:
     """A sampler that is a worker, and schedulers that would be in processes of their own."""
 
     def __init__(self, service: InferenceService, replicas: int) -> None:
@@ -288,17 +288,17 @@ class Site:
 
 
 @asynccontextmanager
-async def site(replicas: Sequence[FakeReplica] | None = None) -> AsyncIterator[Site]:
+async def site(replicas: Sequence[FakeReplica] | None = None) -> AsyncIterator[RemoteSamplerSetup]:
     """At the end all schedulers are shut down and all books are checked."""
     replicas = replicas or pool(2)
     service = await InferenceService.start(replicas, ByteCodec(), backend="embedded")  # type: ignore[arg-type]
-    found = Site(service, len(replicas))
+    found = RemoteSamplerSetup(service, len(replicas))
     try:
         yield found
     finally:
         for scheduler in found.schedulers:
             await scheduler.shutdown()
-            balanced(scheduler)
+            check_after_shutdown(scheduler)
             await client(scheduler).close()
         if not found.process._ended.done():
             await service.shutdown()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from builders import (
     FOREVER,
-    Once,
+    OneStepEnv,
     build,
     chain,
     cluster_of,
@@ -28,7 +28,7 @@ from builders import (
     playing,
     pool,
     publish,
-    sims,
+    sim_replicas,
     simulate,
     stepping,
     timed,
@@ -49,7 +49,7 @@ INF = float("inf")
 
 
 def manager(**fields: Any) -> EnvManagerConfig:
-    return EnvManagerConfig(**({"domains": {"toy": {"env": Once}}, "slots": 1} | fields))
+    return EnvManagerConfig(**({"domains": {"toy": {"env": OneStepEnv}}, "slots": 1} | fields))
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_an_env_manager_size_that_makes_no_sense_is_refused_by_the_name_of_its_f
 @pytest.mark.parametrize(("name", "value"), [("weight", 0), ("weight", -1), ("weight", NAN), ("max_envs", 0)])
 def test_a_domain_size_that_makes_no_sense_is_refused_by_the_name_of_its_field(name: str, value: float) -> None:
     with pytest.raises(ValidationError, match=name):
-        DomainConfig(env=Once, **{name: value})
+        DomainConfig(env=OneStepEnv, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_sampler_without_replicas_is_refused() -> None:
         (lambda **key: RolloutConfig(batch_size=8, **key), "group_sise", "group_size"),
         (lambda **key: RolloutConfig(**key), "batchsize", "batch_size"),
         (lambda **key: manager(**key), "lease_second", "lease_seconds"),
-        (lambda **key: manager(domains={"toy": {"env": Once} | key}), "max_env", "max_envs"),
+        (lambda **key: manager(domains={"toy": {"env": OneStepEnv} | key}), "max_env", "max_envs"),
         (lambda **key: manager(sampling=key), "max_token", "max_tokens"),
         (lambda **key: SamplerConfig(**key), "heartbeat", "heartbeat_seconds"),
     ],
@@ -157,7 +157,7 @@ def test_a_config_cannot_be_changed_afterwards() -> None:
 
 
 def test_an_unregistered_env_is_refused_and_the_nearest_known_one_named() -> None:
-    env("number-guess")(Once)
+    env("number-guess")(OneStepEnv)
 
     async def main() -> None:
         with pytest.raises(ValueError, match="env 'number-gues' is not registered; did you mean 'number-guess'"):
@@ -491,7 +491,7 @@ def test_an_env_whose_step_breaks_the_contract_loses_one_attempt_and_is_told_wha
 
 
 def test_an_env_whose_reset_returns_nothing_is_told_what_to_return(caplog: pytest.LogCaptureFixture) -> None:
-    class Silent(Once):
+    class Silent(OneStepEnv):
         async def reset(self, seed: int) -> Any:
             return None if seed == 0 else "task"
 
@@ -627,13 +627,13 @@ def test_a_lease_that_expires_does_not_draw_on_the_budget_for_exceptions() -> No
 
 
 def test_a_context_longer_than_any_kv_cache_costs_its_task_and_not_the_replicas() -> None:
-    class Huge(Once):
+    class Huge(OneStepEnv):
         async def reset(self, seed: int) -> str:
             return "x" * (2000 if seed == 0 else 10)
 
     async def main() -> None:
         cost = CostModel(a=0.01, b=0.0, c=0.0, p=0.0, kv_capacity=1000)
-        async with playing(sims(2, 10, cost=cost), env=Huge) as scheduler:
+        async with playing(sim_replicas(2, 10, cost=cost), env=Huge) as scheduler:
             batch = await got(scheduler, 4)
             assert set(column(batch, "task_id")) == {f"toy/{seed}" for seed in (1, 2, 3, 4)}
             assert set(scheduler.sampler.devices.values()) == {"active"}
@@ -670,7 +670,7 @@ def test_a_rollout_that_is_not_async_is_told_to_be() -> None:
 
 
 def test_a_first_prompt_beyond_max_context_retires_its_task_at_once_and_names_the_field() -> None:
-    class Long(Once):
+    class Long(OneStepEnv):
         async def reset(self, seed: int) -> str:
             return "x" * 100
 
@@ -684,7 +684,7 @@ def test_a_first_prompt_beyond_max_context_retires_its_task_at_once_and_names_th
 
 
 def test_an_empty_first_prompt_is_refused_in_words() -> None:
-    class Empty(Once):
+    class Empty(OneStepEnv):
         async def reset(self, seed: int) -> str:
             return ""
 
@@ -822,7 +822,7 @@ def test_a_scheduler_that_never_started_can_be_shut_down_twice() -> None:
     ids=["float", "2-D"],
 )
 def test_an_array_that_is_no_row_of_tokens_is_refused_as_an_observation(observation: Any, place: str) -> None:
-    class Numbers(Once):
+    class Numbers(OneStepEnv):
         async def reset(self, seed: int) -> Any:
             return observation if place == "reset" else "task"
 
@@ -840,7 +840,7 @@ def test_an_array_that_is_no_row_of_tokens_is_refused_as_an_observation(observat
 
 def test_tasks_that_are_a_text_are_refused_by_the_name_of_the_field() -> None:
     with pytest.raises(ValidationError, match="tasks"):
-        DomainConfig(env=Once, tasks="data.jsonl")
+        DomainConfig(env=OneStepEnv, tasks="data.jsonl")
 
 
 def test_two_tasks_with_one_id_are_refused_before_anything_runs() -> None:
@@ -869,7 +869,7 @@ def test_a_step_before_the_first_turn_of_the_model_is_refused_in_words() -> None
 
 
 def test_a_first_prompt_beyond_max_context_retires_its_task_at_once() -> None:
-    class Long(Once):
+    class Long(OneStepEnv):
         async def reset(self, seed: int) -> str:
             return "x" * (200 if seed % 3 == 0 else 5)
 

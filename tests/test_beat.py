@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from builders import (
     FOREVER,
-    Story,
+    EventRecorder,
     by_attempt,
     causes,
     chain,
@@ -25,7 +25,7 @@ from builders import (
     pool,
     publish,
     responses,
-    sims,
+    sim_replicas,
     simulate,
     stepping,
     timed,
@@ -140,7 +140,7 @@ def test_beat_03_no_traj_id_twice_over_filtered_failed_and_trained_attempts() ->
             raise InfrastructureError("the sandbox is gone")
 
     async def main() -> None:
-        story, trained = Story(), list[int]()
+        story, trained = EventRecorder(), list[int]()
         async with playing(
             env=stepping(fail_now_and_then),
             group_filter=lambda group: group[0].task.seed % 3 > 0,
@@ -212,7 +212,7 @@ def test_beat_04_a_dead_client_does_not_make_suspend_hang() -> None:
         await model.chat(await env.reset(task.seed))
 
     async def main() -> float:
-        [replica] = sims(1, 1000)
+        [replica] = sim_replicas(1, 1000)
         async with playing([replica], rollout=play, batch_size=4) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(1.0)
@@ -247,7 +247,7 @@ def test_beat_04_a_hung_env_does_not_make_suspend_hang() -> None:
 
 def test_beat_05_suspend_keeps_the_tokens_of_every_turn_in_flight_and_none_is_written_twice() -> None:
     async def main() -> float:
-        replicas = sims(2, 100, vocab=1000)
+        replicas = sim_replicas(2, 100, vocab=1000)
         async with playing(replicas, env=chain(2), batch_size=8, alpha=2, slots=8) as scheduler:
             await scheduler.resume()
             for version, moment in enumerate((0.5, 1.5), start=1):
@@ -268,7 +268,7 @@ def test_beat_05_an_interrupted_turn_reads_as_if_never_interrupted() -> None:
     seeds: set[int] = set()
 
     async def main() -> None:
-        replicas = sims(1, 100, vocab=1000, on_event=lambda time, kind, request: seeds.add(request.seed))
+        replicas = sim_replicas(1, 100, vocab=1000, on_event=lambda time, kind, request: seeds.add(request.seed))
         async with playing(replicas, batch_size=4, alpha=1, tasks=4) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.3)
@@ -286,7 +286,7 @@ def test_beat_05_an_interrupted_turn_reads_as_if_never_interrupted() -> None:
 
 def test_beat_06_a_request_between_gate_and_engine_is_caught_by_suspend() -> None:
     async def main() -> float:
-        [replica] = sims(1, 100, arrival_delay=0.2)
+        [replica] = sim_replicas(1, 100, arrival_delay=0.2)
         async with playing([replica], batch_size=4, alpha=1) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.1)  # all requests have their grant, none has arrived
@@ -307,7 +307,7 @@ def test_beat_06_a_request_between_gate_and_engine_is_caught_by_suspend() -> Non
 @pytest.mark.parametrize("late", [0.0, 5.0])
 def test_beat_07_requests_to_a_healthy_replica_are_not_delayed_by_a_shrink_with_late_aborts(late: float) -> None:
     async def main() -> tuple[float, dict[str, Any]]:
-        leaving, healthy = sims(2, lambda request: 100 if request.session % 2 else 400)
+        leaving, healthy = sim_replicas(2, lambda request: 100 if request.session % 2 else 400)
         async with playing([leaving, healthy], env=chain(3), batch_size=2, slots=2) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
@@ -324,7 +324,7 @@ def test_beat_07_requests_to_a_healthy_replica_are_not_delayed_by_a_shrink_with_
 
 def test_beat_07_the_routing_table_is_never_half_changed_when_an_abort_is_lost() -> None:
     async def main() -> dict[str, Any]:
-        leaving, healthy = sims(2, 100)
+        leaving, healthy = sim_replicas(2, 100)
         async with playing([leaving, healthy], batch_size=2, slots=2, alpha=4) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
@@ -362,7 +362,7 @@ def test_beat_08_a_dead_replica_gets_no_request_after_detection_and_its_requests
 
 def test_beat_08_a_hung_replica_is_detected_and_its_requests_go_on_elsewhere() -> None:
     async def main() -> tuple[float, dict[str, int]]:
-        hung, alive = sims(2, 100)
+        hung, alive = sim_replicas(2, 100)
         patience = {"heartbeat_seconds": 1.0, "max_strikes": 3}
         async with playing([hung, alive], batch_size=8, slots=8, sampler=patience) as scheduler:
             await scheduler.resume()
@@ -425,7 +425,7 @@ def test_beat_09_stale_surplus_and_late_rollouts_are_all_counted() -> None:
 
 def test_beat_10_a_trajectory_of_1k_tokens_weighs_9_KB_and_not_137() -> None:
     async def main() -> float:
-        [replica] = sims(1, lambda request: 1000 if request.session else 4000)
+        [replica] = sim_replicas(1, lambda request: 1000 if request.session else 4000)
         async with playing([replica], batch_size=64, slots=64, sampling={"max_tokens": 4096}) as scheduler:
             batch = await got(scheduler, 64)
             longest = batch[np.argsort(batch.batch.numpy("lengths"))[-1:]]

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from builders import Site, client, column, fake, get, got, simulate, site, stepping
+from builders import RemoteSamplerSetup, client, column, fake, get, got, simulate, site, stepping
 
 from cadenza import RolloutScheduler
 from cadenza.cluster import worker_handle
@@ -60,7 +60,7 @@ class Chaos:
             await asyncio.sleep(2 * FORGET_SECONDS)
             self._nothing_is_held(here)
 
-    async def _steps(self, here: Site, train: RolloutScheduler, trouble: asyncio.Future[None]) -> None:
+    async def _steps(self, here: RemoteSamplerSetup, train: RolloutScheduler, trouble: asyncio.Future[None]) -> None:
         sampler = here.service.sampler
         seen: set[tuple[int, int]] = set()
         for version in range(STEPS):
@@ -84,7 +84,7 @@ class Chaos:
             if trouble.done():
                 trouble.result()
 
-    async def _trouble(self, here: Site, train: RolloutScheduler, validation: RolloutScheduler) -> None:
+    async def _trouble(self, here: RemoteSamplerSetup, train: RolloutScheduler, validation: RolloutScheduler) -> None:
         random = self.random
         while True:
             await asyncio.sleep(random.choice([0.05, 1.0, 7.0]))
@@ -131,7 +131,7 @@ class Chaos:
             tokens=random.choice([3, 10]), name=f"r{device}", devices=(device,), kv_capacity=kv_capacity,
         )  # fmt: skip
 
-    def _train(self, here: Site) -> RolloutScheduler:
+    def _train(self, here: RemoteSamplerSetup) -> RolloutScheduler:
         random = self.random
 
         async def step(task: int, number: int) -> Any:
@@ -161,7 +161,7 @@ class Chaos:
     def _nobody_generates(self) -> None:
         assert [replica.name for replica in self.replicas if replica._running] == []
 
-    def _nothing_is_held(self, here: Site) -> None:
+    def _nothing_is_held(self, here: RemoteSamplerSetup) -> None:
         for entry in here.sampler.entries:
             assert (entry.inflight, entry.inflight_tokens, entry.cached_tokens, entry.cached_contexts) == (
                 0,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import Once, build, column, got, playing, responses, simulate
+from builders import OneStepEnv, build, column, got, playing, responses, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,7 +53,7 @@ def test_an_unknown_name_near_to_none_gets_the_list_with_the_built_in_ones() -> 
 
 def test_the_name_of_a_built_in_env_cannot_be_taken() -> None:
     with pytest.raises(ValueError, match=r"env 'sokoban' is built in, as .*:Sokoban; choose another name"):
-        envs.env("sokoban")(Once)
+        envs.env("sokoban")(OneStepEnv)
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from builders import (
     FOREVER,
-    Once,
+    OneStepEnv,
     causes,
     chain,
     column,
@@ -56,7 +56,7 @@ def really(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 class Plain:
-    """The sync form of `Once`, with an account of what was called in which thread."""
+    """The sync form of `OneStepEnv`, with an account of what was called in which thread."""
 
     calls: ClassVar[list[tuple[str, int]]]
 
@@ -93,7 +93,7 @@ def called(env: Any) -> list[str]:
 
 def test_an_env_is_registered_by_name_and_found_by_it() -> None:
     @cadenza.env("test-registry-once")
-    class Registered(Once):
+    class Registered(OneStepEnv):
         pass
 
     assert envs.make("test-registry-once") is Registered
@@ -101,28 +101,28 @@ def test_an_env_is_registered_by_name_and_found_by_it() -> None:
 
 
 def test_registering_gives_the_class_back_unchanged() -> None:
-    assert cadenza.env("test-registry-same")(Once) is Once
+    assert cadenza.env("test-registry-same")(OneStepEnv) is OneStepEnv
 
 
 def test_a_name_that_is_taken_by_another_class_is_refused() -> None:
-    cadenza.env("test-registry-taken")(Once)
-    with pytest.raises(ValueError, match=r"env 'test-registry-taken' is registered already, as builders\.Once"):
+    cadenza.env("test-registry-taken")(OneStepEnv)
+    with pytest.raises(ValueError, match=r"env 'test-registry-taken' is registered already, as builders\.OneStepEnv"):
         cadenza.env("test-registry-taken")(Plain)
 
 
 def test_the_same_class_may_be_registered_again() -> None:
     """A module that is reloaded, as in a notebook, registers its envs twice."""
-    cadenza.env("test-registry-again")(Once)
-    cadenza.env("test-registry-again")(Once)
+    cadenza.env("test-registry-again")(OneStepEnv)
+    cadenza.env("test-registry-again")(OneStepEnv)
 
 
 def test_an_env_is_found_by_its_path_and_as_the_class_itself() -> None:
-    assert envs.make("builders:Once") is Once
-    assert envs.make(Once) is Once
+    assert envs.make("builders:OneStepEnv") is OneStepEnv
+    assert envs.make(OneStepEnv) is OneStepEnv
 
 
 def test_a_registered_env_plays_by_its_name() -> None:
-    cadenza.env("test-registry-plays")(Once)
+    cadenza.env("test-registry-plays")(OneStepEnv)
 
     async def main() -> None:
         async with playing(env="test-registry-plays") as scheduler:
@@ -132,7 +132,7 @@ def test_a_registered_env_plays_by_its_name() -> None:
 
 
 def test_env_args_reach_the_constructor() -> None:
-    class Paying(Once):
+    class Paying(OneStepEnv):
         def __init__(self, pay: float) -> None:
             self.pay = pay
 
@@ -222,9 +222,9 @@ def test_many_slow_sync_envs_run_side_by_side() -> None:
 def test_a_plain_factory_runs_off_the_loop_every_time_also_when_it_makes_async_envs() -> None:
     threads: list[int] = []
 
-    def connect() -> Once:
+    def connect() -> OneStepEnv:
         threads.append(threading.get_ident())
-        return Once()
+        return OneStepEnv()
 
     async def main() -> None:
         async with playing([fake(0.0)], env=connect, tasks=4, slots=1) as scheduler:
@@ -238,7 +238,7 @@ def test_a_plain_factory_runs_off_the_loop_every_time_also_when_it_makes_async_e
 def test_an_async_env_runs_on_the_loop() -> None:
     threads: set[int] = set()
 
-    class OnLoop(Once):
+    class OnLoop(OneStepEnv):
         def __init__(self) -> None:
             threads.add(threading.get_ident())
 
@@ -435,7 +435,7 @@ def test_an_env_whose_constructor_outlives_its_attempt_is_closed_when_it_is_ther
         began.set()
         assert go_on.wait(20.0)
 
-    class SyncClose(Once):
+    class SyncClose(OneStepEnv):
         def __init__(self) -> None:
             construct()
 
@@ -452,7 +452,7 @@ def test_an_env_whose_constructor_outlives_its_attempt_is_closed_when_it_is_ther
         async def close(self) -> None:  # type: ignore[override]
             closed.set()
 
-    class AllAsync(Once):
+    class AllAsync(OneStepEnv):
         async def close(self) -> None:
             closed.set()
 
@@ -491,7 +491,7 @@ def test_an_env_that_lacks_a_method_is_closed_all_the_same() -> None:
 
 
 def test_a_close_that_raises_costs_nothing_but_is_counted(caplog: pytest.LogCaptureFixture) -> None:
-    class Stubborn(Once):
+    class Stubborn(OneStepEnv):
         async def close(self) -> None:
             raise OSError("the container does not stop")
 
@@ -505,7 +505,7 @@ def test_a_close_that_raises_costs_nothing_but_is_counted(caplog: pytest.LogCapt
 
 
 def test_a_close_that_hangs_costs_its_slot_close_seconds() -> None:
-    class Hanging(Once):
+    class Hanging(OneStepEnv):
         made = 0
 
         def __init__(self) -> None:
@@ -528,7 +528,7 @@ def test_a_close_that_hangs_costs_its_slot_close_seconds() -> None:
 def test_an_async_env_may_have_plain_methods() -> None:
     closed: list[Any] = []
 
-    class Mixed(Once):
+    class Mixed(OneStepEnv):
         def reset(self, seed: int) -> str:  # type: ignore[override]
             return "task"
 
@@ -560,9 +560,9 @@ def test_a_sync_env_may_have_async_methods() -> None:
 
 
 def test_an_env_may_be_made_by_an_async_function() -> None:
-    async def connect() -> Once:
+    async def connect() -> OneStepEnv:
         await asyncio.sleep(1.0)
-        return Once()
+        return OneStepEnv()
 
     async def main() -> None:
         async with playing(env=connect, tasks=4) as scheduler:
@@ -591,7 +591,7 @@ def prompts(batch: Any) -> list[list[int]]:
     ids=["text", "messages", "tokens", "wide tokens"],
 )
 def test_an_observation_is_text_messages_or_tokens(observation: Any, tokens: list[int]) -> None:
-    class Says(Once):
+    class Says(OneStepEnv):
         async def reset(self, seed: int) -> Any:
             return observation
 
@@ -605,7 +605,7 @@ def test_an_observation_is_text_messages_or_tokens(observation: Any, tokens: lis
 def test_an_action_is_the_text_of_the_response() -> None:
     heard: list[str] = []
 
-    class Listens(Once):
+    class Listens(OneStepEnv):
         async def step(self, action: str) -> Any:
             heard.append(action)
             return DONE
@@ -651,7 +651,7 @@ def test_a_row_of_a_dataset_reaches_the_rollout_and_the_reward() -> None:
 
 
 def test_a_reward_is_booked_on_the_turn_that_led_to_it() -> None:
-    class Counting(Once):
+    class Counting(OneStepEnv):
         def __init__(self) -> None:
             self.turn = 0
 
@@ -691,7 +691,7 @@ def test_an_episode_that_ends_by_itself_at_the_last_turn_is_not_truncated() -> N
 
 
 def test_an_env_may_truncate_by_itself() -> None:
-    class Short(Once):
+    class Short(OneStepEnv):
         async def step(self, action: str) -> Any:
             return "", 0.0, False, True, {}
 
@@ -723,7 +723,7 @@ def test_a_response_ends_where_its_context_is_full() -> None:
 
 
 def test_a_step_wise_episode_whose_observation_does_not_fit_is_truncated_and_kept() -> None:
-    class Growing(Once):
+    class Growing(OneStepEnv):
         def __init__(self) -> None:
             self.turn = 0
 
@@ -769,7 +769,7 @@ def test_waiting_for_the_model_does_not_use_up_the_lease() -> None:
 
 @pytest.mark.parametrize("place", ["reset", "step", "rollout"])
 def test_a_lease_that_expires_says_where(place: str) -> None:
-    class Hangs(Once):
+    class Hangs(OneStepEnv):
         async def reset(self, seed: int) -> str:
             if place == "reset":
                 await asyncio.sleep(FOREVER)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from builders import (
     FOREVER,
-    Once,
-    balanced,
+    OneStepEnv,
     build,
     by_attempt,
     causes,
     chain,
+    check_after_shutdown,
     column,
     fake,
     fates,
@@ -319,7 +319,7 @@ def test_a_saved_state_holds_the_turns_of_all_workers(tmp_path: Any) -> None:
         scheduler.restore(tmp_path)
         batch = await got(scheduler, 4)
         await scheduler.shutdown()
-        balanced(scheduler)
+        check_after_shutdown(scheduler)
         return responses(batch)
 
     assert simulate(save) == simulate(restore)
@@ -341,7 +341,7 @@ def test_a_shutdown_with_attempts_under_way_leaves_nothing() -> None:
 def test_a_lost_replica_is_reported_and_left() -> None:
     async def main() -> None:
         replicas = pool(2, 10.0)
-        async with playing(replicas, env=Once, slots=8, workers=2, batch_size=8) as scheduler:
+        async with playing(replicas, env=OneStepEnv, slots=8, workers=2, batch_size=8) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(5.0)
             replicas[0].kill("power")

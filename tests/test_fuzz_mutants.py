@@ -237,13 +237,13 @@ def test_a_failed_reward_that_counts_as_zero_is_found(monkeypatch: Patch) -> Non
 
 
 def test_a_failed_episode_that_counts_as_finished_is_found(monkeypatch: Patch) -> None:
-    failed = EnvWorker._failed
+    fail = EnvWorker._fail
 
-    def lenient(self: EnvWorker, attempt: Attempt, place: str, error: BaseException) -> None:
-        if place != "step":
-            failed(self, attempt, place, error)
+    def lenient(self: EnvWorker, attempt: Attempt, stage: str, error: BaseException) -> None:
+        if stage != "step":
+            fail(self, attempt, stage, error)
 
-    monkeypatch.setattr(EnvWorker, "_failed", lenient)
+    monkeypatch.setattr(EnvWorker, "_fail", lenient)
     assert "it met env_exception" in hunt(7)
 
 

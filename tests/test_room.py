@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from builders import Story, fake, fates, got, playing, sims, simulate, stepping, timed
+from builders import EventRecorder, fake, fates, got, playing, sim_replicas, simulate, stepping, timed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,7 +110,7 @@ def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[i
     simulate(main)
 
 
-# -- the wait queue ----------------------------------------------------------------------------------------------------------
+# -- the wait queue ----------------------------------------------------------------------------------------------------
 
 
 def test_the_oldest_is_first_in_line_and_lets_the_next_one_look() -> None:
@@ -260,7 +260,7 @@ def prefilled(kv_capacity: int) -> tuple[int, dict[str, int]]:
 
     async def main() -> tuple[int, dict[str, int]]:
         cost = CostModel(a=0.01, b=0.0, c=0.0, p=0.0, kv_capacity=kv_capacity)
-        [replica] = sims(1, lambda request: 100, cost=cost)
+        [replica] = sim_replicas(1, lambda request: 100, cost=cost)
         async with playing(
             [replica], env=stepping(step), group_size=2, batch_size=8, tasks=4, slots=8, max_turns=10
         ) as scheduler:
@@ -299,9 +299,9 @@ def race(request: Request) -> int:
 
 def test_an_extra_member_begins_only_when_the_group_is_late() -> None:
     async def main() -> None:
-        story = Story()
+        story = EventRecorder()
         async with playing(
-            sims(1, race), group_size=2, extra_members=1, extra_after=0.5, batch_size=2, tasks=1, events=story
+            sim_replicas(1, race), group_size=2, extra_members=1, extra_after=0.5, batch_size=2, tasks=1, events=story
         ) as scheduler:
             _, when = await timed(got(scheduler, 2))
             assert story.times("issue") == [0.0, 0.0, pytest.approx(1.5)]
@@ -314,8 +314,8 @@ def test_an_extra_member_begins_only_when_the_group_is_late() -> None:
 def test_no_extra_member_begins_in_a_group_that_is_whole_in_time() -> None:
     async def main() -> None:
         async with playing(
-            sims(1, lambda request: 100 + 40 * (request.session % 2)), group_size=2, extra_members=1, extra_after=0.5,
-            batch_size=2, tasks=1,
+            sim_replicas(1, lambda request: 100 + 40 * (request.session % 2)), group_size=2, extra_members=1,
+            extra_after=0.5, batch_size=2, tasks=1,
         ) as scheduler:  # fmt: skip
             await got(scheduler, 2)
             await asyncio.sleep(5.0)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import (
-    Once,
-    Story,
+    EventRecorder,
+    OneStepEnv,
     chain,
     cluster_of,
     column,
@@ -24,7 +24,7 @@ from builders import (
     publish,
     responses,
     rows,
-    sims,
+    sim_replicas,
     simulate,
     timed,
 )
@@ -65,7 +65,7 @@ def versions_of(batch: Any) -> list[list[int]]:
 
 def test_abort_returns_the_partial_tokens_at_once() -> None:
     async def main() -> None:
-        sampler = Sampler(sims(1, 100))
+        sampler = Sampler(sim_replicas(1, 100))
         await sampler.resume()
         asking = start(ask(sampler))
         await asyncio.sleep(0.5)
@@ -79,7 +79,7 @@ def test_abort_returns_the_partial_tokens_at_once() -> None:
 
 def test_drain_lets_every_request_finish_and_grants_no_other() -> None:
     async def main() -> None:
-        replicas = sims(2, 100)
+        replicas = sim_replicas(2, 100)
         sampler = Sampler(replicas)
         await sampler.resume()
         asking = [start(ask(sampler, group=group)) for group in range(4)]
@@ -100,7 +100,7 @@ def test_drain_lets_every_request_finish_and_grants_no_other() -> None:
 
 def test_drain_is_bounded_by_the_health_check_when_a_replica_hangs() -> None:
     async def main() -> None:
-        hung, alive = sims(2, 100)
+        hung, alive = sim_replicas(2, 100)
         sampler = Sampler([hung, alive], SamplerConfig(heartbeat_seconds=1.0, max_strikes=3))
         await sampler.resume()
         asking = [start(ask(sampler, group=group)) for group in range(2)]
@@ -116,7 +116,7 @@ def test_drain_is_bounded_by_the_health_check_when_a_replica_hangs() -> None:
 
 def test_keep_freezes_every_request_in_place_and_resume_goes_on() -> None:
     async def main() -> None:
-        [replica] = sims(1, 100)
+        [replica] = sim_replicas(1, 100)
         sampler = Sampler([replica])
         await sampler.resume()
         asking = start(ask(sampler))
@@ -135,7 +135,7 @@ def test_keep_freezes_every_request_in_place_and_resume_goes_on() -> None:
 
 def test_keep_and_new_weights_give_two_version_spans_inside_one_turn() -> None:
     async def main() -> None:
-        [replica] = sims(1, 100)
+        [replica] = sim_replicas(1, 100)
         async with playing([replica], suspend_mode="keep", alpha=1, tasks=4) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
@@ -149,7 +149,7 @@ def test_keep_and_new_weights_give_two_version_spans_inside_one_turn() -> None:
 
 def test_suspend_is_bounded_when_a_replica_does_not_answer() -> None:
     async def main() -> None:
-        hung, alive = sims(2, 100)
+        hung, alive = sim_replicas(2, 100)
         async with playing([hung, alive], alpha=1, sampler={"control_seconds": 7.0}) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
@@ -165,7 +165,7 @@ def test_suspend_is_bounded_when_a_replica_does_not_answer() -> None:
 @pytest.mark.parametrize("mode", list(PauseMode))
 def test_in_every_mode_no_token_is_written_twice_or_lost(mode: PauseMode) -> None:
     async def main() -> None:
-        replicas = sims(2, 100)
+        replicas = sim_replicas(2, 100)
         async with playing(replicas, env=chain(3), suspend_mode=mode, alpha=4, tasks=8) as scheduler:
             await scheduler.resume()
             for version in (1, 2, 3):
@@ -226,7 +226,7 @@ def test_closing_the_sampler_wakes_whoever_waits_at_the_gate() -> None:
 
 def test_a_suspend_whose_caller_gives_up_leaves_no_replica_paused() -> None:
     async def main() -> None:
-        late, quick = sims(2, 100)
+        late, quick = sim_replicas(2, 100)
         async with playing([late, quick], batch_size=8, tasks=8, stall_seconds=100) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.3)
@@ -242,7 +242,7 @@ def test_a_suspend_whose_caller_gives_up_leaves_no_replica_paused() -> None:
 
 def test_a_shrink_whose_caller_gives_up_leaves_no_replica_half_gone() -> None:
     async def main() -> None:
-        late, quick = sims(2, 100)
+        late, quick = sim_replicas(2, 100)
         async with playing([late, quick], alpha=1) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.3)
@@ -258,7 +258,7 @@ def test_a_shrink_whose_caller_gives_up_leaves_no_replica_half_gone() -> None:
 
 def test_a_rolling_update_whose_caller_gives_up_leaves_no_replica_paused() -> None:
     async def main() -> None:
-        replicas = sims(2, 100, load_seconds=5.0)
+        replicas = sim_replicas(2, 100, load_seconds=5.0)
         async with playing(replicas, batch_size=8, tasks=8, alpha=1, stall_seconds=100) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.3)
@@ -275,7 +275,7 @@ def test_a_rolling_update_whose_caller_gives_up_leaves_no_replica_paused() -> No
 
 def test_behind_a_closed_gate_all_replicas_load_at_once() -> None:
     async def main() -> None:
-        sampler = Sampler(sims(4, 100, load_seconds=3.0))
+        sampler = Sampler(sim_replicas(4, 100, load_seconds=3.0))
         await publish(sampler, 1)
         assert now() == pytest.approx(3.0)
         assert sampler.version == 1
@@ -285,7 +285,7 @@ def test_behind_a_closed_gate_all_replicas_load_at_once() -> None:
 
 def test_with_the_gate_open_replicas_are_updated_one_by_one_and_the_others_go_on() -> None:
     async def main() -> None:
-        first, second = replicas = sims(2, 1000, load_seconds=3.0)
+        first, second = replicas = sim_replicas(2, 1000, load_seconds=3.0)
         async with playing(replicas, batch_size=2, alpha=1, tasks=2, sampling={"max_tokens": 2000}) as scheduler:
             published: list[float] = []
             await scheduler.resume()
@@ -310,7 +310,7 @@ def test_with_the_gate_open_replicas_are_updated_one_by_one_and_the_others_go_on
 
 def test_a_load_that_fails_once_is_tried_again() -> None:
     async def main() -> None:
-        flaky, well = sims(2, 100)
+        flaky, well = sim_replicas(2, 100)
         async with playing([flaky, well], alpha=1) as scheduler:
             flaky.fail_load(1)
             await publish(scheduler, 1)
@@ -323,7 +323,7 @@ def test_a_load_that_fails_once_is_tried_again() -> None:
 @pytest.mark.parametrize("gate", ["closed", "open"])
 def test_a_load_that_fails_twice_costs_the_replica_and_the_others_go_on(gate: str) -> None:
     async def main() -> None:
-        broken, well = sims(2, 100)
+        broken, well = sim_replicas(2, 100)
         async with playing([broken, well], alpha=1, tasks=4) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
@@ -342,7 +342,7 @@ def test_a_load_that_fails_twice_costs_the_replica_and_the_others_go_on(gate: st
 
 def test_a_load_that_never_ends_costs_the_replica_and_the_cause_names_its_deadline() -> None:
     async def main() -> None:
-        slow, well = sims(2, 100)
+        slow, well = sim_replicas(2, 100)
         slow.load_seconds = 10_000.0
         sampler = Sampler([slow, well], SamplerConfig(load_seconds=50.0))
         await publish(sampler, 1)
@@ -356,7 +356,7 @@ def test_a_load_that_never_ends_costs_the_replica_and_the_cause_names_its_deadli
 
 def test_when_no_replica_takes_the_weights_the_error_names_each_with_its_cause() -> None:
     async def main() -> None:
-        replicas = sims(2, 100)
+        replicas = sim_replicas(2, 100)
         for replica in replicas:
             replica.fail_load(2)
         sampler = Sampler(replicas)
@@ -369,7 +369,7 @@ def test_when_no_replica_takes_the_weights_the_error_names_each_with_its_cause()
 
 def test_when_the_last_replica_dies_whoever_waits_for_a_batch_is_told() -> None:
     async def main() -> None:
-        [replica] = sims(1, 100)
+        [replica] = sim_replicas(1, 100)
         async with playing([replica]) as scheduler:
             waiting = start(get(scheduler, 4))
             await asyncio.sleep(0.5)
@@ -406,7 +406,7 @@ def test_the_turns_of_a_session_stay_on_its_replica() -> None:
 
 
 def test_the_members_of_a_group_share_a_home() -> None:
-    class Long(Once):
+    class Long(OneStepEnv):
         async def reset(self, seed: int) -> str:
             return "x" * 1000
 
@@ -518,7 +518,7 @@ def test_pressure_and_not_the_number_of_requests_decides() -> None:
 def test_a_preemption_under_kv_pressure_loses_no_token() -> None:
     async def main() -> None:
         cost = CostModel(a=0.01, b=0.0, c=0.0, p=0.0, kv_capacity=500)
-        replicas = sims(2, 100, cost=cost)
+        replicas = sim_replicas(2, 100, cost=cost)
         async with playing(replicas, batch_size=32, slots=32) as scheduler:
             batch = await got(scheduler, 32)
             assert [len(response) for response in responses(batch)] == [100] * 32
@@ -561,7 +561,7 @@ def test_the_homes_of_old_groups_are_forgotten() -> None:
 
 def test_a_shrink_moves_requests_with_their_tokens() -> None:
     async def main() -> None:
-        leaving, staying = replicas = sims(2, 100)
+        leaving, staying = replicas = sim_replicas(2, 100)
         async with playing(replicas, batch_size=8, tasks=8) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
@@ -578,7 +578,7 @@ def test_a_shrink_moves_requests_with_their_tokens() -> None:
 
 def test_shrink_and_expand_report_what_they_did() -> None:
     async def main() -> None:
-        replicas = sims(3, 100, wake_seconds=2.0, load_seconds=3.0)
+        replicas = sim_replicas(3, 100, wake_seconds=2.0, load_seconds=3.0)
         async with playing(replicas, alpha=1) as scheduler:
             shrunk = await scheduler.shrink_sampler([1, 2])
             assert shrunk == {
@@ -604,7 +604,7 @@ def test_shrink_and_expand_report_what_they_did() -> None:
 
 def test_skip_load_trusts_a_replica_that_has_the_weights() -> None:
     async def main() -> None:
-        replicas = sims(2, 100, wake_seconds=2.0, load_seconds=3.0)
+        replicas = sim_replicas(2, 100, wake_seconds=2.0, load_seconds=3.0)
         async with playing(replicas) as scheduler:
             await publish(scheduler, 1)
             await scheduler.shrink_sampler([1])
@@ -631,7 +631,7 @@ def test_a_replica_that_comes_back_takes_new_requests() -> None:
 
 def test_a_replica_that_comes_back_behind_a_closed_gate_waits_for_resume() -> None:
     async def main() -> None:
-        replicas = sims(2, 100)
+        replicas = sim_replicas(2, 100)
         async with playing(replicas, batch_size=8, alpha=1, tasks=8) as scheduler:
             await scheduler.resume()
             await scheduler.shrink_sampler([1])
@@ -647,7 +647,7 @@ def test_a_replica_that_comes_back_behind_a_closed_gate_waits_for_resume() -> No
 
 def test_a_replica_that_does_not_wake_is_given_up_and_the_report_says_so() -> None:
     async def main() -> None:
-        replicas = sims(2, 100)
+        replicas = sim_replicas(2, 100)
         async with playing(replicas, sampler={"control_seconds": 10.0}) as scheduler:
             await scheduler.shrink_sampler([1])
             replicas[1].wake_seconds = 10_000.0
@@ -662,7 +662,7 @@ def test_a_replica_that_does_not_wake_is_given_up_and_the_report_says_so() -> No
 
 def test_a_shrink_does_not_open_a_closed_gate() -> None:
     async def main() -> None:
-        async with playing(sims(2, 100)) as scheduler:
+        async with playing(sim_replicas(2, 100)) as scheduler:
             await scheduler.suspend()
             await scheduler.shrink_sampler([1])
             assert scheduler.sampler.suspended
@@ -677,7 +677,7 @@ def test_a_shrink_does_not_open_a_closed_gate() -> None:
 
 def test_a_replica_that_hangs_is_given_up_after_so_many_looks() -> None:
     async def main() -> None:
-        hung, alive = sims(2, 1000)
+        hung, alive = sim_replicas(2, 1000)
         sampler = Sampler([hung, alive], SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
         lost: list[float] = []
         sampler.on_lost.append(lambda name, cause: lost.append(now()))
@@ -694,7 +694,7 @@ def test_a_replica_that_hangs_is_given_up_after_so_many_looks() -> None:
 
 def test_a_replica_that_swallows_requests_is_given_up_though_it_says_that_it_is_idle() -> None:
     async def main() -> None:
-        hung, alive = sims(2, 100)
+        hung, alive = sim_replicas(2, 100)
         patience = {"heartbeat_seconds": 2.0, "max_strikes": 3}
         async with playing([hung, alive], batch_size=8, stall_seconds=100, sampler=patience) as scheduler:
             hung.hang()
@@ -725,7 +725,7 @@ def test_a_replica_that_does_not_even_answer_is_given_up_after_so_many_looks() -
 
 def test_a_slow_replica_that_moves_is_not_given_up() -> None:
     async def main() -> None:
-        slow, quick = sims(2, 100)
+        slow, quick = sim_replicas(2, 100)
         patience = {"heartbeat_seconds": 5.0, "max_strikes": 2}
         async with playing([slow, quick], batch_size=8, sampler=patience) as scheduler:
             slow.slow(50.0)
@@ -738,7 +738,7 @@ def test_a_slow_replica_that_moves_is_not_given_up() -> None:
 
 def test_an_idle_replica_is_not_given_up() -> None:
     async def main() -> None:
-        sampler = Sampler(sims(2, 100), SamplerConfig(heartbeat_seconds=1.0))
+        sampler = Sampler(sim_replicas(2, 100), SamplerConfig(heartbeat_seconds=1.0))
         await sampler.resume()
         await asyncio.sleep(100.0)
         assert sampler.devices == {0: "active", 1: "active"}
@@ -749,7 +749,7 @@ def test_an_idle_replica_is_not_given_up() -> None:
 def test_a_paused_replica_is_not_given_up() -> None:
     async def main() -> None:
         patience = {"heartbeat_seconds": 1.0}
-        async with playing(sims(2, 100), suspend_mode="keep", alpha=1, sampler=patience) as scheduler:
+        async with playing(sim_replicas(2, 100), suspend_mode="keep", alpha=1, sampler=patience) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
             await scheduler.suspend()
@@ -761,7 +761,7 @@ def test_a_paused_replica_is_not_given_up() -> None:
 
 def test_a_flaky_replica_survives_occasional_failures() -> None:
     async def main() -> None:
-        flaky, well = sims(2, 10)
+        flaky, well = sim_replicas(2, 10)
         async with playing([flaky, well], batch_size=4, sampler={"max_strikes": 3}) as scheduler:
             for step in range(10):
                 flaky.flaky(2)
@@ -775,7 +775,7 @@ def test_a_flaky_replica_survives_occasional_failures() -> None:
 
 def test_a_replica_that_fails_request_after_request_is_given_up() -> None:
     async def main() -> None:
-        broken, well = sims(2, 10)
+        broken, well = sim_replicas(2, 10)
         async with playing([broken, well], batch_size=8, sampler={"max_strikes": 3}) as scheduler:
             broken.flaky(1000)
             assert len(await got(scheduler, 8)) == 8
@@ -830,7 +830,7 @@ def test_a_replica_that_raises_whatever_it_likes_costs_itself_and_nothing_else(c
 
 def test_a_failure_of_infrastructure_under_a_turn_is_not_seen_by_the_rollout() -> None:
     async def main() -> None:
-        first, second, third = sims(3, 100)
+        first, second, third = sim_replicas(3, 100)
         async with playing([first, second, third], env=chain(3), batch_size=6, tasks=6) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
@@ -847,8 +847,8 @@ def test_a_failure_of_infrastructure_under_a_turn_is_not_seen_by_the_rollout() -
 
 def test_the_sampler_tells_what_happens_to_it() -> None:
     async def main() -> None:
-        story = Story()
-        async with playing(sims(2, 100), alpha=1) as scheduler:
+        story = EventRecorder()
+        async with playing(sim_replicas(2, 100), alpha=1) as scheduler:
             scheduler.sampler.events = story
             await publish(scheduler, 1)
             await scheduler.resume()
@@ -1036,7 +1036,7 @@ def test_requests_that_are_refused_speak_against_no_replica() -> None:
             future.set_exception(RequestRefused("too long"))
             return future
 
-    class Long(Once):
+    class Long(OneStepEnv):
         async def reset(self, seed: int) -> str:
             await asyncio.sleep(5.0)
             return "x" * (200 if seed < 40 else 10)

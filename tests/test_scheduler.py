@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from builders import (
     FOREVER,
-    Once,
-    Story,
-    balanced,
+    EventRecorder,
+    OneStepEnv,
     build,
     by_attempt,
     chain,
+    check_after_shutdown,
     cluster_of,
     column,
     fake,
@@ -34,7 +34,7 @@ from builders import (
     publish,
     responses,
     rows,
-    sims,
+    sim_replicas,
     simulate,
     stepping,
     timed,
@@ -155,7 +155,7 @@ def test_the_first_calls_may_come_at_once(shuffle: int) -> None:
 
 def test_after_suspend_no_token_is_generated_until_resume() -> None:
     async def main() -> None:
-        replicas = sims(2, 100)
+        replicas = sim_replicas(2, 100)
         async with playing(replicas, env=chain(2)) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(0.5)
@@ -382,7 +382,7 @@ def test_a_call_that_is_given_up_at_the_moment_of_the_cut_loses_no_trajectory(sh
 
 def test_policy_drop_counts_its_loss_and_its_bias_towards_short_trajectories() -> None:
     async def main() -> None:
-        [replica] = sims(1, lambda request: 1000 if request.group % 4 == 0 else 100)
+        [replica] = sim_replicas(1, lambda request: 1000 if request.group % 4 == 0 else 100)
         async with playing([replica], batch_size=4, slots=16, alpha=1, staleness="drop") as scheduler:
             for step in range(4):
                 await got(scheduler, 4, step)
@@ -400,7 +400,7 @@ def test_policy_drop_counts_its_loss_and_its_bias_towards_short_trajectories() -
 
 def test_policy_wait_drops_nothing_and_takes_the_long_ones_within_the_bound() -> None:
     async def main() -> None:
-        [replica] = sims(1, lambda request: 1000 if request.group % 4 == 0 else 100)
+        [replica] = sim_replicas(1, lambda request: 1000 if request.group % 4 == 0 else 100)
         async with playing([replica], batch_size=4, slots=16, alpha=1) as scheduler:
             for step in range(6):
                 await got(scheduler, 4, step)
@@ -431,8 +431,8 @@ def test_a_fractional_alpha_runs_that_many_groups_ahead(alpha: float, ahead: int
 
 def test_members_that_lose_the_race_are_cancelled_at_once() -> None:
     async def main() -> None:
-        story = Story()
-        [replica] = sims(1, lambda request: (100, 1000, 200)[request.session])
+        story = EventRecorder()
+        [replica] = sim_replicas(1, lambda request: (100, 1000, 200)[request.session])
         async with playing([replica], group_size=2, extra_members=1, batch_size=2, tasks=1, events=story) as scheduler:
             batch, when = await timed(got(scheduler, 2))
             assert when == pytest.approx(2.0)
@@ -448,8 +448,8 @@ def test_members_that_lose_the_race_are_cancelled_at_once() -> None:
 
 def test_groups_that_lose_the_race_are_cancelled_when_the_batch_is_cut() -> None:
     async def main() -> None:
-        story = Story()
-        [replica] = sims(1, lambda request: 1000 if request.group == 1 else 100)
+        story = EventRecorder()
+        [replica] = sim_replicas(1, lambda request: 1000 if request.group == 1 else 100)
         async with playing([replica], group_size=2, extra_groups=1, batch_size=4, events=story) as scheduler:
             batch, when = await timed(got(scheduler, 4))
             assert when == pytest.approx(1.0)
@@ -477,7 +477,7 @@ def test_a_member_that_loses_the_race_while_its_reward_runs_is_surplus() -> None
 
 
 def test_a_member_that_loses_the_race_while_its_env_closes_gives_its_slot_back() -> None:
-    class SlowToClose(Once):
+    class SlowToClose(OneStepEnv):
         closed = 0
 
         async def close(self) -> None:
@@ -502,7 +502,7 @@ def test_redundancy_does_not_hide_a_replica_that_hangs() -> None:
     """The losers are always those on the hung replica; taking them back is no sign of life."""
 
     async def main() -> None:
-        hung, alive = sims(2, 100)
+        hung, alive = sim_replicas(2, 100)
         patience = {"heartbeat_seconds": 4.7, "max_strikes": 2}
         async with playing([hung, alive], extra_groups=1, batch_size=1, slots=2, sampler=patience) as scheduler:
             await scheduler.resume()
@@ -611,7 +611,7 @@ def test_the_filter_limit_ends_the_run_with_a_balanced_ledger() -> None:
 
 
 def two_domains(**heavy: Any) -> dict[str, dict[str, Any]]:
-    return {"heavy": {"env": Once, "weight": 3.0} | heavy, "light": {"env": Once, "weight": 1.0}}
+    return {"heavy": {"env": OneStepEnv, "weight": 3.0} | heavy, "light": {"env": OneStepEnv, "weight": 1.0}}
 
 
 def test_domains_share_the_batch_by_their_weights() -> None:
@@ -643,7 +643,7 @@ def test_what_is_trained_and_not_what_is_tried_follows_the_weights_when_groups_a
 def test_a_domain_never_has_more_envs_than_it_may_and_the_other_takes_the_slots() -> None:
     alive, most = 0, 0
 
-    class Counted(Once):
+    class Counted(OneStepEnv):
         def __init__(self) -> None:
             nonlocal alive, most
             alive += 1
@@ -705,7 +705,7 @@ async def validation(scheduler: RolloutScheduler) -> float:
 async def side_by_side(*, training: bool, validating: bool, **cost: Any) -> tuple[float, float]:
     """When training and validation end, each with or without the other."""
     model = CostModel(**({"a": 0.01, "b": 0.0, "c": 0.0, "p": 0.0, "kv_capacity": 10**6} | cost))
-    cluster = cluster_of(*sims(2, 100, cost=model))
+    cluster = cluster_of(*sim_replicas(2, 100, cost=model))
     async with (
         playing(cluster=cluster, batch_size=8, alpha=1, slots=16) as trainer,
         playing(cluster=cluster, batch_size=16, slots=16, mode="val", tasks=16) as validator,
@@ -737,7 +737,7 @@ def test_validation_and_training_share_a_full_engine() -> None:
 
 def test_suspending_for_an_update_closes_the_gate_for_validation_too_and_its_turns_go_on_afterwards() -> None:
     async def main() -> None:
-        cluster = cluster_of(*sims(1, 100))
+        cluster = cluster_of(*sim_replicas(1, 100))
         async with (
             playing(cluster=cluster, alpha=1) as trainer,
             playing(cluster=cluster, mode="val", tasks=4) as validator,
@@ -974,7 +974,7 @@ def test_metrics_account_for_every_token_over_losses_of_every_kind() -> None:
             raise InfrastructureError("the sandbox is gone")
 
     async def main() -> None:
-        replicas = sims(3, lambda request: 20 + request.seed % 200)
+        replicas = sim_replicas(3, lambda request: 20 + request.seed % 200)
         async with playing(
             replicas, env=stepping(fail_now_and_then), group_size=3, extra_members=1, extra_groups=1, batch_size=6,
             slots=24, alpha=1, staleness="drop", group_filter=lambda group: group[0].task.seed % 5 > 0,
@@ -1079,7 +1079,7 @@ def test_shutdown_wakes_whoever_waits_for_a_batch_and_closes_all_envs() -> None:
         await scheduler.shutdown()
         with pytest.raises(SchedulerClosed, match="shut down"):
             await waiting
-        balanced(scheduler)
+        check_after_shutdown(scheduler)
         assert fates(scheduler) == {"cancelled": 8}
         assert len(env.opened) == len(env.closed) == 8
         return now()
@@ -1126,7 +1126,7 @@ def test_shutdown_does_not_wait_for_a_slow_filter_or_reward(field: str) -> None:
 
 
 def test_shutdown_lets_an_env_finish_its_close() -> None:
-    class SlowToClose(Once):
+    class SlowToClose(OneStepEnv):
         closed = 0
 
         async def close(self) -> None:
@@ -1358,7 +1358,7 @@ def test_members_that_ignore_the_race_do_not_use_up_the_slots() -> None:
 
 
 def test_a_close_that_ignores_its_cancellation_costs_close_seconds_and_not_the_slot() -> None:
-    class Stubborn(Once):
+    class Stubborn(OneStepEnv):
         async def close(self) -> None:
             await undisturbed(1_000.0)
 

@@ -1,11 +1,11 @@
-"""Devices that generate and train alternately: the lending rule by its numbers, and the devices as they change hands."""
+"""Devices that generate and train alternately: the lending rule by its numbers, and the devices that change hands."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
-from builders import got, now, playing, publish, responses, sims, simulate
+from builders import got, now, playing, publish, responses, sim_replicas, simulate
 
 from cadenza.rollout.sharing import DECAY, TRY_EVERY, DecayingRate, LendingRule, SharedDevices
 
@@ -110,7 +110,7 @@ def test_devices_change_hands_and_no_token_is_written_twice() -> None:
         async def asleep() -> bool:
             return scheduler.sampler.devices[1] == "asleep"
 
-        replicas = sims(2, 400, wake_seconds=2.0)
+        replicas = sim_replicas(2, 400, wake_seconds=2.0)
         async with playing(replicas, batch_size=4, alpha=1, slots=4, tasks=20) as scheduler:
             shared = SharedDevices(scheduler, [1], 4, offload=offload, reload=reload)
             assert await shared.lend()
@@ -139,7 +139,7 @@ def test_devices_change_hands_and_no_token_is_written_twice() -> None:
 
 def test_requests_move_with_their_tokens_and_are_counted() -> None:
     async def main() -> None:
-        replicas = sims(2, 400)
+        replicas = sim_replicas(2, 400)
         async with playing(replicas, batch_size=4, alpha=1, slots=8, tasks=8) as scheduler:
             shared = SharedDevices(scheduler, [1], 4)
             assert await shared.lend()
@@ -157,7 +157,7 @@ def test_requests_move_with_their_tokens_and_are_counted() -> None:
 
 def test_a_refusal_leaves_the_devices_with_the_actor() -> None:
     async def main() -> None:
-        async with playing(sims(2, 100), batch_size=4, alpha=1, slots=8) as scheduler:
+        async with playing(sim_replicas(2, 100), batch_size=4, alpha=1, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1], 4)
             assert await shared.lend()
             await got(scheduler, 4)
@@ -174,7 +174,7 @@ def test_a_refusal_leaves_the_devices_with_the_actor() -> None:
 
 def test_the_last_replica_that_lives_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        replicas = sims(2, 100)
+        replicas = sim_replicas(2, 100)
         async with playing(replicas, batch_size=4, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1], 4)
             assert await shared.lend()
@@ -195,7 +195,7 @@ def test_when_the_last_other_replica_dies_those_that_were_taken_wake(
     dies: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        replicas = sims(2, 300)
+        replicas = sim_replicas(2, 300)
         async with playing(replicas, batch_size=4, alpha=1, slots=4) as scheduler:
             shared = SharedDevices(scheduler, [1], 4)
             assert await shared.lend()
@@ -220,7 +220,7 @@ def test_when_the_last_other_replica_dies_those_that_were_taken_wake(
 
 def test_a_shared_replica_that_died_stays_out() -> None:
     async def main() -> None:
-        replicas = sims(3, 100)
+        replicas = sim_replicas(3, 100)
         async with playing(replicas, batch_size=4, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1, 2], 4)
             assert await shared.lend()
@@ -243,7 +243,7 @@ def test_a_run_that_begins_with_its_batch_ready_takes_the_replicas_off_the_devic
         async def reload() -> None:
             raise AssertionError("the actor's states never left")
 
-        async with playing(sims(2, 100), batch_size=4, alpha=1, slots=8) as scheduler:
+        async with playing(sim_replicas(2, 100), batch_size=4, alpha=1, slots=8) as scheduler:
             await scheduler.resume()
             await asyncio.sleep(10.0)
             shared = SharedDevices(scheduler, [1], 4, reload=reload)
@@ -264,7 +264,7 @@ def test_a_lend_that_fails_half_way_is_taken_back_whole() -> None:
         async def reload() -> None:
             states.append("loaded")
 
-        async with playing(sims(2, 100), batch_size=4, slots=8) as scheduler:
+        async with playing(sim_replicas(2, 100), batch_size=4, slots=8) as scheduler:
             shared = SharedDevices(scheduler, [1], 4, offload=offload, reload=reload)
             shared.lending_rule.rates[False].add(1.0, 10.0)  # so slow that lending pays
             await shared.lend()

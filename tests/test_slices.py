@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from builders import Once, column, fake, fates, got, now, playing, publish, responses, rows, simulate, timed
+from builders import OneStepEnv, column, fake, fates, got, now, playing, publish, responses, rows, simulate, timed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,7 +29,7 @@ from cadenza.testing import FakeReplica
 LONG, SLICE, PROMPT = 1_000, 100, 500
 
 
-class Spacious(Once):
+class Spacious(OneStepEnv):
     """A long question."""
 
     async def reset(self, seed: int) -> str:
@@ -294,7 +294,9 @@ def test_who_gives_way() -> None:
 
 
 @pytest.mark.parametrize(("first", "waiting", "expected"), [
-    (None, 0, []), (RouteRequest(0, 0, 10, slice_tokens=100), 1, [4]), (RouteRequest(0, 0, 10, slice_tokens=100), 9, [4, 2]),
+    (None, 0, []),
+    (RouteRequest(0, 0, 10, slice_tokens=100), 1, [4]),
+    (RouteRequest(0, 0, 10, slice_tokens=100), 9, [4, 2]),
     (RouteRequest(0, 0, 10), 9, []),
 ])  # fmt: skip
 def test_no_more_give_way_than_wait(first: RouteRequest | None, waiting: int, expected: list[int]) -> None:

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from builders import (
     FOREVER,
-    Once,
-    balanced,
+    OneStepEnv,
     build,
     causes,
     chain,
+    check_after_shutdown,
     column,
     get,
     got,
@@ -85,7 +85,10 @@ SAME_RUN: dict[str, dict[str, Any]] = {
     "contexts": {"group_size": 2, "env": chain(3), "rollout": "step"},
     "two domains": {
         "group_size": 2,
-        "domains": {"a": {"env": Once, "weight": 2}, "b": {"env": chain(2), "tasks": [f"row {i}" for i in range(9)]}},
+        "domains": {
+            "a": {"env": OneStepEnv, "weight": 2},
+            "b": {"env": chain(2), "tasks": [f"row {i}" for i in range(9)]},
+        },
     },
     "filter": {"group_size": 2, "group_filter": lambda group: group[0].task.seed % 3 > 0},
     "redundancy": {"group_size": 2, "extra_members": 1, "extra_groups": 1},
@@ -112,7 +115,7 @@ def test_at_alpha_0_two_lives_give_the_batches_of_one(tmp_path: Path, kind: str,
         scheduler = restart(tmp_path, **options)
         batches = [told(batch) for batch in await steps(scheduler, killed, 5)]
         await scheduler.shutdown()
-        balanced(scheduler)
+        check_after_shutdown(scheduler)
         return batches
 
     uninterrupted, two_lives = simulate(whole), simulate(first) + simulate(second)
@@ -173,7 +176,7 @@ def test_the_counters_go_on(tmp_path: Path) -> None:
         metrics, restarted = scheduler.metrics(), causes(scheduler, Fate.CANCELLED)
         await steps(scheduler, 3, 4)
         await scheduler.shutdown()
-        balanced(scheduler)
+        check_after_shutdown(scheduler)
         assert sum(scheduler.ledger.fates.values()) == scheduler.ledger.issued
         return metrics, restarted
 
@@ -412,7 +415,9 @@ def test_tasks_of_a_list_are_found_again_by_their_place(tmp_path: Path) -> None:
         async with playing([keyed()], **options) as scheduler:
             scheduler.restore(tmp_path)
             await publish(scheduler, 1)
-            again = [a.task for a in scheduler.ledger.open_groups()] + list(scheduler.queue.domains.all["toy"].to_redraw)
+            again = [a.task for a in scheduler.ledger.open_groups()] + list(
+                scheduler.queue.domains.all["toy"].to_redraw
+            )
             assert all(any(task is known for known in tasks) for task in again)
             return column(await got(scheduler, -1), "task_id")
 
@@ -435,7 +440,7 @@ def test_a_state_that_was_restored_can_be_saved_before_it_starts(tmp_path: Path)
         scheduler = restart(copy, **options)
         batch = await got(scheduler, 4)
         await scheduler.shutdown()
-        balanced(scheduler)
+        check_after_shutdown(scheduler)
         return column(batch, "traj_key"), column(batch, "task_id")
 
     simulate(second)
@@ -599,7 +604,7 @@ async def one_life(life: Life, draw: random.Random, born: Path | None, grave: Pa
         program.cancel()
         await asyncio.wait([program])
     await scheduler.shutdown()
-    balanced(scheduler)
+    check_after_shutdown(scheduler)
     if grave is None:
         assert scheduler.metrics()["fate/trained"] == sum(len(batch) for batch in life.batches)
         assert scheduler.ledger.issued == sum(scheduler.ledger.fates.values())
@@ -664,9 +669,9 @@ def refused(saved: Path, message: str, **options: Any) -> None:
         ({"tasks": None}, "domains.toy.tasks was 10 seeds from 0 and is endless seeds from 0"),
         ({"tasks": [1] * 10}, "domains.toy.tasks was 10 seeds from 0 and is 10 rows"),
         ({"first_seed": 3}, "domains.toy.tasks was 10 seeds from 0 and is 10 seeds from 3"),
-        ({"domains": {"other": {"env": Once}}}, "domains.toy.tasks was 10 seeds from 0 and is not there"),
+        ({"domains": {"other": {"env": OneStepEnv}}}, "domains.toy.tasks was 10 seeds from 0 and is not there"),
         (
-            {"domains": {"toy": {"env": Once, "tasks": 10}, "more": {"env": Once, "tasks": 3}}},
+            {"domains": {"toy": {"env": OneStepEnv, "tasks": 10}, "more": {"env": OneStepEnv, "tasks": 3}}},
             "domains.more.tasks was not there and is 3 seeds from 0",
         ),
     ],
