@@ -27,8 +27,8 @@ from cadenza.testing import FakeReplica
 
 
 def test_built_in_envs_are_known_by_name() -> None:
-    assert envs.make("frozenlake") is FrozenLake
-    assert envs.make("sokoban") is Sokoban
+    assert envs.find_factory("frozenlake") is FrozenLake
+    assert envs.find_factory("sokoban") is Sokoban
     assert {"frozenlake", "sokoban", "gymnasium", "textarena"} <= set(envs.registered())
 
 
@@ -48,7 +48,7 @@ def test_an_unknown_name_near_a_built_in_one_gets_it_as_a_hint() -> None:
 
 def test_an_unknown_name_near_to_none_gets_the_list_with_the_built_in_ones() -> None:
     with pytest.raises(ValueError, match=r"known envs: .*frozenlake, gymnasium, .*sokoban, textarena"):
-        envs.make("zzz")
+        envs.find_factory("zzz")
 
 
 def test_the_name_of_a_built_in_env_cannot_be_taken() -> None:
@@ -65,7 +65,7 @@ def test_an_env_whose_library_is_missing_is_refused_before_anything_runs() -> No
     program = (
         "import sys; sys.modules['textarena'] = None\n"
         "import cadenza.envs\n"
-        "try: cadenza.envs.make('textarena')\n"
+        "try: cadenza.envs.find_factory('textarena')\n"
         "except ValueError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -74,7 +74,7 @@ def test_an_env_whose_library_is_missing_is_refused_before_anything_runs() -> No
 
 def test_an_adapter_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'cadenza.envs.adapters:Atari' cannot be loaded: .*no attribute 'Atari'"):
-        envs.make("cadenza.envs.adapters:Atari")
+        envs.find_factory("cadenza.envs.adapters:Atari")
 
 
 # -- gymnasium ---------------------------------------------------------------------------------------------------------
@@ -91,11 +91,11 @@ WAY = ["Down", "Down", "Right", "Right", "Down", "Right"]
 @pytest.fixture
 def lake() -> Any:
     pytest.importorskip("gymnasium")
-    return envs.make("gymnasium")
+    return envs.find_factory("gymnasium")
 
 
 def test_the_adapters_are_found_by_name_and_by_path(lake: Any) -> None:
-    assert envs.make("cadenza.envs.adapters:Gymnasium") is lake
+    assert envs.find_factory("cadenza.envs.adapters:Gymnasium") is lake
 
 
 def test_a_gymnasium_env_shows_what_it_renders_and_takes_names_of_actions(lake: Any) -> None:
@@ -189,7 +189,9 @@ def test_the_same_seed_resets_a_gymnasium_env_to_the_same_start(lake: Any) -> No
 @given(moves=st.lists(st.sampled_from("LDRU"), min_size=1, max_size=60))
 def test_the_built_in_lake_and_that_of_gymnasium_agree_on_every_walk(map: str, moves: list[str]) -> None:
     pytest.importorskip("gymnasium")
-    theirs = envs.make("gymnasium")("FrozenLake-v1", make_args={"is_slippery": False, "map_name": map}, actions="LDRU")
+    theirs = envs.find_factory("gymnasium")(
+        "FrozenLake-v1", make_args={"is_slippery": False, "map_name": map}, actions="LDRU"
+    )
     ours = FrozenLake(map=map, max_steps=200)
 
     async def main() -> None:
@@ -247,7 +249,7 @@ def test_gymnasium_episodes_run_under_virtual_time_too(lake: Any) -> None:
 @pytest.fixture
 def arena() -> Any:
     pytest.importorskip("textarena")
-    return envs.make("textarena")
+    return envs.find_factory("textarena")
 
 
 def guesses(env: Any, seed: int) -> tuple[list[Any], str]:

@@ -96,7 +96,7 @@ def test_an_env_is_registered_by_name_and_found_by_it() -> None:
     class Registered(OneStepEnv):
         pass
 
-    assert envs.make("test-registry-once") is Registered
+    assert envs.find_factory("test-registry-once") is Registered
     assert "test-registry-once" in envs.registered()
 
 
@@ -117,8 +117,8 @@ def test_the_same_class_may_be_registered_again() -> None:
 
 
 def test_an_env_is_found_by_its_path_and_as_the_class_itself() -> None:
-    assert envs.make("builders:OneStepEnv") is OneStepEnv
-    assert envs.make(OneStepEnv) is OneStepEnv
+    assert envs.find_factory("builders:OneStepEnv") is OneStepEnv
+    assert envs.find_factory(OneStepEnv) is OneStepEnv
 
 
 def test_a_registered_env_plays_by_its_name() -> None:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from cadenza.envs.protocol import AnyEnv, AsyncEnv, Env, EnvType, Outcome
-from cadenza.envs.registry import env, make, registered
+from cadenza.envs.registry import env, find_factory, registered
 
-__all__ = ["AnyEnv", "AsyncEnv", "Env", "EnvType", "Outcome", "env", "make", "registered"]
+__all__ = ["AnyEnv", "AsyncEnv", "Env", "EnvType", "Outcome", "env", "find_factory", "registered"]

@@ -41,7 +41,7 @@ def registered() -> list[str]:
     return sorted({*_factories, *BUILT_IN})
 
 
-def make(spec: str | Factory) -> Factory:
+def find_factory(spec: str | Factory) -> Factory:
     """The factory that a name, 'module:name' or a class means."""
     if callable(spec):
         return spec

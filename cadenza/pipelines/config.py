@@ -364,9 +364,9 @@ def check_names(config: RunConfig) -> None:
     validation = (config.validation and config.validation.domains) or {}
     for where, domains in (("envs", config.envs.domains), ("validation", validation)):
         for name, domain in domains.items():
-            check(f"{where}.domains.{name}.env", envs.make, domain.env)
+            check(f"{where}.domains.{name}.env", envs.find_factory, domain.env)
             if domain.reward is not None:
-                check(f"{where}.domains.{name}.reward", rewards.make, domain.reward)
+                check(f"{where}.domains.{name}.reward", rewards.as_reward, domain.reward)
     check("envs.rollout", rollout_functions.make, config.envs.rollout)
     for key, named in (
         ("rollout.group_filter", config.rollout.group_filter),

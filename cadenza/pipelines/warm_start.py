@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cadenza.envs import make
+from cadenza.envs import find_factory
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import EnvError
 from cadenza.inference.codec import TemplateError, TextCodec
@@ -33,7 +33,9 @@ def warm_start_pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCo
 async def _pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
     rng = random.Random(config.seed)
     pairs: list[Pair] = []
-    domains = [EnvType(name, make(domain.env), dict(domain.env_args)) for name, domain in config.envs.domains.items()]
+    domains = [
+        EnvType(name, find_factory(domain.env), dict(domain.env_args)) for name, domain in config.envs.domains.items()
+    ]
     for number in range(settings.episodes):
         type = domains[number % len(domains)]
         seed = settings.first_seed + number

@@ -14,12 +14,12 @@ Reward = Callable[[Any], Awaitable[float]]
 """`async reward(trajectory) -> float`."""
 
 
-def make(spec: str | Callable[..., Any]) -> Reward:
+def as_reward(spec: str | Callable[..., Any]) -> Reward:
     """The reward that 'module:name' or a function means; a plain function runs off the loop."""
     return as_async(load_object(spec) if isinstance(spec, str) else spec)
 
 
-def check(value: Any, domain: str) -> float:
+def check_reward(value: Any, domain: str) -> float:
     """A reward as a finite float, or the error that says what is wrong with it."""
     try:
         reward = float(value)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from cadenza.config import Config
-from cadenza.envs.registry import BUILT_IN, make, registered
+from cadenza.envs.registry import BUILT_IN, find_factory, registered
 from cadenza.inference.replica import PauseMode, Sampling
 
 SLICE_TOKENS = 10_000
@@ -98,7 +98,7 @@ class DomainConfig(Config):
         """A name that was registered here means nothing in another process: the class goes with it."""
         state = super().__getstate__()
         if isinstance(self.env, str) and self.env in registered() and self.env not in BUILT_IN:
-            state["__dict__"] = state["__dict__"] | {"env": make(self.env)}
+            state["__dict__"] = state["__dict__"] | {"env": find_factory(self.env)}
         return state
 
 

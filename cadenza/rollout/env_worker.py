@@ -114,10 +114,13 @@ class EnvWorker:
         self._max_reward_tries = max_reward_tries
         self._rollout_function = rollout_functions.make(config.rollout)
         self._types = {
-            name: EnvType(name, envs.make(domain.env), dict(domain.env_args)) for name, domain in config.domains.items()
+            name: EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
+            for name, domain in config.domains.items()
         }
         self._rewards = {
-            name: rewards.make(domain.reward) for name, domain in config.domains.items() if domain.reward is not None
+            name: rewards.as_reward(domain.reward)
+            for name, domain in config.domains.items()
+            if domain.reward is not None
         }
         self._free = list(range(config.slots - 1, -1, -1))
         self._occupants: list[Attempt | None] = [None] * config.slots
@@ -228,7 +231,7 @@ class EnvWorker:
             self._queue.put(attempt, trajectory)
             return
         try:
-            trajectory.score = rewards.check(await self._compute_reward(reward, trajectory), domain)
+            trajectory.score = rewards.check_reward(await self._compute_reward(reward, trajectory), domain)
         except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
             self._fail(attempt, "reward", error)
