@@ -284,7 +284,7 @@ def test_lockstep_waits_for_the_slowest_env_of_every_turn() -> None:
     envs = sum(max(e.steps[turn] for e in drawn if turn < len(e.steps)) for turn in range(turns))
     waited = (
         clock.run(lambda: run_training(calibration.LockstepStrategy(workload, trace, 0.0, StrategySettings()), 1))
-        .lines[0]
+        .steps[0]
         .waited
     )
     model = 200 * workload.cost.a * turns
