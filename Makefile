@@ -23,10 +23,10 @@ smollm2-vllm: $(VENV)/.dev-ray models/smollm2/model.safetensors $(VLLM)/.vllm  #
 	$(BIN)/cadenza train examples/smollm2-vllm.yaml
 
 test: $(VENV)/.dev  ## run the tests that need no Ray; PYTEST_ARGS adds options
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --ignore-glob='tests/test_ray_*.py' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --ignore-glob='*/test_ray_*.py' $(PYTEST_ARGS)
 
 test-ray: $(VENV)/.dev-ray  ## run the tests that need Ray, one after the other
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_ray_*.py $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/*/test_ray_*.py $(PYTEST_ARGS)
 
 test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2
@@ -42,7 +42,7 @@ check: $(VENV)/.dev  ## lint, format, types, layers
 
 fuzz: $(VENV)/.dev  ## run 50,000 random schedules, and 2,000 with workers that would be in processes of their own
 	$(BIN)/cadenza fuzz --schedules 50000
-	CADENZA_CHAOS_SEEDS=2000 $(BIN)/pytest -q -n auto tests/test_chaos.py
+	CADENZA_CHAOS_SEEDS=2000 $(BIN)/pytest -q -n auto tests/rollout/test_chaos.py
 
 bench: $(VENV)/.dev  ## measure the control plane and the engine
 	$(BIN)/cadenza bench control-plane

@@ -45,7 +45,7 @@ def demo(*, out: Path = Path("runs/demo"), seed: Seed = 0, fast: Flag = False) -
     fast
         Do not slow the run down to the speed of the eye.
     """
-    from cadenza.simulation.demo import show
+    from cadenza.simulation.demo.display import show
 
     return show(out, seed=seed, fast=fast)
 
@@ -69,7 +69,7 @@ def fuzz(
     replay
         Run the one schedule of this seed again.
     """
-    from cadenza.simulation.fuzz import cli_fuzz
+    from cadenza.simulation.fuzzing.fuzz import cli_fuzz
 
     return cli_fuzz(schedules, seed, replay, json)
 
@@ -116,8 +116,8 @@ def simulate(
     out
         Draw the comparison and a timeline of each strategy into this directory, as PNG and as HTML.
     """
-    from cadenza.simulation import simulate as simulation
-    from cadenza.simulation.cli_args import InvalidArgument
+    from cadenza.simulation.comparison import simulate as simulation
+    from cadenza.simulation.comparison.cli_args import InvalidArgument
 
     try:
         return simulation.simulate(
@@ -166,12 +166,12 @@ def plan(
     shared
         Try GPUs too that train and, between two train steps, generate.
     """
-    from cadenza.simulation import plan_command
-    from cadenza.simulation.cli_args import InvalidArgument
+    from cadenza.simulation.comparison.cli_args import InvalidArgument
+    from cadenza.simulation.planning import plan_command
 
     try:
         if config is not None:
-            from cadenza.pipelines import plan as layout
+            from cadenza.run import plan as layout
 
             args = layout.PlanArgs(gpus, nodes or 1, workload, alpha, model_cost, shared)
             return layout.plan(config, overrides, args, as_json=json)
@@ -197,7 +197,7 @@ def train(config: Path, *overrides: str, dry_run: Flag = False, json: Json = Fal
     json
         Show nothing, and print one JSON object at the end.
     """
-    from cadenza.pipelines import commands
+    from cadenza import commands
 
     return commands.train(config, overrides, dry_run=dry_run, as_json=json)
 
@@ -215,7 +215,7 @@ def resume(run: Path, *overrides: str, json: Json = False) -> int:
     json
         Show nothing, and print one JSON object at the end.
     """
-    from cadenza.pipelines import commands
+    from cadenza import commands
 
     return commands.resume(run, overrides, as_json=json)
 
@@ -237,7 +237,7 @@ def evaluate(
     greedy
         Take the likeliest token instead of sampling as the run did.
     """
-    from cadenza.pipelines import commands
+    from cadenza import commands
 
     return commands.evaluate(run, episodes=episodes, which=checkpoint, greedy=greedy, as_json=json)
 
@@ -257,7 +257,7 @@ def play(run: Path, *, episodes: Count = 1, checkpoint: str = "best", greedy: Fl
     greedy
         Take the likeliest token instead of sampling as the run did.
     """
-    from cadenza.pipelines import commands
+    from cadenza import commands
 
     return commands.play(run, episodes=episodes, which=checkpoint, greedy=greedy)
 

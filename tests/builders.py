@@ -26,9 +26,9 @@ from cadenza.rollout.ledger import Attempt, Group
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 from cadenza.rollout.sampler_client import InferenceService, SamplerClient
-from cadenza.simulation.clock import run
-from cadenza.simulation.cost import CostModel
-from cadenza.simulation.replica import SimReplica
+from cadenza.simulation.virtual_cluster.clock import run
+from cadenza.simulation.virtual_cluster.cost import CostModel
+from cadenza.simulation.virtual_cluster.replica import SimReplica
 from cadenza.testing import ByteCodec, FakeReplica, LocalCluster
 
 T = TypeVar("T")

@@ -202,7 +202,7 @@ def _serve() -> None:
     """Fork off a process for each line, and say its id and then its exit code."""
     from transformers import LlamaForCausalLM  # noqa: F401
 
-    from cadenza.pipelines import commands  # noqa: F401 - loaded once, for all
+    from cadenza import commands  # noqa: F401 - loaded once, for all
     from cadenza.training.models import load_model  # noqa: F401
 
     for line in sys.stdin:

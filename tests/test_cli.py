@@ -14,7 +14,7 @@ import pytest
 import cadenza
 from cadenza.cli import main
 from cadenza.rollout.failures import FilterLimit
-from cadenza.simulation import demo
+from cadenza.simulation.demo import display
 
 CADENZA = Path(sys.executable).with_name("cadenza")
 
@@ -66,7 +66,7 @@ def test_an_error_of_the_rollout_is_a_message_and_code_1(
     def show(*arguments: object, **options: object) -> int:
         raise FilterLimit("all groups were filtered")
 
-    monkeypatch.setattr(demo, "show", show)
+    monkeypatch.setattr(display, "show", show)
     assert main(["demo"]) == 1
     assert capsys.readouterr().err == "cadenza: all groups were filtered\n"
 

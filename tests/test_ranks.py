@@ -10,12 +10,12 @@ import pytest
 from ranks import Ranks
 
 
-def double(peers: Any, number: int) -> int:
+def double(group: Any, number: int) -> int:
     return 2 * number
 
 
-def die(peers: Any, rank: int) -> None:
-    if peers.rank == rank:
+def die(group: Any, rank: int) -> None:
+    if group.global_rank == rank:
         os.kill(os.getpid(), signal.SIGILL)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 from cadenza.cluster import Cluster, ResourceManager, dispatch
 from cadenza.cluster.remote_replica import RemoteReplica, ReplicaWorker
 from cadenza.inference.replica import Request
-from cadenza.simulation.cost import CostModel
-from cadenza.simulation.replica import SimReplica
+from cadenza.simulation.virtual_cluster.cost import CostModel
+from cadenza.simulation.virtual_cluster.replica import SimReplica
 
 VOCAB = 1000
 

@@ -2,8 +2,8 @@
 
 A tiny policy is trained by the pipeline itself, engine and trainer in this process. The first run of a case is the
 calibration: its directory says what a decode step, a token of prefill and a trained token cost, how long the answers
-are and how long the envs took (`simulation/traces.py`). From that alone the simulation predicts the step time of a run
-with another batch, other slots and other envs, which is then made and measured. The learning rate is next to nothing,
+are and how long the envs took (`rollout/trace.py`). From that alone the simulation predicts the step time of a run with
+another batch, other slots and other envs, which is then made and measured. The learning rate is next to nothing,
 so that both runs write answers of the same lengths: what is checked is the simulation, and not whether learning can be
 foreseen.
 
@@ -31,11 +31,12 @@ from rich.console import Console
 from cadenza.envs.protocol import Outcome
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
-from cadenza.pipelines.config import build_config
-from cadenza.simulation.experiment import Trial
-from cadenza.simulation.strategy import StrategySettings
-from cadenza.simulation.traces import RunStep, read_run
-from cadenza.simulation.workloads import TraceEpisode, Workload
+from cadenza.rollout.trace import RunStep
+from cadenza.run.config import build_config
+from cadenza.simulation.comparison.experiment import Trial
+from cadenza.simulation.comparison.strategy import StrategySettings
+from cadenza.simulation.comparison.traces import read_run
+from cadenza.simulation.comparison.workloads import TraceEpisode, Workload
 
 TOLERANCE = 0.15
 GROUP_SIZE = 8

@@ -3,7 +3,7 @@
     config.yaml      what the run was told
     metrics.jsonl    {"step", "time", "cpu", "area/name" ...}; a number that is not finite is null
     samples.jsonl    rollouts as text, see `SampleRecord`
-    trace.jsonl      lengths and times of every trajectory, for `cadenza simulate`; see simulation/traces.py
+    trace.jsonl      lengths and times of every trajectory, for `cadenza simulate`; see simulation/comparison/traces.py
     summary.json     what came of it
     tensorboard/     the metrics again, see `TensorBoard`
     checkpoints/     written by the trainer

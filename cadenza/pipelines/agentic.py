@@ -25,10 +25,6 @@ from safetensors import SafetensorError
 
 from cadenza.data import DataProto
 from cadenza.observe.run import RunDirectory
-from cadenza.pipelines.config import ConfigError, RunConfig
-from cadenza.pipelines.episodes import EpisodeStats, RolloutMode, sample_of
-from cadenza.pipelines.replicas import Inference
-from cadenza.pipelines.roles import Roles, absolute_path
 from cadenza.rollout import snapshot
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
@@ -37,7 +33,11 @@ from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.sharing import SharedDevices
-from cadenza.simulation.traces import RunStep, TraceGroup, trace_groups
+from cadenza.rollout.trace import RunStep, TraceGroup, trace_groups
+from cadenza.run.config import ConfigError, RunConfig
+from cadenza.run.episodes import EpisodeStats, RolloutMode, sample_of
+from cadenza.run.inference import Inference
+from cadenza.run.roles import Roles, absolute_path
 from cadenza.training import Checkpoints
 from cadenza.training.checkpoint import CheckpointError, step_of
 

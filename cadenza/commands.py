@@ -1,0 +1,251 @@
+"""`cadenza train | resume | eval | play`: a run from the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from cadenza.data import DataProto
+from cadenza.observe.display import Display, curve
+from cadenza.observe.report import write_report
+from cadenza.observe.run import RunDirectory, read_lines
+from cadenza.off_loop import as_async
+from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, RunProgress, check_rollouts, validate_checkpoint
+from cadenza.run.config import ConfigError, RunConfig, ValidationConfig, check_names, dump_config, read_config
+from cadenza.run.engines import EngineConfig
+from cadenza.run.episodes import EpisodeStats, sample_of, success_of
+from cadenza.training.checkpoint import latest, step_of
+
+logger = logging.getLogger(__name__)
+REPORT_SECONDS = 120
+
+
+def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
+    """A new run."""
+    _import_from_here()
+    config = read_config(path, overrides)
+    check_names(config)
+    if dry_run:
+        print(yaml.safe_dump(dump_config(config), sort_keys=False, allow_unicode=True), end="")
+        return 0
+    run = RunDirectory(config.out / config.name, config=dump_config(config), trackers=config.trackers)
+    try:
+        return _run(config, run, None, as_json)
+    except BaseException:
+        if not run.step and not run.checkpoints.exists() and not (run.path / "failures").exists():
+            run.discard()  # nothing was learned yet
+        raise
+
+
+def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Go on with a run from its last checkpoint."""
+    _import_from_here()
+    config = _config_of(run_dir, overrides)
+    checkpoint = _checkpoint(run_dir, "last")
+    step = step_of(checkpoint)
+    if step >= config.steps:
+        raise ConfigError(f"{run_dir} has done its {step} steps; give it more with steps={2 * step}")
+    if config.preset is not None:
+        raise ConfigError(f"preset={config.preset} would do nothing: {run_dir} has a value for each of its settings")
+    asyncio.run(check_rollouts(config, checkpoint))
+    try:
+        run = RunDirectory(run_dir, resume=step, config=dump_config(config), trackers=config.trackers)
+    except RuntimeError as error:  # another process has it
+        raise ConfigError(str(error)) from error
+    return _run(config, run, checkpoint, as_json)
+
+
+def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json: bool) -> int:
+    """How good a checkpoint is, on the tasks of the validation."""
+    batch, version = asyncio.run(_play_checkpoint(run_dir, episodes, which, greedy, shown=0))
+    found: EpisodeStats = batch.meta_info["episodes"]
+    figures = {
+        "success": found.success, "reward_mean": found.score, "episodes": found.count, "version": version,
+    }  # fmt: skip
+    if as_json:
+        print(json.dumps(figures))
+        return 0
+    table = Table(title=f"{run_dir}, checkpoint '{which}'", show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, "-" if value is None else f"{value:.4g}")
+    Console().print(table)
+    return 0
+
+
+def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
+    """Watch a checkpoint play."""
+    console = Console(highlight=False)
+    batch, version = asyncio.run(_play_checkpoint(run_dir, episodes, which, greedy, shown=episodes))
+    found: EpisodeStats = batch.meta_info["episodes"]
+    for trajectory in found.shown:
+        sample = sample_of(trajectory, batch.meta_info["codec"], step=version, mode="val")
+        console.print(f"\n[bold]{sample['task']}[/bold]")
+        for number, turn in enumerate(sample["turns"], 1):
+            console.print(turn["prompt"].rstrip("\n"), markup=False)
+            console.print(f"[cyan]{number}.[/cyan] ", end="")
+            console.print(repr(turn["response"]), markup=False)
+        if "final" in sample:
+            console.print(sample["final"].rstrip("\n"), markup=False)
+        verdict = {True: "[green]success[/green]", False: "[red]no success[/red]", None: ""}[success_of(trajectory)]
+        console.print(f"score {sample['score']:g} {verdict}")
+    return 0
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json: bool) -> int:
+    with run, Display(config.name, config.steps, target=config.target, quiet=as_json) as display:
+        try:
+            # Envs may print, and Ray passes on what its workers print: with --json, stdout is for the figures alone.
+            with redirect_stdout(sys.stderr) if as_json else nullcontext():
+                progress = asyncio.run(_train_until_stopped(config, run, checkpoint, display))
+        except BaseException:
+            with suppress(OSError):  # the error before is the one to tell
+                write_report(run.path)
+            raise
+        summary = {
+            "success_first": progress.success_first,
+            "success_last": progress.success_last,
+            "success_best": progress.success_best,
+            "steps": progress.step,
+            "samples": progress.samples,
+            "cpu_seconds": round(run.cpu_seconds, 2),
+            "wall_seconds": round(run.seconds, 2),
+            "run_dir": str(run.path),
+            "ended": progress.ended or "all steps done",
+        }
+        run.summary(summary)
+    report = write_report(run.path)
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        _print_outcome(run.path, summary, report, "" if config.backend == "embedded" else " of the controller")
+    return 130 if progress.ended == STOPPED else 0
+
+
+async def _train_until_stopped(
+    config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display
+) -> RunProgress:
+    pipeline = AgenticPipeline(config, run, on_step=display.update)
+    loop = asyncio.get_running_loop()
+
+    def interrupted() -> None:
+        display.say("stopping after the step under way; Ctrl-C once more to break off")
+        pipeline.stop()
+        loop.remove_signal_handler(signal.SIGINT)  # SIGTERM may come twice: some who send it send it to the group too
+
+    with suppress(NotImplementedError, ValueError):  # not on every system, and not outside the main thread
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, interrupted)
+    report = loop.create_task(_refresh_report(run.path))
+    try:
+        return await pipeline.train(resume=checkpoint)
+    finally:
+        report.cancel()
+        with suppress(asyncio.CancelledError):
+            await report
+
+
+async def _refresh_report(run_dir: Path) -> None:
+    """Whoever looks at a long run finds a report that is at most some minutes old."""
+    while True:
+        await asyncio.sleep(REPORT_SECONDS)
+        try:
+            await as_async(write_report)(run_dir)
+        except OSError as error:  # a full disk, for one
+            logger.warning("the report of %s could not be written: %s", run_dir, error)
+
+
+def _print_outcome(run_dir: Path, summary: dict[str, Any], report: Path, whose: str) -> None:
+    console = Console(highlight=False)
+    points = [(r["step"], r["val/success"]) for r in read_lines(run_dir / "metrics.jsonl") if "val/success" in r]
+    if len(points) > 1:
+        steps, successes = zip(*points, strict=True)
+        console.print("\nsuccess in validation, by step", markup=False)
+        console.print(curve(steps, successes, percent=True), markup=False)
+    first, last = (_percent(summary[name]) for name in ("success_first", "success_last"))
+    console.print(
+        f"\n{summary['ended']}: success {first} -> {last} in {summary['steps']} steps, {summary['samples']} episodes, "
+        f"{summary['cpu_seconds']:.0f} CPU seconds{whose}"
+    )
+    best = run_dir / "checkpoints" / "best"
+    console.print(f"checkpoint  {best if best.exists() else best.with_name('last')}", soft_wrap=True)
+    console.print(f"report      {report}", soft_wrap=True)
+    called = sys.argv[0]  # not everybody activates the environment
+    program = called if Path(called).name == "cadenza" and not shutil.which("cadenza") else "cadenza"
+    console.print(f"play it     {program} play {run_dir}", soft_wrap=True)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+# -- a checkpoint ------------------------------------------------------------------------------------------------------
+
+
+async def _play_checkpoint(
+    run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int
+) -> tuple[DataProto, int]:
+    """Plays episodes with a checkpoint; the batch, and the version."""
+    _import_from_here()
+    config = _config_of(run_dir, [])
+    checkpoint = _checkpoint(run_dir, which)
+    settings = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
+    domains = settings.domains or config.envs.domains
+    share = -(-episodes // len(domains))
+    rows = {
+        name: domain.model_copy(update={"tasks": domain.tasks[:share]})
+        if isinstance(domain.tasks, (list, tuple))
+        else domain.model_copy(update={"tasks": None})
+        for name, domain in domains.items()
+    }
+    settings = settings.model_copy(update={"domains": rows})
+    if greedy:
+        sampling = settings.sampling or config.envs.sampling
+        settings = settings.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
+    overrides: dict[str, Any] = {"samples": shown, "critic": None, "backend": "embedded", "devices": {}}
+    if config.engine.kind != "torch":
+        overrides["engine"] = EngineConfig(max_running=config.engine.max_running)
+    config = config.model_copy(update={"validation": settings, **overrides})
+    return await validate_checkpoint(config, checkpoint)
+
+
+def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{run_dir} is no run: it has no config.yaml")
+    config = read_config(path, overrides)
+    check_names(config)
+    return config
+
+
+def _checkpoint(run_dir: Path, which: str) -> Path:
+    """The checkpoint that 'last', 'best' or 'step-000012' means."""
+    directory = run_dir / "checkpoints"
+    path = directory / which
+    if which == "last" or (which == "best" and not path.exists()):
+        path = latest(directory) or path  # a kill may come between a checkpoint and the link to it
+    if not (path / "training").is_dir():
+        known = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
+        rest = f"there are {', '.join(known)}" if known else "it has none: start it again with `cadenza train`"
+        raise ConfigError(f"{run_dir} has no checkpoint '{which}'; {rest}")
+    return path.resolve()
+
+
+def _import_from_here() -> None:
+    """Envs and rewards named as 'module:name' may lie in the working directory."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))

@@ -1,0 +1,224 @@
+"""The inference side of a run: its replicas, and how weights reach them.
+
+Invariant: `Inference.deliver_weights` brings what the actor has now to every replica, beside the generation, and
+changes nothing that is generated; `sampler.load_weights` with its answer swaps it in between two steps of an engine. So
+no step ever sees two versions, and an update that fails half way leaves the old one whole.
+```
+embedded          the engines read the actor's own tensors; one packed copy serves all of them
+Ray, one node     the actor's process puts buckets into shared memory, and the replicas read them there
+Ray, more nodes   the actor's process broadcasts buckets to the replicas
+servers           each reads buckets in the shared memory of this node, when it loads them
+```
+The embedded engine is ready for the swap when weights have reached it. vLLM and servers take them in when they load
+them, and generate nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cadenza.cluster import Cluster, DeviceMap, Placement
+from cadenza.cluster.placement import DeviceSource
+from cadenza.cluster.remote_replica import RemoteReplica
+from cadenza.cluster.weight_transfer import StoredWeights, WeightBroadcast, WeightTransferError
+from cadenza.inference.codec import TextCodec
+from cadenza.inference.replica import Replica
+from cadenza.inference.torch_engine import PreparedWeights, TorchReplica
+from cadenza.rollout.sampler import Sampler, SamplerConfig
+from cadenza.run.engines import EngineConfig, servers, torch_options, vllm_cluster
+from cadenza.run.workers import ActorWorker, InferenceWorker, ModelSpec
+
+logger = logging.getLogger("cadenza")
+
+
+class WeightDelivery(Protocol):
+    """How weights of the actor reach the replicas."""
+
+    name: str
+
+    async def deliver(self) -> object:
+        """Bring them to the replicas; what `load_weights` takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """The replicas of a run behind their sampler, as a `RolloutScheduler` takes them (its `infer_cluster`)."""
+
+    sampler: Sampler
+    codec: TextCodec
+    delivery: WeightDelivery
+    resources: DeviceSource
+    """Where it runs, and env workers too."""
+
+    async def deliver_weights(self) -> object:
+        """What the actor has now, brought to the replicas; `sampler.load_weights` swaps it in."""
+        return await self.delivery.deliver()
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceSpec:
+    """What the replicas of a run are made from."""
+
+    actor: Cluster[ActorWorker]
+    devices: DeviceMap
+    codec: TextCodec
+    model_spec: ModelSpec
+    engine: EngineConfig
+    sampler: SamplerConfig
+
+
+@asynccontextmanager
+async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
+    """Replicas with the policy in them: one on each replica's share of the role's devices, or one for each server."""
+    async with AsyncExitStack() as stack:
+        replicas: Sequence[Replica]
+        delivery: WeightDelivery
+        if spec.engine.kind == "http":
+            delivery = ServerDelivery(spec.actor)
+            running = servers(spec.engine, spec.codec.eos_token_ids, await delivery.deliver())
+            replicas = await stack.enter_async_context(running)
+        elif spec.devices.resources.backend == "embedded":
+            replicas = local = await _embedded_replicas(spec, stack)
+            delivery = InProcessDelivery(spec.actor, local)
+        else:
+            replicas = remote = await _ray_replicas(spec, stack)
+            delivery = ray_delivery_for(spec.devices)(spec.actor, remote)
+            weights = await delivery.deliver()
+            await asyncio.gather(*(replica.load_weights(0, weights) for replica in remote))
+        logger.info("weights reach %d replicas %s", len(replicas), delivery.name)
+        sampler = Sampler(replicas, spec.sampler)
+        stack.push_async_callback(sampler.close)
+        yield Inference(sampler, spec.codec, delivery, spec.devices.resources)
+
+
+async def _embedded_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[TorchReplica]:
+    options = torch_options(spec.engine, spec.codec.eos_token_ids)
+    first, *others = (placement.devices for placement in spec.devices["inference"].replicas())
+    replicas = [TorchReplica(await spec.actor.module(), name="torch-0", devices=first, **options)]
+    stack.callback(replicas[0].close)
+    for number, devices in enumerate(others, 1):
+        replicas.append(replicas[0].clone(name=f"torch-{number}", devices=devices, **options))
+        stack.callback(replicas[-1].close)
+    return replicas
+
+
+async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[RemoteReplica]:
+    """Each is a cluster of its own, so that one that dies leaves the others alone. They start together."""
+    clusters = [_replica_cluster(spec, placement) for placement in spec.devices["inference"].replicas()]
+    for cluster in clusters:
+        stack.push_async_exit(cluster)
+    started = await asyncio.gather(*(cluster.start() for cluster in clusters), return_exceptions=True)
+    for error in started:
+        if isinstance(error, BaseException):
+            raise error
+    return [await RemoteReplica.of(cluster, is_shared=True) for cluster in clusters]  # env workers ask them too
+
+
+def _replica_cluster(spec: InferenceSpec, placement: Placement) -> Cluster[Any]:
+    """The process of one replica."""
+    engine, eos_token_ids = spec.engine, spec.codec.eos_token_ids
+    if engine.kind == "torch":
+        options: dict[str, Any] = {"model_spec": spec.model_spec, "engine": engine, "eos_token_ids": eos_token_ids}
+        return Cluster("inference", InferenceWorker, placement, **options)
+    model = spec.model_spec.model
+    path = Path(str(model.path))  # a directory, by a name that means the same in other processes, or a name of a hub
+    return vllm_cluster(
+        placement,
+        engine,
+        model=str(path.absolute()) if path.is_dir() else str(model.path),
+        eos_token_ids=eos_token_ids,
+        dtype=model.dtype,
+        lora=None if model.lora is None else (model.lora.r, model.lora.alpha),
+    )
+
+
+# -- weight deliveries -------------------------------------------------------------------------------------------------
+
+
+class InProcessDelivery:
+    """To replicas in the actor's own process, which share its weights."""
+
+    name = "in the same process, without a copy on the way"
+
+    def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[TorchReplica]) -> None:
+        self._actor, self._replicas = actor, replicas
+
+    async def deliver(self) -> PreparedWeights:
+        return await self._replicas[0].prepare(await self._actor.module())
+
+
+class ServerDelivery:
+    """To HTTP servers, which are sent the weights of this process when they load them."""
+
+    name = "over the shared memory of this node"
+
+    def __init__(self, actor: Cluster[ActorWorker]) -> None:
+        self._actor = actor
+
+    async def deliver(self) -> dict[str, Tensor]:
+        """The live tensors: they are loaded before the next train step."""
+        weights: dict[str, Tensor] = (await self._actor.module()).state_dict()
+        return weights
+
+
+class ObjectStoreDelivery:
+    """Through Ray's object store: shared memory, which Ray copies once for each further node."""
+
+    name = "through shared memory"
+
+    def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
+        self._actor, self._replicas = actor, replicas
+
+    async def deliver(self) -> StoredWeights:
+        """Whoever cannot prepare them is dealt with when they are loaded."""
+        stored: StoredWeights = await self._actor.store_weights()
+        living = [replica for replica in self._replicas if not replica.is_lost]
+        await asyncio.gather(*(replica.prepare(stored) for replica in living), return_exceptions=True)
+        return stored
+
+
+class BroadcastDelivery:
+    """By a collective broadcast of the actor to all replicas; if it fails, through the object store."""
+
+    name = "by a collective broadcast"
+
+    def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
+        self._actor, self._replicas = actor, replicas
+        self._object_store = ObjectStoreDelivery(actor, replicas)
+        self._last: tuple[Sequence[RemoteReplica], WeightBroadcast] | None = None
+
+    async def deliver(self) -> StoredWeights | WeightBroadcast:
+        living = [replica for replica in self._replicas if not replica.is_lost]
+        if self._last is None or self._last[0] != living:
+            self._last = living, await self._actor.open_broadcast(len(living))
+        broadcast = self._last[1].with_new_id()
+        sent, *failures = await asyncio.gather(
+            self._actor.send_weights(broadcast),
+            *(replica.prepare(broadcast.for_rank(rank)) for rank, replica in enumerate(living, 1)),
+            return_exceptions=True,
+        )
+        if sent is None and not any(failures):
+            self._last = living, broadcast
+            return broadcast
+        if sent is not None and not isinstance(sent, WeightTransferError):
+            raise sent
+        self._last = None
+        reason = sent or next(failure for failure in failures if failure)
+        logger.warning("the broadcast of weights failed, they go through the object store: %s", reason)
+        return await self._object_store.deliver()
+
+
+def ray_delivery_for(devices: DeviceMap) -> type[ObjectStoreDelivery] | type[BroadcastDelivery]:
+    """Shared memory where all replicas are on the node of the actor's first rank."""
+    home = devices["actor"].places[0].node
+    is_near = all(place.node == home for place in devices["inference"].places)
+    return ObjectStoreDelivery if is_near else BroadcastDelivery

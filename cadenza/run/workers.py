@@ -1,0 +1,300 @@
+"""The workers of a run: each holds one model, in the controller's process or in one of its own.
+
+What they are sent and what they answer are numbers: a batch comes without objects and `meta_info`, and the new columns
+go back alone. Directories are named by absolute paths and must be visible from every node.
+
+Several workers of a role hold the same weights. Those that train meet before they have a model, each gets the whole
+batch and computes its share of it (training/strategy.py); columns are computed by rows that are split among them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from cadenza.cluster import Worker, dispatch
+from cadenza.cluster.remote_replica import ReplicaWorker
+from cadenza.cluster.weight_transfer import BUCKET_BYTES, BroadcastGroups, StoredWeights, WeightBroadcast, WeightLayout
+from cadenza.data import DataProto
+from cadenza.inference.torch_engine import TorchReplica
+from cadenza.run.config import ConfigError, WarmStartConfig
+from cadenza.run.engines import EngineConfig, torch_options
+from cadenza.training import (
+    Actor,
+    ActorConfig,
+    CheckpointError,
+    Critic,
+    CriticConfig,
+    ModelConfig,
+    Reference,
+    ReferenceConfig,
+    Supervised,
+    load_model,
+)
+from cadenza.training.checkpoint import Checkpointable, load_role, load_weights, save_role
+from cadenza.training.models import is_adapted, save_model
+from cadenza.training.process_group import ProcessGroup, Rendezvous, RendezvousAddress
+from cadenza.training.strategy import ParallelStrategy
+from cadenza.training.supervised import Pair
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What every worker needs to make its model, wherever it runs. The same one gives the same weights."""
+
+    model: ModelConfig
+    vocab_size: int
+    end_token_id: int | None
+    seed: int
+    threads: int | None
+    """Of torch; None is its own choice."""
+
+    def build(self, *, path: Path | None = None, seed_offset: int = 0) -> nn.Module:
+        """The model, or the one at `path` of the same form; another `seed_offset` gives other weights."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        config = self.model if path is None else self.model.model_copy(update={"path": str(path)})
+        try:
+            return load_model(config, self.vocab_size, self.seed + seed_offset, eos_token_id=self.end_token_id)
+        except ValueError as error:  # it does not fit the tokenizer
+            raise ConfigError(str(error)) from error
+
+
+class LearnerWorker(Worker):
+    """What workers that train have in common. They are made in two steps: `open_rendezvous`, then `build`."""
+
+    learner: Checkpointable
+    _config: ActorConfig | CriticConfig
+    _strategy: ParallelStrategy
+    _rendezvous: Rendezvous | None = None
+
+    @dispatch("rank_zero")
+    def open_rendezvous(self) -> RendezvousAddress:
+        """Where the ranks find each other: on the node of the first."""
+        self._rendezvous = Rendezvous(
+            self.place.node.partition("/")[0]
+        )  # what follows tells nodes of one address apart
+        return self._rendezvous.address
+
+    @dispatch("broadcast")
+    def build(self, where: RendezvousAddress | None, members: Sequence[str]) -> None:
+        """Join the others and make the model; alone if there is no rendezvous."""
+        self._strategy = ParallelStrategy()
+        if where is not None:
+            place = self.place
+            ranks = ProcessGroup(self._rendezvous or where, place.rank, members, tensor_ranks=place.tensor_ranks)
+            self._strategy = self._parallel_strategy(ranks)
+        try:
+            self.learner = self.make(self._strategy)
+        except ConfigError:
+            raise
+        except ValueError as error:  # the model does not fit the ranks
+            raise ConfigError(f"{self.place.role}: {error}") from error
+
+    def make(self, strategy: ParallelStrategy) -> Checkpointable:
+        """Make the model, and what trains it."""
+        raise NotImplementedError
+
+    @dispatch("broadcast")
+    def save(self, directory: Path) -> None:
+        """Write weights and training state, as files of a checkpoint."""
+        if self._strategy.lockstep:
+            _sharded_checkpoints().ShardedSave(directory, self.learner, self._strategy).wait()
+        elif self._strategy.is_first:
+            save_role(directory, self.learner)
+
+    @dispatch("broadcast")
+    def load_state(self, directory: Path) -> None:
+        """Go on from what `save` wrote."""
+        if self._strategy.lockstep:
+            _sharded_checkpoints().load(directory, self.learner, self._strategy)
+        else:
+            load_role(directory, self.learner)
+
+    @dispatch("broadcast", gather=sum)
+    def offload(self) -> int:
+        """Free the devices until `reload`; the bytes."""
+        return self.learner.offload()
+
+    @dispatch("broadcast")
+    def reload(self) -> None:
+        """Take weights and optimizer back to the devices."""
+        self.learner.reload()
+
+    def close(self) -> None:
+        if hasattr(self, "_strategy"):
+            self._strategy.ranks.close()
+
+    def _parallel_strategy(self, ranks: ProcessGroup) -> ParallelStrategy:
+        if self._config.strategy == "torch":
+            return ParallelStrategy(ranks)
+        from cadenza.training.fsdp import Fsdp2  # heavy, and rarely used
+
+        return Fsdp2(ranks, bf16=self._config.precision == "bf16")
+
+
+class ActorWorker(LearnerWorker):
+    """The policy that is trained, and under an adapter the reference too."""
+
+    bucket_bytes = BUCKET_BYTES
+    """Of what is published, so much at once."""
+    _config: ActorConfig
+
+    def __init__(
+        self, model_spec: ModelSpec, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
+    ) -> None:
+        self._model_spec, self._config, self._reference_config, self._failures = model_spec, config, reference, failures
+        self._broadcast_groups = BroadcastGroups()
+
+    def make(self, strategy: ParallelStrategy) -> Actor:
+        module, seed = self._model_spec.build(), self._model_spec.seed
+        self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
+        adapted = is_adapted(module)
+        self._reference = Reference(module, self._reference_config, strategy=strategy) if adapted else None
+        return self.actor
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def warm_start(self, pairs: Sequence[Pair], settings: WarmStartConfig) -> dict[str, float]:
+        """Learn from examples; what the last batch said."""
+        trainer = Supervised(
+            self.actor.module, settings.trainer, self._model_spec.seed, failures=self._failures, strategy=self._strategy
+        )
+        return deque(trainer.fit(pairs, passes=settings.passes), maxlen=1).pop()
+
+    @dispatch("split")
+    def logprobs(self, batch: DataProto) -> DataProto:
+        """The column `old_logprobs`: what the policy says of the batch now."""
+        return self.actor.logprobs(batch).select(["old_logprobs"])
+
+    @dispatch("split")
+    def ref_logprobs(self, batch: DataProto) -> DataProto:
+        """The column `ref_logprobs` of the model under the adapter."""
+        assert self._reference is not None
+        return self._reference.logprobs(batch).select(["ref_logprobs"])
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """One train step; what it says is of all ranks."""
+        return self.actor.train(batch)
+
+    @dispatch("broadcast")
+    def add(self, chunk: DataProto) -> None:
+        """Add the gradients of one chunk of a train step."""
+        self.actor.add(chunk)
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def finish(self) -> dict[str, float]:
+        """The end of a train step that came in chunks; what it says is of all ranks."""
+        return self.actor.finish()
+
+    @dispatch("rank_zero")
+    def module(self) -> nn.Module:
+        """The live module, for an engine in the same process."""
+        return self.actor.module
+
+    @dispatch("broadcast", gather=lambda found: found[0])
+    def store_weights(self) -> StoredWeights | None:
+        """Put what is published into the object store. Ranks with shards gather them, and the first one answers."""
+        weights = self.actor.weights()
+        return StoredWeights.put(weights, self.bucket_bytes) if self._strategy.is_first else None
+
+    @dispatch("broadcast", gather=lambda found: found[0])
+    def open_broadcast(self, receivers: int) -> WeightBroadcast | None:
+        """Where so many others hear what is published."""
+        weights = self.actor.weights()
+        return (
+            self._broadcast_groups.open(WeightLayout.of(weights, self.bucket_bytes), receivers)
+            if self._strategy.is_first
+            else None
+        )
+
+    @dispatch("broadcast", gather=lambda found: found[0])
+    def send_weights(self, broadcast: WeightBroadcast) -> None:
+        """Send what is published to everybody who waits there for it."""
+        weights = self.actor.weights()
+        if self._strategy.is_first:
+            broadcast.send(weights, self._broadcast_groups)
+
+    @dispatch("broadcast")
+    def load_weights(self, directory: Path) -> None:
+        """Those of a checkpoint, without its training state."""
+        load_weights(directory, self.actor.module)
+
+    @dispatch("broadcast")
+    def save_model(self, directory: Path) -> None:
+        """Write the policy as it is now, for a reference."""
+        weights = self._strategy.gather_full(self.actor.module.state_dict(keep_vars=True))
+        if not self._strategy.is_first:
+            return
+        try:
+            save_model(directory, self.actor.module, weights)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"the reference could not be saved to {directory}: {error}") from error
+
+
+class CriticWorker(LearnerWorker):
+    """A critic, with a model of its own."""
+
+    _config: CriticConfig
+
+    def __init__(self, model_spec: ModelSpec, config: CriticConfig, failures: Path | None) -> None:
+        self._model_spec, self._config, self._failures = model_spec, config, failures
+
+    def make(self, strategy: ParallelStrategy) -> Critic:
+        module, seed = self._model_spec.build(seed_offset=1), self._model_spec.seed
+        self.critic = Critic(module, self._config, seed, failures=self._failures, strategy=strategy)
+        return self.critic
+
+    @dispatch("split")
+    def values(self, batch: DataProto) -> DataProto:
+        """The column `values`."""
+        return self.critic.values(batch).select(["values"])
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """One train step; what it says is of all ranks."""
+        return self.critic.train(batch)
+
+
+class ReferenceWorker(Worker):
+    """A policy that does not change. It is loaded when the policy is what it should be measured against."""
+
+    def __init__(self, model_spec: ModelSpec, config: ReferenceConfig) -> None:
+        self._model_spec, self._config = model_spec, config
+        self._reference: Reference
+
+    @dispatch("broadcast")
+    def load(self, directory: Path) -> None:
+        """The policy that `save_model` wrote."""
+        self._reference = Reference(self._model_spec.build(path=directory), self._config)
+
+    @dispatch("split")
+    def logprobs(self, batch: DataProto) -> DataProto:
+        """The column `ref_logprobs`."""
+        return self._reference.logprobs(batch).select(["ref_logprobs"])
+
+
+class InferenceWorker(ReplicaWorker):
+    """A replica in a process of its own. It has no weights to speak of before some are loaded."""
+
+    def __init__(self, model_spec: ModelSpec, engine: EngineConfig, eos_token_ids: frozenset[int]) -> None:
+        name = f"torch-{self.place.data_rank}"
+        options = torch_options(engine, eos_token_ids)
+        self._replica = TorchReplica(model_spec.build(), name=name, devices=self.place.devices, **options)
+        super().__init__(self._replica)
+
+    def close(self) -> None:
+        self._replica.close()
+
+
+def _sharded_checkpoints() -> Any:
+    from cadenza.training import sharded_checkpoint  # heavy, and rarely used
+
+    return sharded_checkpoint

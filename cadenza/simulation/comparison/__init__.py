@@ -1,0 +1,1 @@
+"""Schedules side by side on one workload: strategies, baselines, bounds, figures, plots."""

@@ -1,0 +1,1 @@
+"""`cadenza demo`: a simulated run with a live display."""

@@ -1,0 +1,1 @@
+"""Random schedules with injected faults, and the monitor that checks the invariants."""

@@ -1,0 +1,389 @@
+"""A random schedule, drawn from one integer.
+
+Invariant: everything that happens in a schedule is a function of its scenario, and the scenario is a function of its
+seed. What varies is what users vary: shapes, latencies, the order of the program, who shares the sampler, what fails.
+Times are small numbers, often on a grid, so that things happen at the same instant as often as they can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import Any, Literal, get_args
+
+from cadenza.simulation.virtual_cluster.faults import Fault, draw_faults
+
+ALPHAS = (0.0, 0.5, 1.0, 2.0, 4.0)
+MIN_TRAJECTORIES = 64
+"""A schedule issues at least so many attempts, and unless it ends in an error trains so many."""
+MIN_VERSIONS = 3
+VERSIONS_BEFORE_DOOM = 4
+"""Versions that are published before all replicas may be killed."""
+
+Order = Literal["resume_first", "resume_last", "no_resume", "rolling", "colocated", "prefetch"]
+"""suspend-update-resume-get_batch-train; suspend-update-get_batch-train-resume; suspend-update-get_batch-train;
+update-get_batch-train with the gate open; update-get_batch-suspend-train; the next get_batch under way all the time."""
+ORDERS: tuple[Order, ...] = get_args(Order)[:-1]
+"""Those that fit every scenario."""
+Size = Literal["same", "double", "twice", "halves"]
+"""What one step asks for: a batch, one of twice the size, two batches for one version, or one batch in two calls."""
+Staleness = Literal["wait", "drop"]
+FilterKind = Literal["none", "instant", "slow", "off_loop"]
+RewardForm = Literal["none", "async", "sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Of every simulated scheduler, in seconds: short, and far enough apart to tell which one expired."""
+
+    lease: float = 20.0
+    reward: float = 8.0
+    close: float = 3.0
+    stall: float = 400.0
+    control: float = 5.0
+    load: float = 6.0
+    heartbeat: float = 4.0
+    strikes: int = 3
+
+    @property
+    def fault(self) -> float:
+        """What one fault may cost: whatever it hits is noticed by one of these."""
+        health = self.heartbeat * (self.strikes + 3)
+        return self.lease + self.close + health + 2 * self.control + 2 * self.load + 3 * self.reward
+
+
+DEADLINES = Deadlines()
+MASK64 = (1 << 64) - 1
+
+
+def hash64(*values: int) -> int:
+    """64 random bits that depend on nothing but the values."""
+    x = 0
+    for value in values:
+        x = ((x ^ value) + 0x9E3779B97F4A7C15) & MASK64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
+        x ^= x >> 31
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class DomainSpec:
+    """One kind of task and its envs."""
+
+    name: str
+    weight: float
+    max_envs: int | None
+    tasks: int | None
+    turns: int
+    """Longest episode."""
+    sync: bool
+    """The env is plain code that runs off the loop."""
+    seconds: float
+    """Mean of a reset or a step."""
+    grid: float
+    """Latencies are multiples of it; 0 is continuous."""
+    close_seconds: float
+    reward: RewardForm
+    reward_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationSpec:
+    """A second scheduler on the same sampler."""
+
+    domain: DomainSpec
+    group_size: int
+    groups: int | None
+    """Of one batch; None asks for everything."""
+    every: int
+    """Steps between two validations."""
+    slots: int
+    abrupt: bool
+    """It is shut down in the middle of a batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Take devices away, and bring them back."""
+
+    after: int
+    """Attempts issued."""
+    delay: float
+    devices: tuple[int, ...]
+    away: float
+    """Seconds."""
+    skip_load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A whole schedule."""
+
+    seed: int
+    shuffle: int | None
+    """Seed of the order in which callbacks that are ready together run."""
+    replicas: int
+    protected: int
+    """The replica that no ordinary schedule loses."""
+    balance_seconds: float
+    """Between two looks at who should change replicas; 0 is never."""
+    slice_tokens: int | None
+    """After which an answer gives way; 0 is never, and None as by default."""
+    step_seconds: float
+    """Of one decode step."""
+    load_cost: float
+    """Share of the other costs of the cost model; 0 keeps all times on the grid."""
+    kv_capacity: int
+    max_running: int
+    length: float
+    """Mean tokens of a response."""
+    arrival_delay: float
+    """Longest time between client and engine."""
+    load_seconds: float
+    wake_seconds: float
+    keep_kv: bool
+    slots: int
+    group_size: int
+    groups: int
+    """Of a batch."""
+    steps: int
+    alpha: float
+    staleness: Staleness
+    extra_members: int
+    extra_after: float
+    extra_groups: int
+    max_attempts: int
+    filter: FilterKind
+    filter_rate: float
+    filter_seconds: float
+    domains: tuple[DomainSpec, ...]
+    play: Literal["trajectory", "step"]
+    suspend_mode: Literal["abort", "drain", "keep"]
+    order: Order
+    repeated: bool
+    """Every suspend and resume is called twice."""
+    prefetch: int
+    """Batches that are asked for ahead, in the order 'prefetch'."""
+    odd_step: int
+    odd_size: Size
+    """What that step asks for."""
+    parts: int
+    """Calls in which any other step takes its batch, and trains between them."""
+    patience: float
+    """Seconds after which the controller takes a `get_batch` back and asks again; 0 is for ever."""
+    train_seconds: float
+    validation: ValidationSpec | None
+    resizes: tuple[Resize, ...]
+    take_all: bool
+    """The last call asks for everything that is left."""
+    doomed: bool
+    """All replicas are killed in the end."""
+    faults: tuple[Fault, ...]
+    workers: int = 0
+    """Env workers that share the slots; 0 runs them in the scheduler."""
+
+    @property
+    def batch_size(self) -> int:
+        return self.group_size * self.groups
+
+    @property
+    def bound(self) -> int:
+        """The largest staleness that may be trained."""
+        return math.ceil(self.alpha)
+
+    @property
+    def time_limit(self) -> float:
+        """Virtual seconds that suffice: everything that must be done, one after the other at the lowest speed, and
+        the deadline of every fault and of every control call."""
+        turns = max(domain.turns for domain in self.domains)
+        env = max(5 * domain.seconds + domain.close_seconds + 5 * domain.reward_seconds for domain in self.domains)
+        turn = 8 * (5 * self.length + 1) * (self.step_seconds + 1e-3) + self.arrival_delay + env
+        attempts = 2 * (self.steps + self.bound + 2) * self.batch_size + 100
+        step = 2 * DEADLINES.control + 2 * DEADLINES.load + 2 * self.train_seconds + 5 * self.filter_seconds
+        return attempts * turns * turn + self.steps * step + (len(self.faults) + 1) * DEADLINES.fault
+
+    @property
+    def tasks(self) -> int | None:
+        """Groups that the tasks give; None when they never run out."""
+        tasks = [domain.tasks for domain in self.domains]
+        return None if None in tasks else sum(task for task in tasks if task is not None)
+
+    @classmethod
+    def draw(cls, seed: int) -> Scenario:
+        """The scenario of this seed."""
+        return _draw(seed, Random(seed))
+
+
+def _draw(seed: int, rng: Random) -> Scenario:
+    group_size = rng.randint(1, 8)
+    alpha = rng.choice(ALPHAS)
+    odd_size: Size = rng.choice(("same", "same", "same", "double", "twice", "halves"))
+    steps, groups = rng.choice(_shapes(group_size, math.ceil(alpha), odd_size in ("double", "twice")))
+    doomed = rng.random() < 0.03
+    steps += VERSIONS_BEFORE_DOOM if doomed else 0
+    staleness: Staleness = "wait" if rng.random() < 0.8 else "drop"
+    extra_groups = rng.choice((0, 0, 0, 0, 1, 2))
+    filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
+    filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2))
+    finite = not doomed and staleness == "wait" and rng.random() < 0.8
+    cut = steps * groups + (groups if odd_size in ("double", "twice") else 0)
+    needed = cut + math.ceil(3 * filter_rate * cut) + extra_groups * steps // 2 + 1 + 12 // group_size
+    domains = _domains(rng, needed if finite else None)
+    replicas = rng.choice((1, 2, 2, 3, 3, 4, 6))
+    protected = rng.randrange(replicas)
+    slots = max(2, int(group_size * groups * rng.choice((0.3, 0.7, 1.0, 1.5, 2.5))))
+    on_grid = rng.random() < 0.4
+    faults = draw_faults(
+        rng,
+        replicas=replicas,
+        protected=protected,
+        versions=MIN_VERSIONS,
+        envs=MIN_TRAJECTORIES - 16,
+        turns=min(domain.turns for domain in domains),
+        rewards=any(domain.reward != "none" for domain in domains),
+    )
+    if doomed:
+        faults += tuple(
+            Fault(
+                "kill", index, MIN_TRAJECTORIES, delay=rng.choice((0.0, rng.random() * 2)), version=VERSIONS_BEFORE_DOOM
+            )
+            for index in range(replicas)
+        )
+    return Scenario(
+        seed=seed,
+        shuffle=rng.getrandbits(32) if rng.random() < 0.5 else None,
+        replicas=replicas,
+        protected=protected,
+        balance_seconds=(0.0, 0.25, 1.0)[hash64(seed, 2) % 3],
+        slice_tokens=(None, 0, 3, 20)[hash64(seed, 5) % 4],
+        step_seconds=2.0**-5 if on_grid else rng.uniform(0.01, 0.1),
+        load_cost=0.0 if on_grid else 1.0,
+        kv_capacity=rng.choice((320, 640, 4096)),
+        max_running=rng.choice((4, 8, 64)),
+        length=rng.choice((4.0, 12.0, 30.0)),
+        arrival_delay=rng.choice((0.0, 0.0, 0.01, 0.3)),
+        load_seconds=rng.choice((0.0, 0.1, 0.5)),
+        wake_seconds=rng.choice((0.0, 0.3)),
+        keep_kv=rng.random() < 0.7,
+        slots=slots,
+        group_size=group_size,
+        groups=groups,
+        steps=steps,
+        alpha=alpha,
+        staleness=staleness,
+        extra_members=min(rng.choice((0, 0, 0, 0, 1, 2)), (group_size + 1) // 2),
+        extra_after=rng.choice((0.0, 0.0, 0.1, 0.5)),
+        extra_groups=extra_groups,
+        max_attempts=rng.choice((1, 2, 3)),
+        filter=filter_kind,
+        filter_rate=filter_rate,
+        filter_seconds=rng.choice((0.0, 0.25, 1.0)),
+        domains=domains,
+        play=rng.choice(("trajectory", "trajectory", "step")),
+        suspend_mode=rng.choice(("abort", "abort", "drain", "keep")),
+        order=_order(rng, seed, prefetch=alpha > 0 and odd_size == "same"),
+        repeated=rng.random() < 0.15,
+        prefetch=1 + hash64(seed, 1) % max(1, math.ceil(alpha)),
+        odd_step=rng.randrange(steps),
+        odd_size=odd_size,
+        parts=(1, 1, 1, 2, 4)[hash64(seed, 3) % 5],
+        patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.5)),
+        train_seconds=rng.choice((0.0, 0.25, 0.5, 1.0, 4.0)),
+        validation=_validation(rng) if rng.random() < 0.25 else None,
+        resizes=_resizes(rng, replicas, protected),
+        take_all=finite and rng.random() < 0.5,
+        doomed=doomed,
+        faults=faults,
+        workers=(0, 0, 0, 1 + hash64(seed, 4) % 3)[hash64(seed, 3) % 4],
+    )
+
+
+def _order(rng: Random, seed: int, *, prefetch: bool) -> Order:
+    order = rng.choice(ORDERS)
+    return "prefetch" if prefetch and hash64(seed) % 6 == 0 else order
+
+
+@lru_cache
+def _shapes(group_size: int, bound: int, odd: bool) -> list[tuple[int, int]]:
+    """Steps, and groups of a batch, that train hardly more trajectories than a schedule needs."""
+    return [
+        (steps, groups)
+        for steps in range(max(MIN_VERSIONS, bound + 1), 10)
+        for groups in range(1, 20)
+        if MIN_TRAJECTORIES <= (steps + odd) * groups * group_size < MIN_TRAJECTORIES + 12
+    ]
+
+
+def _domains(rng: Random, tasks: int | None) -> tuple[DomainSpec, ...]:
+    count = rng.choice((1, 1, 2, 3))
+    share = None if tasks is None else tasks // count + 1
+    return tuple(_domain(rng, f"d{number}", share) for number in range(count))
+
+
+def _domain(rng: Random, name: str, tasks: int | None) -> DomainSpec:
+    return DomainSpec(
+        name=name,
+        weight=rng.choice((1.0, 1.0, 2.0, 0.5)),
+        max_envs=rng.choice((None, None, None, 3, 8)),
+        tasks=tasks,
+        turns=rng.choice((1, 1, 1, 1, 1, 2, 2, 3, 4)),
+        sync=rng.random() < 0.15,
+        seconds=rng.choice((0.0, 0.1, 0.5, 1.0)),
+        grid=rng.choice((0.0, 0.25, 0.5)),
+        close_seconds=rng.choice((0.0, 0.0, 0.25)),
+        reward=rng.choice(("none", "none", "none", "async", "sync")),
+        reward_seconds=rng.choice((0.0, 0.25, 1.0)),
+    )
+
+
+def _validation(rng: Random) -> ValidationSpec:
+    group_size = rng.choice((1, 1, 2))
+    everything = rng.random() < 0.4
+    domain = _domain(rng, "val", rng.randint(2, 6) if everything else None)
+    return ValidationSpec(
+        domain=domain,
+        group_size=group_size,
+        groups=None if everything else rng.randint(1, 4),
+        every=rng.randint(1, 3),
+        slots=rng.randint(1, 6),
+        abrupt=rng.random() < 0.3,
+    )
+
+
+def _resizes(rng: Random, replicas: int, protected: int) -> tuple[Resize, ...]:
+    movable = [index for index in range(replicas) if index != protected]
+    if not movable or rng.random() < 0.6:
+        return ()
+    return tuple(
+        Resize(
+            after=rng.randrange(1, MIN_TRAJECTORIES),
+            delay=rng.choice((0.0, rng.random())),
+            devices=tuple(sorted(rng.sample(movable, rng.randint(1, len(movable))))),
+            away=rng.choice((0.0, 0.5, 3.0)),
+            skip_load=rng.random() < 0.3,
+        )
+        for _ in range(rng.choice((1, 1, 2)))
+    )
+
+
+def latency(seconds: float, grid: float, *key: int) -> float:
+    """A random time with this mean, the same for the same key: heavy-tailed, or a multiple of the grid."""
+    if not seconds:
+        return 0.0
+    drawn = -math.log(1.0 - (hash64(*key) >> 12) / (1 << 52)) * seconds
+    drawn = min(drawn, 5 * seconds)
+    return round(drawn / grid) * grid if grid else drawn
+
+
+def length_of(scenario: Scenario) -> Callable[[Any], int]:
+    """Tokens of a whole turn, from the key of its randomness."""
+    mean = scenario.length
+
+    def length(request: Any) -> int:
+        return 1 + int(min(-math.log(1.0 - (hash64(request.seed) >> 12) / (1 << 52)) * mean, 5 * mean))
+
+    return length

@@ -1,0 +1,1 @@
+"""`cadenza plan`: the best split of the devices, found by simulation."""
