@@ -15,14 +15,14 @@ those that are still being prefilled; the last token of a ready sequence is the 
 A prompt is computed without its last token, for that one is the input of a step like any other. So members of a group
 need nothing but a copy of what the first of them computed.
 
-While no sequence starts or ends, a step costs nothing per row but arithmetic: what it needs is in a `_DecodeBatch` that
+While no sequence starts or ends, a step costs nothing per row but arithmetic: what it needs is in a `DecodeBatch` that
 moves on by itself, and the tokens are noted there by step. `flush` gives them to their sequences when the batch ends.
 
 The cache is bounded by what is allocated: rows are dense, so a long sequence makes those of all others as wide. Rows
 and prefix cache together have at most `kv_tokens` cells. Sequences are admitted while enough of them are left, and when
 the rows outgrow them, the last to start is preempted; one alone always fits, for none is longer than `kv_tokens`.
 
-Not thread-safe: whoever drives it, `TorchReplica` for one, does so from one thread.
+Not thread-safe: `TorchReplica` calls it from one thread.
 """
 
 from __future__ import annotations
@@ -30,98 +30,28 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from cadenza.inference.decoder import Decoder, PrefillSegment
+from cadenza.inference.decode_batch import DecodeBatch
+from cadenza.inference.decoders import Decoder, PrefillSegment
 from cadenza.inference.kv_cache import (
     CachedPrefix,
     Index,
     KVCache,
     KVPrefixCache,
-    RowBlock,
     common_prefix_length,
     rows_needed,
 )
-from cadenza.inference.replica import Finish, Generation, Request, Sampling, Span, Tokens
-from cadenza.inference.sampling import (
-    GOLDEN,
-    MASK64,
-    BatchSampling,
-    batch_sampling,
-    rng_counter,
-    sample_tokens,
-    uniforms,
-)
+from cadenza.inference.replica import Finish, Sampling
+from cadenza.inference.row_layout import by_row, move_rows, rounded_width, row_blocks, row_moves
+from cadenza.inference.sampling import BatchSampling, batch_sampling, sample_tokens
+from cadenza.inference.sequence import EngineSequence
 
-ROWS_PER_BLOCK = 8
-"""Rows whose lengths are kept close together, when that is worth it."""
-WIDTH_MULTIPLE = 32
-"""Row blocks are a multiple of it wide, so that the shapes of a step stay the same for a while."""
-MIN_SPLIT_SAVING = 1 << 15
-"""Cached numbers that a row block of its own must spare per layer to be worth its three operations."""
-RANDOM_STEPS_AHEAD = 8
-"""Steps whose random numbers are made at once."""
 MIN_SHARED_TOKENS = 4
 """Tokens of a prompt that make it worth waiting for the member of the group that computes them."""
-
-
-class EngineSequence:
-    """A request in the engine, waiting or running, with the tokens it has so far."""
-
-    __slots__ = (
-        "arrival", "computed", "context", "finish", "last_token", "length", "logprobs", "max_new_tokens", "request",
-        "rng_counter", "row", "spanned_tokens", "spans", "stop_ids", "tokens",
-    )  # fmt: skip
-
-    def __init__(
-        self, request: Request, context: Tokens, stop_ids: frozenset[int], max_new_tokens: int, arrival: int
-    ) -> None:
-        self.request = request
-        self.context = context
-        """The chunks of the request in one piece."""
-        self.stop_ids = stop_ids
-        self.max_new_tokens = max_new_tokens
-        """Tokens to write, at most."""
-        self.arrival = arrival
-        self.tokens: list[int] = []
-        """Written so far; those of the current batch are added when it is flushed."""
-        self.logprobs: list[float] = []
-        self.length = len(self.context)
-        """Tokens that are known, those of the context included."""
-        self.last_token = int(self.context[-1])
-        """The last of them, input of the next step."""
-        self.rng_counter = rng_counter(request.seed, request.offset)
-        """Where it stands in its stream of random numbers."""
-        self.computed = 0
-        """Positions of the row that hold the keys and values of this sequence."""
-        self.row = -1
-        self.spans: list[Span] = []
-        self.spanned_tokens = 0
-        """Tokens that `spans` covers; the rest is of the present version."""
-        self.finish: Finish | None = None
-
-    def all_tokens(self) -> Tokens:
-        return np.concatenate((self.context, np.array(self.tokens, np.int32))) if self.tokens else self.context
-
-    def assign_version(self, version: int) -> None:
-        """All tokens that have no version yet were written by this one."""
-        if (new := len(self.tokens) - self.spanned_tokens) > 0:
-            if self.spans and self.spans[-1].version == version:
-                self.spans[-1] = Span(version, self.spans[-1].length + new)
-            else:
-                self.spans.append(Span(version, new))
-            self.spanned_tokens = len(self.tokens)
-
-    def generation(self) -> Generation:
-        """What was written, after the end."""
-        tokens, logprobs = np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32)
-        return Generation(tokens, logprobs, tuple(self.spans), self.finish or Finish.ABORT)
 
 
 PrefixSource = EngineSequence | CachedPrefix
@@ -140,7 +70,19 @@ class SampledTokens(NamedTuple):
 
 
 class Engine:
-    """A model that writes many sequences at once."""
+    """A model that writes many sequences at once.
+
+    Its owner, `TorchReplica`, adds sequences and then calls `prepare`, `compute` and `advance` over and over, all from
+    one thread. Three prompts of ten tokens, the first with one token to write, on an engine with `max_running=2`:
+
+        engine.add(first); engine.add(second); engine.add(third)
+        engine.prepare(last_arrival)      # first and second start and are prefilled, nine tokens each; third waits
+        engine.advance(engine.compute())  # one token for each row; returns [first], which has all of its tokens
+        engine.prepare(last_arrival)      # third takes the free row; a prompt it shares with first is copied
+        engine.advance(engine.compute())  # the second token of second, the first of third
+
+    `load` changes the weights between two steps, and `abort` takes a sequence out with the tokens it has.
+    """
 
     def __init__(
         self, decoder: Decoder, *, max_running: int, kv_tokens: int, prefill_tokens: int, keep_kv: bool, version: int
@@ -165,7 +107,7 @@ class Engine:
         self._cache = KVCache(decoder.shape)
         self._prefix_cache = KVPrefixCache()
         self._batch_samplings: dict[Sampling, BatchSampling] = {}
-        self._batch: _DecodeBatch | None = None
+        self._batch: DecodeBatch | None = None
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -314,14 +256,11 @@ class Engine:
 
     def _cells_needed(self, sequences: int, longest: int) -> int:
         """What these take at least."""
-        return rows_needed(sequences) * self._rounded_width(longest)
-
-    def _rounded_width(self, length: int) -> int:
-        """Positions for a sequence of this length and, most of the time, for some of its next tokens."""
-        return min(-(-length // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.kv_tokens)
+        return rows_needed(sequences) * rounded_width(longest, self.kv_tokens)
 
     def _admit(self, last_arrival: int, budget: int) -> _Admission:
-        """First come, first served, while the rows of everybody fit, with one more token of who comes."""
+        """Starts waiting sequences in the order of their arrival, while the rows of all running sequences and one more
+        token of the new one fit into the cache."""
         admission = _Admission()
         longest = self._longest_running()
         for sequence in self._prefilling.values():
@@ -350,8 +289,9 @@ class Engine:
         return admission
 
     def _find_prefix(self, sequence: EngineSequence) -> tuple[PrefixSource | None, int]:
-        """Where most of a context is known from: the prefix cache, by session or group, or a member that is running.
-        No source but a length: a member is about to compute so much of it."""
+        """The best source of the beginning of a context, and how many tokens it covers: the prefix cache, by session or
+        group, or a running member of the group. A length without a source means that a member is about to compute so
+        many tokens of it."""
         request = sequence.request
         known = sequence.all_tokens()
         best: PrefixSource | None = None
@@ -418,52 +358,21 @@ class Engine:
     def _reserve_rows(self) -> bool:
         """Have rows for all, and width for their next steps; True when the rows are new ones. The prefix cache gives
         way. Running sequences are in the first rows, unless there are too few of them."""
-        new = self._cache.reserve(len(self.running), self._rounded_width(self._longest_running()), self.kv_tokens)
+        width = rounded_width(self._longest_running(), self.kv_tokens)
+        new = self._cache.reserve(len(self.running), width, self.kv_tokens)
         if new:
             self._prefix_cache.evict_to(self.kv_tokens - self._cache.cells)
         return new
 
     def _assign_rows(self) -> None:
-        """Give every running sequence its row: the ready ones first, and as few moves as that allows. When much shorter
-        row blocks reward it, the long ones come first, each in the right block of rows."""
+        """Give every running sequence its row: the ready ones first, and as few moves as that allows."""
         if too_few := rows_needed(len(self.running)) > self._cache.rows:
             self._reserve_rows()
         ready = [sequence for id, sequence in self.running.items() if id not in self._prefilling]
-        ready.sort(key=_row)
-        unit = max(len(ready), 1)
-        if self._is_sorting_worth_it([sequence.length for sequence in ready]):
-            ready.sort(key=lambda sequence: -sequence.length)
-            unit = ROWS_PER_BLOCK
-        moves: list[tuple[EngineSequence, int]] = []
-        for first in range(0, len(ready), unit):
-            moves += _row_moves(ready[first : first + unit], first)
-        moves += _row_moves(list(self._prefilling.values()), len(ready))
-        self._move_rows(moves)
+        moves = row_moves(ready, list(self._prefilling.values()), self.decoder.shape, self.kv_tokens)
+        move_rows(self._cache, moves)
         if not too_few:
             self._reserve_rows()
-
-    def _move_rows(self, moves: list[tuple[EngineSequence, int]]) -> None:
-        """Bring sequences to their rows. One whose row is not vacated yet is moved later; a circle is broken by
-        way of the spare row."""
-        taken = {sequence.row for sequence, _ in moves if sequence.row >= 0}
-        while moves:
-            blocked = []
-            for sequence, row in moves:
-                if row in taken:
-                    blocked.append((sequence, row))
-                else:
-                    taken.discard(sequence.row)
-                    self._move_to_row(sequence, row)
-            if len(blocked) == len(moves):
-                first, _ = blocked[0]
-                taken.discard(first.row)
-                self._move_to_row(first, self._cache.rows - 1)
-            moves = blocked
-
-    def _move_to_row(self, sequence: EngineSequence, row: int) -> None:
-        if sequence.row >= 0 and sequence.computed:
-            self._cache.copy(sequence.row, row, sequence.computed)
-        sequence.row = row
 
     def _copy_prefix(self, sequence: EngineSequence, source: PrefixSource, length: int) -> None:
         """The known beginning of a context into its row."""
@@ -482,19 +391,19 @@ class Engine:
 
     # -- the batch of a step ---------------------------------------------------------------------------------------
 
-    def _new_batch(self) -> _DecodeBatch:
+    def _new_batch(self) -> DecodeBatch:
         ready = [sequence for id, sequence in self.running.items() if id not in self._prefilling]
-        ready.sort(key=_row)
+        ready.sort(key=by_row)
         device = self.decoder.shape.device
         positions: Index = np.array([sequence.computed for sequence in ready], np.int64)
         self._cache.set_visible_lengths(positions)
-        row_blocks, block_steps = self._row_blocks([sequence.length for sequence in ready])
-        return _DecodeBatch(
+        blocks, block_steps = row_blocks([sequence.length for sequence in ready], self.decoder.shape, self.kv_tokens)
+        return DecodeBatch(
             ready=ready,
             ids=torch.from_numpy(np.array([sequence.last_token for sequence in ready], np.int64)).to(device),
             positions=torch.from_numpy(positions).to(device),
             cache_indices=self._cache.indices(np.arange(len(ready)), positions),
-            row_blocks=row_blocks,
+            row_blocks=blocks,
             block_steps=block_steps,
             sampling=self._sampling_of(ready),
             rng_counters=np.array([sequence.rng_counter for sequence in ready], np.uint64)[:, None],
@@ -520,40 +429,15 @@ class Engine:
             self._batch.flush()
             self._batch = None
 
-    def _widened_batch(self, batch: _DecodeBatch) -> _DecodeBatch:
+    def _widened_batch(self, batch: DecodeBatch) -> DecodeBatch:
         """The same batch when its row blocks have become too narrow."""
         batch.flush()
         if self._reserve_rows():
             return self._new_batch()
-        batch.row_blocks, batch.block_steps = self._row_blocks([sequence.length for sequence in batch.ready])
-        return batch
-
-    def _row_blocks(self, lengths: list[int]) -> tuple[list[RowBlock], int]:
-        """Cut rows of these lengths into row blocks, and say for how many steps they are wide enough."""
-        cells = self.decoder.shape.heads * self.decoder.shape.key_dim
-        row_blocks: list[RowBlock] = []
-        steps = WIDTH_MULTIPLE
-        for first in range(0, len(lengths), ROWS_PER_BLOCK):
-            unit = lengths[first : first + ROWS_PER_BLOCK]
-            longest = max(unit)
-            width, last = self._rounded_width(longest), first + len(unit)
-            steps = min(steps, width - longest + 1)
-            if row_blocks and len(unit) * abs(row_blocks[-1].width - width) * cells < MIN_SPLIT_SAVING:
-                before = row_blocks.pop()
-                first, width = before.first, max(width, before.width)
-            row_blocks.append(RowBlock(first, last, width))
-        return row_blocks, steps
-
-    def _is_sorting_worth_it(self, lengths: list[int]) -> bool:
-        """Whether the row blocks of rows of these lengths would cover clearly less if the long ones came first."""
-        least = MIN_SPLIT_SAVING // (self.decoder.shape.heads * self.decoder.shape.key_dim)
-        if len(lengths) <= ROWS_PER_BLOCK or len(lengths) * (max(lengths) - min(lengths)) < least:
-            return False
-        now, then = (
-            sum((block.last - block.first) * block.width for block in self._row_blocks(order)[0])
-            for order in (lengths, sorted(lengths, reverse=True))
+        batch.row_blocks, batch.block_steps = row_blocks(
+            [sequence.length for sequence in batch.ready], self.decoder.shape, self.kv_tokens
         )
-        return now - then >= least
+        return batch
 
 
 @dataclass(slots=True)
@@ -578,67 +462,3 @@ class _Admission:
             sequence.computed += count
             self.scheduled[sequence.request.id] = sequence
         return max(count, 0)
-
-
-@dataclass(slots=True)
-class _DecodeBatch:
-    """The tensors that a decode step needs; they move on by themselves while no sequence starts or ends."""
-
-    ready: list[EngineSequence]
-    """By row."""
-    ids: Tensor
-    """[n] the last token of each."""
-    positions: Tensor
-    """[n] where it stands."""
-    cache_indices: Tensor
-    """[n * heads] where its keys and values go."""
-    row_blocks: list[RowBlock]
-    block_steps: int
-    """Steps for which the row blocks are wide enough."""
-    sampling: BatchSampling
-    rng_counters: NDArray[np.uint64]
-    """[n, 1] where each stands in its stream of random numbers, after those in `uniforms`."""
-    stop_ids: frozenset[int]
-    """Tokens that end any of them."""
-    steps_left: int
-    """Steps until the first of them is as long as it may be."""
-    tokens: list[list[int]] = field(default_factory=list)
-    """[steps][n] not flushed yet"""
-    logprobs: list[list[float]] = field(default_factory=list)
-    uniforms: list[Tensor] = field(default_factory=list)
-    """[steps][n, 1] the random numbers of the next steps, last step first"""
-
-    def next_uniforms(self) -> Tensor:
-        """The random numbers of this step."""
-        if not self.uniforms:
-            ahead = torch.from_numpy(uniforms(self.rng_counters, RANDOM_STEPS_AHEAD)).to(self.ids.device)
-            self.uniforms = list(ahead.flip(0))
-            self.rng_counters += np.uint64(RANDOM_STEPS_AHEAD * GOLDEN & MASK64)
-        return self.uniforms.pop()
-
-    def flush(self) -> None:
-        """Give the noted tokens to their sequences."""
-        if steps := len(self.tokens):
-            columns = zip(self.ready, zip(*self.tokens, strict=True), zip(*self.logprobs, strict=True), strict=True)
-            for sequence, tokens, logprobs in columns:
-                sequence.tokens.extend(tokens)
-                sequence.logprobs.extend(logprobs)
-                sequence.last_token = tokens[-1]
-                sequence.length += steps
-                sequence.computed += steps
-                sequence.rng_counter = (sequence.rng_counter + steps * GOLDEN) & MASK64
-            self.tokens.clear()
-            self.logprobs.clear()
-
-
-_row = attrgetter("row")
-
-
-def _row_moves(sequences: list[EngineSequence], first: int) -> list[tuple[EngineSequence, int]]:
-    """Which sequences have to move, and where to, so that these are in the rows from `first` on."""
-    rows = range(first, first + len(sequences))
-    moving = [sequence for sequence in sequences if sequence.row not in rows]
-    if not moving:
-        return []
-    taken = {sequence.row for sequence in sequences}
-    return list(zip(moving, [row for row in rows if row not in taken], strict=True))

@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from cadenza.inference.decoder import Decoder, copy_weights_into, decoder_for
-from cadenza.inference.engine import Engine, EngineSequence, NonFiniteLogits
+from cadenza.inference.decoders import Decoder, copy_weights_into, decoder_for
+from cadenza.inference.engine import Engine, NonFiniteLogits
 from cadenza.inference.kv_cache import join_chunks
 from cadenza.inference.meter import StepMeter
 from cadenza.inference.replica import (
@@ -43,6 +43,7 @@ from cadenza.inference.replica import (
     RequestRefused,
     StaleEpoch,
 )
+from cadenza.inference.sequence import EngineSequence
 from cadenza.off_loop import as_async
 
 T = TypeVar("T")

@@ -23,8 +23,9 @@ transformers = pytest.importorskip("transformers")
 
 from cadenza import DataProto, RolloutScheduler  # noqa: E402
 from cadenza.inference import engine as engine_module  # noqa: E402
-from cadenza.inference.decoder import ModuleDecoder, PackedDecoder, decoder_for  # noqa: E402
-from cadenza.inference.engine import Engine, EngineSequence  # noqa: E402
+from cadenza.inference import row_layout  # noqa: E402
+from cadenza.inference.decoders import ModuleDecoder, PackedDecoder, decoder_for  # noqa: E402
+from cadenza.inference.engine import Engine  # noqa: E402
 from cadenza.inference.kv_cache import common_prefix_length  # noqa: E402
 from cadenza.inference.replica import (  # noqa: E402
     Finish,
@@ -41,6 +42,7 @@ from cadenza.inference.replica import (  # noqa: E402
     Tokens,
 )
 from cadenza.inference.sampling import GOLDEN, batch_sampling, rng_counter, sample_tokens, uniforms  # noqa: E402
+from cadenza.inference.sequence import EngineSequence  # noqa: E402
 from cadenza.inference.torch_engine import TorchReplica  # noqa: E402
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig  # noqa: E402
 from cadenza.testing import LocalCluster  # noqa: E402
@@ -417,7 +419,7 @@ def test_it_tells_how_far_its_requests_have_come() -> None:
         await brake.reached()
         first, second = replica.requests_in_flight()
         assert (first.id, first.context - first.written) == (1, 10 - 5)
-        assert first.written == pytest.approx(80 + 5, abs=engine_module.WIDTH_MULTIPLE)
+        assert first.written == pytest.approx(80 + 5, abs=row_layout.WIDTH_MULTIPLE)
         assert 0 < first.computed <= first.context
         assert first.fresh == first.written - 5
         assert second == (2, 10, 0, 0, 0)
@@ -677,8 +679,8 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
 
 
 def test_rows_of_very_different_length_are_cut_into_blocks_and_write_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "MIN_SPLIT_SAVING", 1)
-    monkeypatch.setattr(engine_module, "ROWS_PER_BLOCK", 2)
+    monkeypatch.setattr(row_layout, "MIN_SPLIT_SAVING", 1)
+    monkeypatch.setattr(row_layout, "ROWS_PER_BLOCK", 2)
     shapes = [(5, 70), (200, 50), (40, 40), (90, 90), (7, 20), (150, 60), (66, 33), (3, 100), (180, 12)]
     engine = Engine(decoder_for(tiny()), max_running=9, kv_tokens=9999, prefill_tokens=9999, keep_kv=False, version=0)
     for i, (length, count) in enumerate(shapes):

@@ -1,114 +1,33 @@
-"""The forward pass, over the rows of a KV cache.
-
-Invariant: the weights of a decoder are its own. What a trainer does to the module is seen at the next `load`, whole,
-and not before: training and generation may overlap, and no token is written by half of an update. Weights that were
-packed are never written to again, so decoders of one process may share them.
-
-    prefill(segments)   prompt tokens -> keys and values into the rows; no logits, and of the last layer nothing else
-    decode(ids)         one token per row -> its keys and values into the row -> logits of the next token
-
-Two decoders. `PackedDecoder` reads the weights of a Llama-like module (Llama, Qwen2, Qwen3, Mistral, SmolLM, ...) into
-a form with few and large operations, because at the size of a small model an operation costs more than its arithmetic:
-q, k and v are one product, gate and up another; the weights of the norms and the scale of the scores are multiplied
-into the matrices behind them; the rotary halves are interleaved, so that the rotation is one complex product; LoRA is
-merged. `ModuleDecoder` runs the forward of transformers on the same cache, for every other architecture.
-"""
+"""The decoder of Llama-like models, with few and large operations."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cadenza.inference.decoders.protocol import PrefillSegment
+from cadenza.inference.decoders.weights import (
+    UnsupportedModel,
+    copy_of,
+    matrix,
+    norm_weight,
+    sliding_window,
+    submodule,
+    without_peft,
+)
 from cadenza.inference.kv_cache import Index, KVCache, KVShape, RowBlock
-from cadenza.inference.replica import Tokens
 
 _FP32_TOLERANCE, _BF16_TOLERANCE = 1e-3, 0.1
 """How far packed logits may be from those of the module, relative to the largest: in float32, where both agree to 1e-6,
 and in shorter formats, where either is some percent from the truth. A multiplier that is forgotten is far above."""
-
-
-class PrefillSegment(NamedTuple):
-    """Tokens of a prompt that are not in the cache yet."""
-
-    row: int
-    start: int
-    """Position of the first one."""
-    tokens: Tokens
-
-
-class Decoder(Protocol):
-    """A causal language model over a KV cache."""
-
-    shape: KVShape
-    vocab: int
-    max_positions: int
-
-    def pack(self, module: nn.Module) -> object:
-        """The weights of this module as `load` takes them: a copy, which nobody changes. It may run beside steps."""
-        ...
-
-    def load(self, packed: object) -> None:
-        """Use what `pack` made, here or in a decoder of the same model. It costs nothing."""
-        ...
-
-    def clone(self) -> Decoder:
-        """Another decoder with the same weights and memory of its own."""
-        ...
-
-    def prefill(self, segments: Sequence[PrefillSegment], cache: KVCache) -> None:
-        """Put the keys and values of these tokens into their rows."""
-        ...
-
-    def decode(
-        self, ids: Tensor, positions: Tensor, cache_indices: Tensor, row_blocks: Sequence[RowBlock], cache: KVCache
-    ) -> Tensor:
-        """Logits [n, V], float32, after token `ids[r]` at `positions[r]` of row r, at `cache_indices` of the cache."""
-        ...
-
-
-class UnsupportedModel(Exception):
-    """The architecture of the module is none that `PackedDecoder` knows."""
-
-
-def decoder_for(module: nn.Module) -> Decoder:
-    """The fastest decoder that gives the logits of this module."""
-    try:
-        return PackedDecoder(module)
-    except UnsupportedModel:
-        return ModuleDecoder(module)
-
-
-def copy_weights_into(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy a state dict, or the tensors of it that changed, into a module: all of it or, on an error, nothing."""
-    if hasattr(module, "peft_config") and not any(name in weights for name, _ in module.named_parameters()):
-        peft: Any = import_module("peft")
-        _check_names(peft.get_peft_model_state_dict(module, save_embedding_layers=False), weights)
-        peft.set_peft_model_state_dict(module, dict(weights))
-    else:
-        _check_names(module.state_dict(), weights)
-        module.load_state_dict(dict(weights), strict=False)
-
-
-def _check_names(own: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights that a module with these does not have, or has in another shape."""
-    unknown = [name for name in weights if name not in own]
-    if unknown or not weights:
-        raise ValueError(f"the weights have no names of this model; unknown are {unknown[:3]} of {len(weights)}")
-    for name, tensor in weights.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(f"{name} must be {list(own[name].shape)}, got {list(tensor.shape)}")
-
-
-# -- packed ----------------------------------------------------------------------------------------------------------
 
 
 class _PackedLayer(NamedTuple):
@@ -161,14 +80,14 @@ class PackedDecoder:
     """Llama-like models in few operations."""
 
     def __init__(self, module: nn.Module) -> None:
-        module = _without_peft(module)
-        config = _submodule(module, "config")
-        attention = _submodule(module, "model.layers.0.self_attn")
+        module = without_peft(module)
+        config = submodule(module, "config")
+        attention = submodule(module, "model.layers.0.self_attn")
         self.max_positions = int(config.max_position_embeddings)
         self.vocab = int(config.vocab_size)
         self._heads = int(config.num_key_value_heads)
         self._queries_per_kv_head = int(config.num_attention_heads) // self._heads
-        self._dim = int(_submodule(attention, "head_dim"))
+        self._dim = int(submodule(attention, "head_dim"))
         self._hidden = int(config.hidden_size)
         self._inner = int(config.intermediate_size)
         self._norm_eps = float(config.rms_norm_eps)
@@ -190,7 +109,7 @@ class PackedDecoder:
             self._check_logits(module)
 
     def pack(self, module: nn.Module) -> _PackedModel:
-        module = _without_peft(module)
+        module = without_peft(module)
         with torch.no_grad():
             return self._packed(module)
 
@@ -349,54 +268,54 @@ class PackedDecoder:
             return (matrix.float() * factor).to(device=shape.device, dtype=shape.dtype).contiguous()
 
         def own(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else _copy_of(tensor, shape)
+            return None if tensor is None else copy_of(tensor, shape)
 
-        base = _submodule(module, "model")
+        base = submodule(module, "model")
         if len(base.layers) != shape.layers:
             raise UnsupportedModel(f"{len(base.layers)} layers instead of {shape.layers}")
-        norm = _norm_weight(base, "norm", self._hidden)
-        embedding = _matrix(base, "embed_tokens", (self.vocab, self._hidden))[0]
-        head, head_bias = _matrix(module, "lm_head", (self.vocab, self._hidden))
+        norm = norm_weight(base, "norm", self._hidden)
+        embedding = matrix(base, "embed_tokens", (self.vocab, self._hidden))[0]
+        head, head_bias = matrix(module, "lm_head", (self.vocab, self._hidden))
         layers = []
         for layer in base.layers:
             qkv, qkv_bias, qk_norm = self._packed_attention(layer.self_attn)
-            out, out_bias = _matrix(
+            out, out_bias = matrix(
                 layer, "self_attn.o_proj", (self._hidden, self._heads * self._queries_per_kv_head * self._dim)
             )
-            gate, gate_bias = _matrix(layer, "mlp.gate_proj", (self._inner, self._hidden))
-            up, up_bias = _matrix(layer, "mlp.up_proj", (self._inner, self._hidden))
-            down, down_bias = _matrix(layer, "mlp.down_proj", (self._hidden, self._inner))
-            before = _norm_weight(layer, "input_layernorm", self._hidden)
-            between = _norm_weight(layer, "post_attention_layernorm", self._hidden)
+            gate, gate_bias = matrix(layer, "mlp.gate_proj", (self._inner, self._hidden))
+            up, up_bias = matrix(layer, "mlp.up_proj", (self._inner, self._hidden))
+            down, down_bias = matrix(layer, "mlp.down_proj", (self._hidden, self._inner))
+            before = norm_weight(layer, "input_layernorm", self._hidden)
+            between = norm_weight(layer, "post_attention_layernorm", self._hidden)
             layers.append(
                 _PackedLayer(
                     qkv=fold(qkv, before),
                     qkv_bias=own(qkv_bias),
                     qk_norm=own(qk_norm),
-                    out=_copy_of(out, shape).t(),
+                    out=copy_of(out, shape).t(),
                     out_bias=own(out_bias),
                     up=fold(torch.cat((gate, up)), between),
                     up_bias=None if gate_bias is None or up_bias is None else own(torch.cat((gate_bias, up_bias))),
-                    down=_copy_of(down, shape).t(),
+                    down=copy_of(down, shape).t(),
                     down_bias=own(down_bias),
                 )
             )
-        return _PackedModel(_copy_of(embedding, shape), layers, fold(head, norm), own(head_bias))
+        return _PackedModel(copy_of(embedding, shape), layers, fold(head, norm), own(head_bias))
 
     def _packed_attention(self, attention: nn.Module) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """q, k and v by kv head, the rotary halves of q and k interleaved, the scale of the scores in q."""
         heads, group, dim = self._heads, self._queries_per_kv_head, self._dim
         interleaved = torch.arange(dim).view(2, dim // 2).t().reshape(-1)
-        scale = float(_submodule(attention, "scaling"))
+        scale = float(submodule(attention, "scaling"))
         qk_norm = None
         if hasattr(attention, "q_norm"):
-            norms = [_norm_weight(attention, "q_norm", dim) * scale] * group + [_norm_weight(attention, "k_norm", dim)]
+            norms = [norm_weight(attention, "q_norm", dim) * scale] * group + [norm_weight(attention, "k_norm", dim)]
             qk_norm = torch.stack(norms)[:, interleaved] * math.sqrt(dim)
             scale = 1.0
         weights: list[Tensor] = []
         biases: list[Tensor] = []
         for name, count in (("q_proj", group), ("k_proj", 1), ("v_proj", 1)):
-            weight, bias = _matrix(attention, name, (heads * count * dim, self._hidden))
+            weight, bias = matrix(attention, name, (heads * count * dim, self._hidden))
             both = weight.view(heads, count, dim, -1), None if bias is None else bias.view(heads, count, dim, 1)
             for tensor, packed in zip(both, (weights, biases), strict=True):
                 if tensor is not None:
@@ -407,8 +326,8 @@ class PackedDecoder:
 
     def _rotary_table(self, module: nn.Module) -> Tensor:
         """[positions, D/2] the complex numbers that rotate."""
-        rotary = _submodule(module, "model.rotary_emb")
-        frequencies = _submodule(rotary, "inv_freq").float()
+        rotary = submodule(module, "model.rotary_emb")
+        frequencies = submodule(rotary, "inv_freq").float()
         if getattr(rotary, "rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
             raise UnsupportedModel(f"rotary embedding of type {rotary.rope_type}")
         if len(frequencies) * 2 != self._dim:
@@ -421,7 +340,7 @@ class PackedDecoder:
         if getattr(config, "hidden_act", None) not in ("silu", "swish"):
             raise UnsupportedModel("another activation than silu")
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"} or (not hasattr(config, "layer_types") and _sliding_window(config)):
+        if kinds != {"full_attention"} or (not hasattr(config, "layer_types") and sliding_window(config)):
             raise UnsupportedModel("layers that do not attend to everything")
         if self._dim % 2 or config.num_attention_heads % self._heads:
             raise UnsupportedModel("an odd head dimension, or query heads that do not divide among the kv heads")
@@ -447,173 +366,3 @@ class PackedDecoder:
         worst = float((got - want).abs().max())
         if not worst <= (_FP32_TOLERANCE if self._is_float32 else _BF16_TOLERANCE) * float(want.abs().max()) + 1e-6:
             raise UnsupportedModel(f"logits that differ by {worst:.2g}")
-
-
-# -- any module ------------------------------------------------------------------------------------------------------
-
-
-class ModuleDecoder:
-    """The forward of transformers, its keys and values in our rows."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = _frozen_copy(module)
-        config = _submodule(self._module, "config").get_text_config()
-        self.vocab = int(config.vocab_size)
-        self.max_positions = int(getattr(config, "max_position_embeddings", 1 << 20))
-        if window := _sliding_window(config):
-            self.max_positions = min(self.max_positions, window)
-        with torch.inference_mode():
-            self.shape = self._probe()
-
-    def pack(self, module: nn.Module) -> nn.Module:
-        own, weights = self._module.state_dict(), _without_peft(module).state_dict()
-        _check_names(own, weights)
-        if missing := list(own.keys() - weights.keys()):
-            raise ValueError(f"the module lacks {missing[:3]}")
-        packed = _frozen_copy(self._module)
-        packed.load_state_dict(weights)
-        return packed
-
-    def load(self, packed: object) -> None:
-        assert isinstance(packed, nn.Module)
-        self._module = packed
-
-    def clone(self) -> ModuleDecoder:
-        return copy.copy(self)
-
-    def decode(
-        self, ids: Tensor, positions: Tensor, cache_indices: Tensor, row_blocks: Sequence[RowBlock], cache: KVCache
-    ) -> Tensor:
-        cache.mask.view(-1).index_fill_(0, cache_indices, 0.0)
-        count, width = len(ids), max(block.width for block in row_blocks)
-        mask = cache.mask.view(cache.rows, self.shape.heads, 1, cache.width)[:count, :1, :, :width]
-        adapter = _TransformersCache(cache, slice(0, count), cache_indices, width)
-        return self._forward(ids[:, None], positions[:, None], mask, adapter)[:, -1].float()
-
-    def prefill(self, segments: Sequence[PrefillSegment], cache: KVCache) -> None:
-        longest, device = max(len(segment.tokens) for segment in segments), self.shape.device
-        # What is beyond the end of a segment goes to the spare row.
-        owner = np.full((len(segments), longest), cache.rows - 1)
-        ids, at = np.zeros((2, len(segments), longest), np.int64)
-        for index, segment in enumerate(segments):
-            length = len(segment.tokens)
-            owner[index, :length] = segment.row
-            ids[index, :length] = segment.tokens
-            at[index] = np.minimum(np.arange(longest) + segment.start, cache.width - 1)
-        width = max(segment.start + len(segment.tokens) for segment in segments)
-        mask = torch.zeros(len(segments), 1, longest, width, dtype=self.shape.dtype, device=device)
-        seen = torch.from_numpy(at).to(device)
-        mask.masked_fill_(torch.arange(width, device=device) > seen[:, None, :, None], -torch.inf)
-        cache_indices = cache.indices(owner.reshape(-1), at.reshape(-1))
-        adapter = _TransformersCache(
-            cache, torch.tensor([segment.row for segment in segments], device=device), cache_indices, width
-        )
-        self._forward(torch.from_numpy(ids).to(device), seen, mask, adapter)
-
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        output = self._module(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=True,
-            logits_to_keep=1,
-        )  # fmt: skip
-        logits: Tensor = output.logits
-        return logits
-
-    def _probe(self) -> KVShape:
-        """Run one token to see what it leaves behind."""
-        device = next(self._module.parameters()).device
-        cache: Any = import_module("transformers").DynamicCache()
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        self._module(input_ids=ids, past_key_values=cache, use_cache=True)
-        sizes = {
-            (layer.keys.shape[1], layer.keys.shape[-1], layer.values.shape[-1], layer.keys.dtype)
-            for layer in cache.layers
-            if isinstance(getattr(layer, "keys", None), Tensor)
-        }
-        if len(sizes) != 1:
-            name = type(self._module).__name__
-            raise ValueError(f"{name} does not keep the same keys and values in every layer; the engine needs that")
-        heads, key_dim, value_dim, dtype = sizes.pop()
-        return KVShape(len(cache.layers), heads, key_dim, value_dim, dtype, device)
-
-
-class _TransformersCache:
-    """What transformers takes for a cache: it writes to `cache_indices` of our cache and reads its `rows`."""
-
-    is_compileable = False
-
-    def __init__(self, cache: KVCache, rows: slice | Tensor, cache_indices: Tensor, width: int) -> None:
-        self.cache = cache
-        self.rows = rows
-        self.cache_indices = cache_indices
-        self.width = width
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        for new, flat in zip((key_states, value_states), self.cache.flat[layer_idx], strict=True):
-            flat[:, : new.shape[-1]].index_copy_(0, self.cache_indices, new.transpose(1, 2).flatten(0, 2))
-        keys = self.cache.keys[layer_idx, :, :, : self.width]
-        values = self.cache.values[layer_idx, :, :, : self.width]
-        if isinstance(self.rows, slice):
-            return keys[self.rows], values[self.rows]
-        return keys.index_select(0, self.rows), values.index_select(0, self.rows)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.width
-
-
-# -- reading modules -------------------------------------------------------------------------------------------------
-
-
-def _frozen_copy(module: nn.Module) -> nn.Module:
-    """A copy that is not trained."""
-    return copy.deepcopy(_without_peft(module)).eval().requires_grad_(False)
-
-
-def _without_peft(module: nn.Module) -> nn.Module:
-    """The transformers model inside of peft's; its layers keep their adapters."""
-    inner = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
-    return inner if isinstance(inner, nn.Module) else module
-
-
-def _submodule(module: object, path: str) -> Any:
-    """What is at a dotted path."""
-    found: Any = module
-    for name in path.split("."):
-        found = found[int(name)] if name.isdigit() else getattr(found, name, None)
-        if found is None:
-            raise UnsupportedModel(f"no {path}")
-    return found
-
-
-def _matrix(module: nn.Module, path: str, size: tuple[int, int]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear or embedding layer, LoRA merged."""
-    layer = _submodule(module, path)
-    base = getattr(layer, "base_layer", layer)
-    if not isinstance(base, nn.Linear | nn.Embedding) or tuple(base.weight.shape) != size:
-        raise UnsupportedModel(f"{path} of another kind or size")
-    weight = base.weight.detach()
-    if base is not layer and not layer.merged and not layer.disable_adapters:
-        if isinstance(base, nn.Embedding) or any(getattr(layer, "use_dora", {}).values()):
-            raise UnsupportedModel(f"an adapter of {path} that is not a product of two matrices")
-        for adapter in layer.active_adapters:
-            if adapter in layer.lora_A:
-                weight = weight + layer.get_delta_weight(adapter).to(weight.dtype)
-    bias = getattr(base, "bias", None)
-    return weight, None if bias is None else bias.detach()
-
-
-def _norm_weight(module: nn.Module, path: str, size: int) -> Tensor:
-    weight: Tensor = _submodule(module, f"{path}.weight").detach()
-    if tuple(weight.shape) != (size,) or getattr(_submodule(module, path), "bias", None) is not None:
-        raise UnsupportedModel(f"{path} of another kind or size")
-    return weight
-
-
-def _copy_of(tensor: Tensor, shape: KVShape) -> Tensor:
-    return tensor.detach().to(shape.device, shape.dtype, copy=True)
-
-
-def _sliding_window(config: Any) -> int:
-    """The sliding window, 0 when there is none."""
-    return int(getattr(config, "sliding_window", None) or 0) if getattr(config, "use_sliding_window", True) else 0
