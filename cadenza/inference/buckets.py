@@ -1,6 +1,6 @@
 """Weights on their way to the processes of an engine, as files in shared memory.
 
-A bucket is a safetensors file, so those who read it must be on the node of those who write it. It is gone before the
+A bucket is a safetensors file, so its reader must be on the node of its writer. It is gone before the
 next one is written: an update takes the memory of one bucket beside that of the model.
 """
 
@@ -21,7 +21,7 @@ _MEMORY = Path("/dev/shm")
 
 
 def shared_memory_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory for what other processes of this node read, and nobody keeps."""
+    """A temporary directory in shared memory, for what other processes of this node read."""
     return tempfile.TemporaryDirectory(prefix="cadenza-", dir=_MEMORY if _MEMORY.is_dir() else None)
 
 

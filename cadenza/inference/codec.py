@@ -78,15 +78,15 @@ class TextCodec:
         stands for an answer that ended by itself.
         """
         cut = not first and last is not None and last != self.end_token_id
-        said = observation if isinstance(observation, str) else tuple(tuple(m.items()) for m in _messages(observation))
-        known = self._encoded.get((said, first, cut))
+        key = observation if isinstance(observation, str) else tuple(tuple(m.items()) for m in _messages(observation))
+        known = self._encoded.get((key, first, cut))
         if known is None:
             if len(self._encoded) >= _CACHED:
                 self._encoded.clear()
             tokens = self._first_prompt(observation) if first else self._next_prompt(observation)
             known = np.array(tokens if first or cut else tokens[1:], np.int32)
             known.flags.writeable = False  # many contexts share it
-            self._encoded[said, first, cut] = known
+            self._encoded[key, first, cut] = known
         return known
 
     def encode_answer(self, text: str, *, max_tokens: int | None = None) -> Tokens:
@@ -245,7 +245,7 @@ def load_codec(
     """The codec over the tokenizer in a directory or on the hub; None is the built-in one.
 
     `template` is by default 'chat', and 'plain' for the built-in tokenizer, also when it was saved and is loaded again.
-    `system` is said first in every conversation that does not begin with a system message of its own.
+    `system` is the first message of every conversation that does not begin with a system message of its own.
     `template_options` are variables of the chat template, as `enable_thinking`.
     """
     tokenizer = _build() if path is None else _load(str(path))
@@ -325,5 +325,5 @@ def _load(path: str) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(path)
     except Exception as error:  # a damaged tokenizer.json raises just that
-        said = f"transformers says: {error}"
-        raise TokenizerNotFound(f"the tokenizer {path} cannot be loaded: {way_out}. {said}") from error
+        reason = f"transformers says: {error}"
+        raise TokenizerNotFound(f"the tokenizer {path} cannot be loaded: {way_out}. {reason}") from error

@@ -233,7 +233,7 @@ class Engine:
         assert {id for group in self._groups.values() for id in group} == self.running.keys()
         self._prefix_cache.check()
 
-    # -- who runs --------------------------------------------------------------------------------------------------
+    # -- which sequences run --------------------------------------------------------------------------------------------------
 
     def _preempt(self) -> None:
         """Preempt the sequence that started last while the rows of all are too many cells. A batch has what its steps
@@ -442,7 +442,7 @@ class Engine:
 
 @dataclass(slots=True)
 class _Admission:
-    """What one round of admission decided: who starts, what is copied, what is prefilled."""
+    """What one round of admission decided: which sequences start, what is copied, what is prefilled."""
 
     scheduled: dict[int, EngineSequence] = field(default_factory=dict)
     """Sequences that start, or are prefilled further."""

@@ -1,8 +1,8 @@
-"""Where keys and values live: rows for the sequences that run, a prefix cache for the contexts that nobody uses now.
+"""Where keys and values live: rows for the sequences that run, a prefix cache for contexts that no sequence uses now.
 
 Invariant: row r holds the keys and values of the first `computed` tokens of the sequence that has it, at positions
 0, 1, 2, ...; what lies behind is zeros or left over, finite, and masked. A cached prefix has its tokens with it:
-it is reused as far as they are the beginning of the new context, and no further, whoever asks.
+it is reused as far as they are the beginning of the new context, and no further, for any session.
 
     rows          [layer, row, head, position, dim]   dense: the keys of a batch are a slice of it, never gathered
     prefix cache  session -> [layer, head, position, dim]   least recently used first; gives way to the rows
@@ -179,7 +179,7 @@ class CachedPrefix:
 
 
 class KVPrefixCache:
-    """Contexts that nobody uses now, by session, least recently used first."""
+    """Contexts that no sequence uses now, by session, least recently used first."""
 
     def __init__(self) -> None:
         self.tokens = 0

@@ -14,10 +14,10 @@ import numpy as np
 WARM_UP = 20
 """Steps at the beginning that are not counted: memory is allocated, kernels are chosen."""
 MIN_STEPS = 30
-"""Steps without which nothing is said."""
+"""With fewer steps the meter gives no costs."""
 MIN_SECONDS = 1e-7
 RIDGE = 1e-9
-"""Keeps what cannot be told apart from growing without bound."""
+"""A ridge term: coefficients that the steps so far cannot separate stay bounded."""
 
 
 class StepCosts(NamedTuple):

@@ -123,7 +123,7 @@ class ReplicaStats:
     prefilled: int
     """Prompt tokens computed since the start, cached ones not counted."""
     discarded: dict[str, int] = field(default_factory=dict)
-    """Tokens written that went to nobody, by cause."""
+    """Tokens that were written and never reached a caller, by cause."""
     costs: StepCosts | None = None
     """What its steps take, if it measures them and there were enough."""
 
@@ -184,7 +184,7 @@ class Replica(Protocol):
         ...
 
     def abort(self, request_id: int, cause: str) -> None:
-        """End a request: its future resolves with the partial tokens (`Finish.ABORT`). When nobody waits for the
+        """End a request: its future resolves with the partial tokens (`Finish.ABORT`). When no caller waits for the
         future any more, the tokens count as discarded for `cause`. Unknown ids are ignored."""
         ...
 

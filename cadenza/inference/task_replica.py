@@ -143,7 +143,7 @@ class TaskReplica(ABC):
             return
         except ReplicaError as error:
             answer = error
-        except Exception as error:  # noqa: BLE001 - whatever the engine raised, whoever waits must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever the engine raised, the caller that waits gets it
             answer = ReplicaError(f"{self.name}: {type(error).__name__}: {error}")
         self._finish_request(pending, answer)
 

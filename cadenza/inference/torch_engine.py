@@ -61,7 +61,7 @@ class PreparedWeights:
     module: nn.Module
     """That they were read from."""
     packed: object
-    """As decoders of this model take them; nobody changes it."""
+    """In the form that decoders of this model take; never written to again."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class _InFlight:
     future: asyncio.Future[Generation]
     sequence: EngineSequence
     cause: str = "unclaimed"
-    """Why its tokens are discarded if nobody takes them."""
+    """Why its tokens are discarded if its future has no waiter."""
 
 
 class TorchReplica:
@@ -282,13 +282,13 @@ class TorchReplica:
         return EngineSequence(request, context, stop_ids, max_new_tokens, self._arrivals)
 
     def _bind_loop(self) -> asyncio.AbstractEventLoop:
-        """The loop that hears of what happens: the running one. Whoever waited on one that is closed is gone."""
+        """The running event loop, which gets the results. Waiters of a loop that is closed are gone."""
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop = loop
             for id, entry in list(self._in_flight.items()):
                 if entry.future.get_loop().is_closed():
-                    with contextlib.suppress(RuntimeError):  # it cannot tell anybody any more
+                    with contextlib.suppress(RuntimeError):  # the closed loop takes no callbacks
                         entry.future.cancel()
                     self.abort(id, "loop_closed")
         return loop
@@ -314,7 +314,7 @@ class TorchReplica:
         def guarded() -> None:
             try:
                 act(future)
-            except Exception as error:  # noqa: BLE001 - it belongs to whoever awaits the future
+            except Exception as error:  # noqa: BLE001 - it belongs to the waiter of the future
                 self._call_on_loop(_resolve_future, future, error)
 
         self._calls.add(future)
@@ -366,7 +366,7 @@ class TorchReplica:
             with torch.inference_mode():
                 while not self._stopped:
                     self._run_once()
-        except BaseException as error:  # noqa: BLE001 - whatever ends the thread, its clients must hear of it
+        except BaseException as error:  # noqa: BLE001 - whatever ends the thread, its clients get it
             text = f"{self.name} failed: {type(error).__name__}: {error}"
             if not self._call_on_loop(self._die, "replica_lost", text):
                 self._lost_reason = text
@@ -417,7 +417,7 @@ class TorchReplica:
             self._resolve_pauses(None)
 
     def _end_drain(self) -> None:
-        """The end of a drain: everybody who was there has left."""
+        """Ends a drain once every request that was there when it began has left."""
         if self._drain_last_arrival is not None and not self._engine.running:
             head = next(iter(self._engine.waiting.values()), None)
             if head is None or head.arrival > self._drain_last_arrival:
@@ -482,7 +482,7 @@ class TorchReplica:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(callback, *arguments)
                 return True
-        except RuntimeError:  # the loop is closed: nobody waits for anything any more
+        except RuntimeError:  # the loop is closed: nothing waits for results any more
             pass
         return False
 

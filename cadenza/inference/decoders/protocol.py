@@ -28,7 +28,7 @@ class Decoder(Protocol):
     max_positions: int
 
     def pack(self, module: nn.Module) -> object:
-        """The weights of this module as `load` takes them: a copy, which nobody changes. It may run beside steps."""
+        """The weights of this module as `load` takes them: a copy that is never written to. It may run beside steps."""
         ...
 
     def load(self, packed: object) -> None:
