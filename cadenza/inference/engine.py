@@ -233,7 +233,7 @@ class Engine:
         assert {id for group in self._groups.values() for id in group} == self.running.keys()
         self._prefix_cache.check()
 
-    # -- which sequences run --------------------------------------------------------------------------------------------------
+    # -- which sequences run -----------------------------------------------------------------------------------------
 
     def _preempt(self) -> None:
         """Preempt the sequence that started last while the rows of all are too many cells. A batch has what its steps

@@ -194,7 +194,7 @@ class HttpReplica(TaskReplica):
         return context
 
     def _body(self, tokens: list[int], count: int, sampling: Sampling, seed: int) -> dict[str, Any]:
-        """The body of a request. It names every sampling parameter, so that no default of the server or the model decides."""
+        """The body of a request. It names every sampling parameter, so that no default of server or model decides."""
         greedy = sampling.temperature == 0
         body: dict[str, Any] = {
             "prompt": tokens,
