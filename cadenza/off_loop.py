@@ -21,7 +21,7 @@ class DaemonThreadPool(Executor):
     The standard pool joins its threads when the interpreter ends, and has a fixed number of them: one hung env
     would hang the exit, and enough of them the run. Here a hung thread costs itself.
 
-    A thread lets go of what it called before it tells the result. Whoever hears it may end the interpreter, and torch
+    A thread lets go of what it called before it sets the result. The waiter may then end the interpreter, and torch
     aborts the process if tensors are freed in another thread then.
     """
 
@@ -46,7 +46,7 @@ class DaemonThreadPool(Executor):
             is_wanted = future.set_running_or_notify_cancel()
             try:
                 result = call() if is_wanted else None
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the future
+            except BaseException as error:  # noqa: BLE001 - it belongs to the waiter of the future
                 del call
                 future.set_exception(error)
             else:
@@ -61,14 +61,14 @@ class DaemonThreadPool(Executor):
 
 THREAD_POOL = DaemonThreadPool()
 _abandoned: set[asyncio.Future[Any]] = set()
-"""Calls that nobody waits for any more; kept until they end, so that they are not collected half-way."""
+"""Calls without a waiter; kept until they end, so that they are not collected half-way."""
 
 
 async def with_deadline(seconds: float, call: Awaitable[T], what: str) -> T:
     """Await user code, but not longer than this, even when it does not let itself be cancelled."""
     future = asyncio.ensure_future(call)
     if isinstance(future, asyncio.Task) and (task := asyncio.current_task()) is not None:
-        future.set_name(task.get_name())  # it is the same work, for whoever asks who waits for what
+        future.set_name(task.get_name())  # in a list of tasks it shows as the same work
     try:
         await asyncio.wait([future], timeout=seconds)
     finally:
@@ -77,17 +77,17 @@ async def with_deadline(seconds: float, call: Awaitable[T], what: str) -> T:
             _abandoned.add(future)
             future.add_done_callback(ignore_result)
         else:
-            ignore_result(future)  # whoever waited may be cancelled at the very moment at which it ends
+            ignore_result(future)  # the waiter may be cancelled at the very moment at which the call ends
     if not future.done():
         raise DeadlinePassed(f"no answer within {what} {seconds}")
     return future.result()
 
 
 def ignore_result(future: asyncio.Future[Any]) -> None:
-    """The end of a call that nobody waits for any more."""
+    """A done callback for a call without a waiter: its exception counts as retrieved."""
     _abandoned.discard(future)
     if not future.cancelled():
-        future.exception()  # nobody is left to hear it
+        future.exception()
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Fakes at the seams, for the tests of this library and of those who use it.
+"""Fakes at the seams, for the tests of this library and of its users.
 
 A fake is a function with a protocol around it: `FakeReplica(answer)` calls `answer(request)` for the tokens and takes
 the time that `seconds(request)` says, on whatever clock the loop has.

@@ -5,7 +5,7 @@
     data.meta_info         one plain dict about the whole batch
 
 Invariant: every column has the same number of rows N, and a name belongs to one column only.
-Torch is imported when `batch[...]` is first read; whoever only moves rows around never needs it.
+Torch is imported when `batch[...]` is first read; code that only moves rows never imports it.
 Operations share memory where they can. To change a column, assign it: the tensor of a ragged column is a
 padded view, and writing into it does not reach the rows that are sliced, shipped or saved.
 """

@@ -47,7 +47,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The columns that must, or may, be there. Columns it does not name are nobody's business."""
+    """The columns that must, or may, be there. Columns it does not name are allowed."""
 
     columns: Mapping[str, Column]
 
