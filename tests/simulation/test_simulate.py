@@ -600,6 +600,19 @@ def test_simulate_takes_the_directory_of_a_run(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["workload"] == "mine"
 
 
+def test_a_run_on_one_gpu_is_simulated_synchronously_unless_alpha_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_directory(tmp_path / "mine", *(run_step(step, gpus=1, cost=COSTS) for step in range(1, 5)))
+    options = ["--policy", "cadenza", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--json"]
+    assert main(["simulate", "--workload", str(path), *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["alpha"], told["settings"]["train_gpus"], told["staleness_max"]) == (0.0, 0, 0)
+    assert main(["simulate", "--workload", str(path), "--alpha", "1", *options]) == 2
+    message = "mine has one GPU, on which nothing can train while something generates: give --alpha 0"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("strategy", ["barrier", "cadenza"])
 def test_fresh_contexts_do_not_grow(strategy: str) -> None:
     def seconds(fresh: bool) -> float:
