@@ -19,6 +19,7 @@ from cadenza.rollout.trace import RunStep, TraceGroup, TraceMember
 from cadenza.simulation.comparison import calibration
 from cadenza.simulation.comparison.baselines import BarrierStrategy, GroupQueueStrategy
 from cadenza.simulation.comparison.bounds import Demand
+from cadenza.simulation.comparison.episodes import trace_of
 from cadenza.simulation.comparison.experiment import (
     STRATEGIES,
     StrategyResult,
@@ -33,15 +34,7 @@ from cadenza.simulation.comparison.recorder import RunRecorder
 from cadenza.simulation.comparison.strategy import StrategySettings, run_training
 from cadenza.simulation.comparison.traces import TraceFileError, read_run
 from cadenza.simulation.comparison.tuned_settings import TUNED_SETTINGS
-from cadenza.simulation.comparison.workloads import (
-    LogNormal,
-    SingleTurnSpec,
-    TraceEpisode,
-    Workload,
-    find_workload,
-    trace_of,
-    w4,
-)
+from cadenza.simulation.comparison.workloads import LogNormal, SingleTurnSpec, TraceEpisode, Workload, find_workload, w4
 from cadenza.simulation.virtual_cluster import clock
 from cadenza.simulation.virtual_cluster.cost import H100_QWEN3_8B, CostModel
 
