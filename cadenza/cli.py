@@ -79,7 +79,7 @@ def simulate(
     *,
     workload: str = "W2",
     policy: str = "all",
-    alpha: str = "1",
+    alpha: str | None = None,
     seeds: Count = 10,
     steps: Count = 40,
     warm_up: Count = 12,
@@ -99,7 +99,7 @@ def simulate(
     policy
         barrier, queue, group-queue, admission, cadenza, oracle, some of them with commas, or all.
     alpha
-        Asynchronous ratios, with commas.
+        Asynchronous ratios, with commas; by default 1, and 0 for a workload on one GPU.
     seeds
         Traces; the figures are medians over them.
     steps

@@ -25,10 +25,11 @@ from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
 from cadenza.simulation.comparison.cadenza_strategy import CadenzaStrategy, reset_seed
+from cadenza.simulation.comparison.episodes import trace_of
 from cadenza.simulation.comparison.experiment import Trial
 from cadenza.simulation.comparison.figures import RunFigures, UsageTotals
 from cadenza.simulation.comparison.strategy import StrategySettings, run_training
-from cadenza.simulation.comparison.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find_workload, trace_of
+from cadenza.simulation.comparison.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find_workload
 
 SPEED = 50.0
 """Seconds of the cost model in one of the wall clock."""

@@ -26,7 +26,8 @@ from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.model import GOLDEN, MASK64
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
-from cadenza.simulation.virtual_cluster.cost import CostModel, seeded_tokens
+from cadenza.simulation.virtual_cluster.cost import CostModel
+from cadenza.simulation.virtual_cluster.tokens import seeded_tokens
 from cadenza.testing import LocalCluster
 
 REPLICAS, IN_FLIGHT = 4, 96

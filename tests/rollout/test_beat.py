@@ -37,7 +37,7 @@ from cadenza.rollout.collate import FINISH
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate, Task, Trajectory
-from cadenza.simulation.virtual_cluster.cost import seeded_tokens
+from cadenza.simulation.virtual_cluster.tokens import seeded_tokens
 
 # -- 1: a group is not welded to its envs ------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ import pytest
 from cadenza.inference.replica import Request, Sampling
 from cadenza.simulation.comparison import bounds
 from cadenza.simulation.comparison.bounds import Demand
-from cadenza.simulation.comparison.workloads import Trace, TraceEpisode, find_workload
+from cadenza.simulation.comparison.episodes import Trace
+from cadenza.simulation.comparison.workloads import TraceEpisode, find_workload
 from cadenza.simulation.virtual_cluster.clock import run
 from cadenza.simulation.virtual_cluster.cost import CostModel
 from cadenza.simulation.virtual_cluster.replica import SimReplica

@@ -12,16 +12,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from cadenza.observe.events import Event
 from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.simulation.fuzzing.difference import first_difference
 from cadenza.simulation.fuzzing.fuzz import Findings, cli_fuzz, examine, fuzz
 from cadenza.simulation.fuzzing.monitor import LoggedEvent
-from cadenza.simulation.fuzzing.recording import ScheduleRecording, first_difference, record, replay
 from cadenza.simulation.fuzzing.scenario import ALPHAS, MIN_TRAJECTORIES, MIN_VERSIONS, Order, Scenario
 from cadenza.simulation.fuzzing.schedule import run
 from cadenza.simulation.virtual_cluster.faults import KINDS
@@ -83,7 +82,7 @@ def test_every_schedule_reaches_the_bound_when_generation_outpaces_training(alph
 
 @pytest.mark.parametrize("seed", [509, 3305, 7046, 11446, 14187, 18277, 25147, 26768, 8010752])
 def test_a_schedule_that_found_something_once_is_clean(seed: int) -> None:
-    scenario = replace(Scenario.draw(seed), parts=1)  # as it was then
+    scenario = replace(Scenario.draw(seed), chunks=1)  # as it was then
     assert examine(scenario, twice=False).violations == ()
 
 
@@ -107,7 +106,7 @@ def test_the_scenarios_cover_what_users_vary() -> None:
     assert set(seen(lambda s: s.suspend_mode)) == {"abort", "drain", "keep"}
     assert set(seen(lambda s: s.filter)) == {"none", "instant", "slow", "off_loop"}
     assert set(seen(lambda s: s.odd_size)) == {"same", "double", "twice", "halves"}
-    assert set(seen(lambda s: s.parts)) == {1, 2, 4}
+    assert set(seen(lambda s: s.chunks)) == {1, 2, 4}
     assert set(seen(lambda s: s.play)) == {"trajectory", "step"}
     assert set(seen(lambda s: len(s.domains))) == {1, 2, 3}
     assert set(seen(lambda s: s.workers)) == {0, 1, 2, 3}
@@ -178,56 +177,37 @@ def test_a_replay_tells_the_scenario_its_faults_and_its_last_events(capsys: pyte
         assert words in printed
 
 
-# -- record and replay -------------------------------------------------------------------------------------------------
+# -- the same seed, the same schedule ----------------------------------------------------------------------------------
 
 
-def test_a_recorded_schedule_is_replayed_exactly(tmp_path: Path) -> None:
-    path = tmp_path / "schedule.jsonl"
-    schedule = record(Scenario.draw(21))
-    schedule.save(path)
-    assert ScheduleRecording.load(path) == schedule
-    assert replay(path) is None
-
-
-def test_a_replay_that_differs_names_the_first_difference(tmp_path: Path) -> None:
-    path = tmp_path / "schedule.jsonl"
-    schedule = record(Scenario.draw(22))
-    lines = list(schedule.events)
-    source, event = lines[100]
-    lines[100] = LoggedEvent(source, event._replace(time=event.time + 0.125))
-    ScheduleRecording(schedule.scenario, tuple(lines)).save(path)
-    difference = replay(path)
+def test_two_runs_that_differ_name_the_first_difference() -> None:
+    events = run(Scenario.draw(22)).events
+    changed = list(events)
+    source, event = events[100]
+    changed[100] = LoggedEvent(source, event._replace(time=event.time + 0.125))
+    difference = first_difference(events, changed)
     assert difference is not None
-    assert (difference.number, difference.recorded, difference.replayed) == (100, lines[100], schedule.events[100])
-    assert f"event 100: recorded {source} {event.kind} {event.subject}" in str(difference)
+    assert (difference.number, difference.first, difference.second) == (100, events[100], changed[100])
+    assert f"event 100: first {source} {event.kind} {event.subject}" in str(difference)
 
 
-def test_a_recording_that_ends_early_differs_at_its_end() -> None:
+def test_a_run_that_ends_early_differs_at_its_end() -> None:
     lines = [LoggedEvent("train", Event(float(number), "issue", f"g{number}.0#0", "slot 0")) for number in range(3)]
     difference = first_difference(lines[:2], lines)
     assert difference is not None
-    assert (difference.number, difference.recorded, difference.replayed) == (2, None, lines[2])
-    assert "recorded the end" in str(difference)
+    assert (difference.number, difference.first, difference.second) == (2, None, lines[2])
+    assert "first the end" in str(difference)
 
 
-@pytest.mark.parametrize(("text", "message"), [("", "is empty"), ("{}\n", "line 1"), ("[1]\n", "line 1")])
-def test_a_file_that_is_no_recording_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "schedule.jsonl"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        replay(path)
-
-
-def test_another_process_replays_the_same_schedule(tmp_path: Path) -> None:
+def test_another_process_runs_the_same_schedule() -> None:
     program = (
-        "import pathlib, sys; from cadenza.simulation.fuzzing.recording import replay; "
-        "print(replay(pathlib.Path(sys.argv[1])))"
+        "import sys; from cadenza.simulation.fuzzing.scenario import Scenario; "
+        "from cadenza.simulation.fuzzing.schedule import run; "
+        "print([tuple(logged) for logged in run(Scenario.draw(int(sys.argv[1]))).events])"
     )
     for seed in (31, 32, 33):
-        path = tmp_path / f"{seed}.jsonl"
-        record(Scenario.draw(seed)).save(path)
         environment = os.environ | {"PYTHONHASHSEED": str(seed)}
         done = subprocess.run(
-            [sys.executable, "-c", program, str(path)], env=environment, capture_output=True, text=True, check=True
+            [sys.executable, "-c", program, str(seed)], env=environment, capture_output=True, text=True, check=True
         )
-        assert done.stdout == "None\n"
+        assert done.stdout.strip() == str([tuple(logged) for logged in run(Scenario.draw(seed)).events])

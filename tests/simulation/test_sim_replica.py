@@ -27,8 +27,9 @@ from cadenza.inference.replica import (
     StaleEpoch,
 )
 from cadenza.simulation.virtual_cluster.clock import Deadlock, VirtualLoop, run
-from cadenza.simulation.virtual_cluster.cost import H100_QWEN3_8B, CostModel, seeded_tokens
+from cadenza.simulation.virtual_cluster.cost import H100_QWEN3_8B, CostModel
 from cadenza.simulation.virtual_cluster.replica import SimReplica
+from cadenza.simulation.virtual_cluster.tokens import seeded_tokens
 
 T = TypeVar("T")
 SAMPLING = Sampling()

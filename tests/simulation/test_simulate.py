@@ -19,6 +19,7 @@ from cadenza.rollout.trace import RunStep, TraceGroup, TraceMember
 from cadenza.simulation.comparison import calibration
 from cadenza.simulation.comparison.baselines import BarrierStrategy, GroupQueueStrategy
 from cadenza.simulation.comparison.bounds import Demand
+from cadenza.simulation.comparison.episodes import trace_of
 from cadenza.simulation.comparison.experiment import (
     STRATEGIES,
     StrategyResult,
@@ -33,15 +34,7 @@ from cadenza.simulation.comparison.recorder import RunRecorder
 from cadenza.simulation.comparison.strategy import StrategySettings, run_training
 from cadenza.simulation.comparison.traces import TraceFileError, read_run
 from cadenza.simulation.comparison.tuned_settings import TUNED_SETTINGS
-from cadenza.simulation.comparison.workloads import (
-    LogNormal,
-    SingleTurnSpec,
-    TraceEpisode,
-    Workload,
-    find_workload,
-    trace_of,
-    w4,
-)
+from cadenza.simulation.comparison.workloads import LogNormal, SingleTurnSpec, TraceEpisode, Workload, find_workload, w4
 from cadenza.simulation.virtual_cluster import clock
 from cadenza.simulation.virtual_cluster.cost import H100_QWEN3_8B, CostModel
 
@@ -598,6 +591,19 @@ def test_simulate_takes_the_directory_of_a_run(tmp_path: Path, capsys: pytest.Ca
     options = ["--policy", "barrier", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--json"]
     assert main(["simulate", "--workload", str(path), *options]) == 0
     assert json.loads(capsys.readouterr().out)["workload"] == "mine"
+
+
+def test_a_run_on_one_gpu_is_simulated_synchronously_unless_alpha_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_directory(tmp_path / "mine", *(run_step(step, gpus=1, cost=COSTS) for step in range(1, 5)))
+    options = ["--policy", "cadenza", "--seeds", "1", "--steps", "5", "--warm-up", "2", "--json"]
+    assert main(["simulate", "--workload", str(path), *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["alpha"], told["settings"]["train_gpus"], told["staleness_max"]) == (0.0, 0, 0)
+    assert main(["simulate", "--workload", str(path), "--alpha", "1", *options]) == 2
+    message = "mine has one GPU, on which nothing can train while something generates: give --alpha 0"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strategy", ["barrier", "cadenza"])

@@ -14,17 +14,9 @@ from cadenza.inference.replica import Finish, Span
 from cadenza.rollout.collate import collate
 from cadenza.rollout.records import Task, Trajectory, Turn
 from cadenza.rollout.trace import TraceRecorder
+from cadenza.simulation.comparison.episodes import RecordedTrace, Trace
 from cadenza.simulation.comparison.traces import TraceFileError, read_trace
-from cadenza.simulation.comparison.workloads import (
-    NEVER,
-    WORKLOADS,
-    RecordedTrace,
-    Trace,
-    TraceEpisode,
-    Workload,
-    find_workload,
-    w4,
-)
+from cadenza.simulation.comparison.workloads import NEVER, WORKLOADS, TraceEpisode, Workload, find_workload, w4
 
 
 def episodes(workload: Workload, groups: int, seed: int = 0) -> list[list[TraceEpisode]]:

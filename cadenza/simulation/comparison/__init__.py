@@ -1,1 +1,1 @@
-"""Schedules side by side on one workload: strategies, baselines, bounds, figures, plots."""
+"""Scheduling strategies side by side on one workload: strategies, bounds, figures, plots."""

@@ -21,10 +21,12 @@ from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.sharing import SharedDevices
+from cadenza.simulation.comparison.episodes import TraceLike
 from cadenza.simulation.comparison.figures import BatchRow, UsageTotals
 from cadenza.simulation.comparison.strategy import ScheduleStrategy, observation_of, tokens_discarded, tokens_generated
-from cadenza.simulation.comparison.workloads import NEVER, TraceEpisode, TraceLike
+from cadenza.simulation.comparison.workloads import NEVER, TraceEpisode
 from cadenza.simulation.virtual_cluster.replica import SimReplica
+from cadenza.simulation.virtual_cluster.tokens import LengthCodec
 from cadenza.testing import LocalCluster
 
 MEMBER_BITS = 12
@@ -43,7 +45,7 @@ class CadenzaStrategy(ScheduleStrategy):
         self._rows: list[BatchRow] = []
         cluster = LocalCluster(
             await self._make_replicas(),
-            _TokensOnlyCodec(),
+            LengthCodec(),
             SamplerConfig(
                 balance_seconds=settings.balance_seconds,
                 prefill_weight=workload.cost.p / workload.cost.c if workload.cost.c else 0.0,
@@ -205,13 +207,3 @@ class TraceEnv:
             raise InfrastructureError("env failed")
         done = self._turn == len(episode.lengths)
         return observation_of(0 if done else episode.observations[self._turn]), 0.0, done, False, {}
-
-
-class _TokensOnlyCodec:
-    """A codec for observations that are tokens already."""
-
-    def encode(self, observation: object, *, first: bool, last: int | None = None) -> Tokens:
-        raise TypeError(f"the observations of a trace are tokens, got {observation!r}")
-
-    def decode(self, tokens: Tokens) -> str:
-        return ""

@@ -18,10 +18,11 @@ from typing import Any
 
 from cadenza.simulation.comparison import bounds
 from cadenza.simulation.comparison.baselines import BarrierStrategy, BaselineSample, OracleStrategy, QueueStrategy
+from cadenza.simulation.comparison.episodes import trace_of
 from cadenza.simulation.comparison.experiment import SEARCH_STEPS, SEARCH_WARM_UP, Trial, TrialPool
 from cadenza.simulation.comparison.figures import BatchRow
 from cadenza.simulation.comparison.strategy import ScheduleStrategy, StrategySettings, run_training
-from cadenza.simulation.comparison.workloads import WORKLOADS, Workload, trace_of, w4
+from cadenza.simulation.comparison.workloads import WORKLOADS, Workload, w4
 from cadenza.simulation.virtual_cluster import clock
 
 TOLERANCE = 0.2

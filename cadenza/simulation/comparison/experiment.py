@@ -25,10 +25,11 @@ from cadenza.simulation.comparison.baselines import (
 )
 from cadenza.simulation.comparison.bounds import Demand, generation_seconds, training_seconds
 from cadenza.simulation.comparison.cadenza_strategy import CadenzaStrategy
+from cadenza.simulation.comparison.episodes import trace_of
 from cadenza.simulation.comparison.figures import RunFigures
 from cadenza.simulation.comparison.strategy import ScheduleStrategy, StrategySettings, run_training
 from cadenza.simulation.comparison.tuned_settings import TUNED_SETTINGS
-from cadenza.simulation.comparison.workloads import Workload, trace_of
+from cadenza.simulation.comparison.workloads import Workload
 from cadenza.simulation.virtual_cluster import clock
 
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from cadenza.simulation.comparison import bounds
 from cadenza.simulation.comparison.bounds import Demand
-from cadenza.simulation.comparison.workloads import TraceEpisode, TraceLike, Workload
+from cadenza.simulation.comparison.episodes import TraceLike
+from cadenza.simulation.comparison.workloads import TraceEpisode, Workload
 
 
 class BatchRow(NamedTuple):

@@ -21,10 +21,11 @@ import numpy as np
 
 from cadenza.observe.timeline_html import script_json
 from cadenza.observe.timeline_png import FAINT, INK
+from cadenza.simulation.comparison.episodes import trace_of
 from cadenza.simulation.comparison.experiment import STRATEGIES, StrategyResult, TrialPool
 from cadenza.simulation.comparison.recorder import RunRecorder, TimelineWindow
 from cadenza.simulation.comparison.strategy import run_training
-from cadenza.simulation.comparison.workloads import Workload, trace_of
+from cadenza.simulation.comparison.workloads import Workload
 from cadenza.simulation.virtual_cluster import clock
 
 if TYPE_CHECKING:

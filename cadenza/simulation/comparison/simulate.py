@@ -27,7 +27,7 @@ WIDTH = 160
 def simulate(
     workload: str,
     strategy: str,
-    alpha: str,
+    alpha: str | None,
     *,
     seeds: int,
     steps: int,
@@ -47,7 +47,8 @@ def simulate(
     given = cli_args.settings(settings)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # rather now than after the simulation
-    wanted = [(w, p, a) for w in workloads for a in cli_args.alphas(alpha) for p in cli_args.strategies(strategy)]
+    strategies = cli_args.strategies(strategy)
+    wanted = [(w, p, a) for w in workloads for a in _alphas(alpha, w, strategies) for p in strategies]
     synchronous = {p for _, p, _ in wanted if not STRATEGIES[p].asynchronous}
     console = wide_console()
     with trial_pool() as pool:
@@ -76,6 +77,17 @@ def simulate(
     if out is not None and results:
         _draw(console, out, plotted, quiet=as_json)
     return 0 if all(check.holds for check in checks) else 1
+
+
+def _alphas(alpha: str | None, workload: Workload, strategies: list[str]) -> list[float]:
+    """The asynchronous ratios for one workload. On one GPU the default is 0, and no other value is possible."""
+    found = cli_args.alphas(alpha or ("1" if workload.gpus > 1 else "0"))
+    if workload.gpus == 1 and any(found) and any(STRATEGIES[name].asynchronous for name in strategies):
+        raise InvalidArgument(
+            f"{workload.name} has one GPU, on which nothing can train while something generates: give --alpha 0, or a "
+            "workload with more GPUs"
+        )
+    return found
 
 
 def _record_runs(

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cadenza.inference.replica import Tokens
+from cadenza.simulation.comparison.episodes import TraceLike
 from cadenza.simulation.comparison.figures import BatchRow, FiguresBuilder, UsageTotals
 from cadenza.simulation.comparison.recorder import RunRecorder
-from cadenza.simulation.comparison.workloads import TraceLike, Workload
+from cadenza.simulation.comparison.workloads import Workload
 from cadenza.simulation.virtual_cluster.replica import SimReplica
 
 _ZEROS = np.zeros(1 << 15, np.int32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import time
 from collections import Counter, defaultdict
@@ -25,8 +24,8 @@ from rich.text import Text
 from cadenza.observe.timeline import FATES, Timeline, build_timeline
 from cadenza.observe.timeline_html import write_html
 from cadenza.observe.timeline_png import write_png
-from cadenza.rollout.failures import logger
 from cadenza.simulation.demo.run import REPLICAS, SLOTS, STEPS, BatchSummary, DemoRun, DemoSnapshot
+from cadenza.simulation.quiet import quiet_log
 from cadenza.simulation.virtual_cluster import clock
 
 PACE = 30.0
@@ -44,7 +43,7 @@ def show(out: Path, *, seed: int, fast: bool) -> int:
     console = Console(highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     run = DemoRun(seed)
-    with _quiet(), _interruptible(run), _view(console, run, fast) as view:
+    with quiet_log(), _interruptible(run), _view(console, run, fast) as view:
         clock.run(lambda: run.play(view.update))
     timeline = build_timeline(run.events)
     console.print()
@@ -53,19 +52,6 @@ def show(out: Path, *, seed: int, fast: bool) -> int:
     _write_plots(console, timeline, out, f"cadenza demo, seed {seed}")
     _print_next_commands(console, seed)
     return 0 if adds_up else 1
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What the log would say stands among the events already."""
-    silence = logging.NullHandler()
-    propagate, logger.propagate = logger.propagate, False
-    logger.addHandler(silence)
-    try:
-        yield
-    finally:
-        logger.removeHandler(silence)
-        logger.propagate = propagate
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from itertools import islice
 
 import msgspec
 
+from cadenza.simulation.fuzzing.difference import first_difference
 from cadenza.simulation.fuzzing.monitor import Violation
-from cadenza.simulation.fuzzing.recording import first_difference
 from cadenza.simulation.fuzzing.scenario import MIN_TRAJECTORIES, MIN_VERSIONS, Scenario
 from cadenza.simulation.fuzzing.schedule import ScheduleOutcome, run
 from cadenza.simulation.virtual_cluster.faults import KINDS

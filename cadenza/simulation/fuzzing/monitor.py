@@ -40,11 +40,11 @@ from cadenza.inference.replica import Finish, Generation, PauseMode, Request
 from cadenza.observe.events import Event
 from cadenza.rollout.failures import StalenessError
 from cadenza.rollout.ledger import LedgerError
-from cadenza.simulation.demo.view import SchedulerView
 from cadenza.simulation.fuzzing.scenario import Scenario
-from cadenza.simulation.virtual_cluster.cost import seeded_tokens
-from cadenza.simulation.virtual_cluster.envs import SimWorld
+from cadenza.simulation.fuzzing.scheduler_view import SchedulerView
+from cadenza.simulation.fuzzing.world import SimWorld
 from cadenza.simulation.virtual_cluster.faults import FaultyReplica
+from cadenza.simulation.virtual_cluster.tokens import seeded_tokens
 
 RESOLUTION = 1e-9
 """Instants that are closer than this are one."""

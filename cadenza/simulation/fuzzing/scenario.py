@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from cadenza.simulation.virtual_cluster.faults import Fault, draw_faults
 
@@ -171,8 +171,8 @@ class Scenario:
     odd_step: int
     odd_size: Size
     """What that step asks for."""
-    parts: int
-    """Calls in which any other step takes its batch, and trains between them."""
+    chunks: int
+    """Calls of `get_batch` in which any other step takes its batch; it trains between them."""
     patience: float
     """Seconds after which the controller takes a `get_batch` back and asks again; 0 is for ever."""
     train_seconds: float
@@ -218,41 +218,66 @@ class Scenario:
         return _draw(seed, Random(seed))
 
 
+class _BatchDraw(NamedTuple):
+    """What a scenario trains, drawn before everything else."""
+
+    group_size: int
+    alpha: float
+    odd_size: Size
+    steps: int
+    groups: int
+    doomed: bool
+    staleness: Staleness
+    extra_groups: int
+    filter: FilterKind
+    filter_rate: float
+    finite: bool
+    """The tasks run out after the last step."""
+
+    @property
+    def tasks(self) -> int | None:
+        """Tasks that suffice for all batches, the filtered groups included; None when they never run out."""
+        if not self.finite:
+            return None
+        cut = self.steps * self.groups + (self.groups if self.odd_size in ("double", "twice") else 0)
+        filtered = math.ceil(3 * self.filter_rate * cut)
+        return cut + filtered + self.extra_groups * self.steps // 2 + 1 + 12 // self.group_size
+
+    @classmethod
+    def draw(cls, rng: Random) -> _BatchDraw:
+        group_size = rng.randint(1, 8)
+        alpha = rng.choice(ALPHAS)
+        odd_size: Size = rng.choice(("same", "same", "same", "double", "twice", "halves"))
+        steps, groups = rng.choice(_shapes(group_size, math.ceil(alpha), odd_size in ("double", "twice")))
+        doomed = rng.random() < 0.03
+        staleness: Staleness = "wait" if rng.random() < 0.8 else "drop"
+        extra_groups = rng.choice((0, 0, 0, 0, 1, 2))
+        filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
+        return cls(
+            group_size=group_size,
+            alpha=alpha,
+            odd_size=odd_size,
+            steps=steps + (VERSIONS_BEFORE_DOOM if doomed else 0),
+            groups=groups,
+            doomed=doomed,
+            staleness=staleness,
+            extra_groups=extra_groups,
+            filter=filter_kind,
+            filter_rate=0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2)),
+            finite=not doomed and staleness == "wait" and rng.random() < 0.8,
+        )
+
+
 def _draw(seed: int, rng: Random) -> Scenario:
-    group_size = rng.randint(1, 8)
-    alpha = rng.choice(ALPHAS)
-    odd_size: Size = rng.choice(("same", "same", "same", "double", "twice", "halves"))
-    steps, groups = rng.choice(_shapes(group_size, math.ceil(alpha), odd_size in ("double", "twice")))
-    doomed = rng.random() < 0.03
-    steps += VERSIONS_BEFORE_DOOM if doomed else 0
-    staleness: Staleness = "wait" if rng.random() < 0.8 else "drop"
-    extra_groups = rng.choice((0, 0, 0, 0, 1, 2))
-    filter_kind: FilterKind = rng.choice(("none", "none", "instant", "slow", "off_loop"))
-    filter_rate = 0.0 if filter_kind == "none" else rng.choice((0.0, 0.1, 0.2))
-    finite = not doomed and staleness == "wait" and rng.random() < 0.8
-    cut = steps * groups + (groups if odd_size in ("double", "twice") else 0)
-    needed = cut + math.ceil(3 * filter_rate * cut) + extra_groups * steps // 2 + 1 + 12 // group_size
-    domains = _domains(rng, needed if finite else None)
+    """Draw a scenario. The order of the draws is what a seed means: a new draw goes to the end, or uses `hash64`."""
+    batches = _BatchDraw.draw(rng)
+    group_size, groups, steps, alpha = batches.group_size, batches.groups, batches.steps, batches.alpha
+    domains = _domains(rng, batches.tasks)
     replicas = rng.choice((1, 2, 2, 3, 3, 4, 6))
     protected = rng.randrange(replicas)
     slots = max(2, int(group_size * groups * rng.choice((0.3, 0.7, 1.0, 1.5, 2.5))))
     on_grid = rng.random() < 0.4
-    faults = draw_faults(
-        rng,
-        replicas=replicas,
-        protected=protected,
-        versions=MIN_VERSIONS,
-        envs=MIN_TRAJECTORIES - 16,
-        turns=min(domain.turns for domain in domains),
-        rewards=any(domain.reward != "none" for domain in domains),
-    )
-    if doomed:
-        faults += tuple(
-            Fault(
-                "kill", index, MIN_TRAJECTORIES, delay=rng.choice((0.0, rng.random() * 2)), version=VERSIONS_BEFORE_DOOM
-            )
-            for index in range(replicas)
-        )
+    faults = _faults(rng, replicas, protected, domains, doomed=batches.doomed)
     return Scenario(
         seed=seed,
         shuffle=rng.getrandbits(32) if rng.random() < 0.5 else None,
@@ -274,32 +299,54 @@ def _draw(seed: int, rng: Random) -> Scenario:
         groups=groups,
         steps=steps,
         alpha=alpha,
-        staleness=staleness,
+        staleness=batches.staleness,
         extra_members=min(rng.choice((0, 0, 0, 0, 1, 2)), (group_size + 1) // 2),
         extra_after=rng.choice((0.0, 0.0, 0.1, 0.5)),
-        extra_groups=extra_groups,
+        extra_groups=batches.extra_groups,
         max_attempts=rng.choice((1, 2, 3)),
-        filter=filter_kind,
-        filter_rate=filter_rate,
+        filter=batches.filter,
+        filter_rate=batches.filter_rate,
         filter_seconds=rng.choice((0.0, 0.25, 1.0)),
         domains=domains,
         play=rng.choice(("trajectory", "trajectory", "step")),
         suspend_mode=rng.choice(("abort", "abort", "drain", "keep")),
-        order=_order(rng, seed, prefetch=alpha > 0 and odd_size == "same"),
+        order=_order(rng, seed, prefetch=alpha > 0 and batches.odd_size == "same"),
         repeated=rng.random() < 0.15,
         prefetch=1 + hash64(seed, 1) % max(1, math.ceil(alpha)),
         odd_step=rng.randrange(steps),
-        odd_size=odd_size,
-        parts=(1, 1, 1, 2, 4)[hash64(seed, 3) % 5],
+        odd_size=batches.odd_size,
+        chunks=(1, 1, 1, 2, 4)[hash64(seed, 3) % 5],
         patience=rng.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.5)),
         train_seconds=rng.choice((0.0, 0.25, 0.5, 1.0, 4.0)),
         validation=_validation(rng) if rng.random() < 0.25 else None,
         resizes=_resizes(rng, replicas, protected),
-        take_all=finite and rng.random() < 0.5,
-        doomed=doomed,
+        take_all=batches.finite and rng.random() < 0.5,
+        doomed=batches.doomed,
         faults=faults,
         workers=(0, 0, 0, 1 + hash64(seed, 4) % 3)[hash64(seed, 3) % 4],
     )
+
+
+def _faults(
+    rng: Random, replicas: int, protected: int, domains: tuple[DomainSpec, ...], *, doomed: bool
+) -> tuple[Fault, ...]:
+    faults = draw_faults(
+        rng,
+        replicas=replicas,
+        protected=protected,
+        versions=MIN_VERSIONS,
+        envs=MIN_TRAJECTORIES - 16,
+        turns=min(domain.turns for domain in domains),
+        rewards=any(domain.reward != "none" for domain in domains),
+    )
+    if doomed:
+        faults += tuple(
+            Fault(
+                "kill", index, MIN_TRAJECTORIES, delay=rng.choice((0.0, rng.random() * 2)), version=VERSIONS_BEFORE_DOOM
+            )
+            for index in range(replicas)
+        )
+    return faults
 
 
 def _order(rng: Random, seed: int, *, prefetch: bool) -> Order:

@@ -1,7 +1,6 @@
-"""One schedule: a controller program, its scheduler and its faults, from start to shutdown under virtual time.
+"""One random schedule: a controller program, its scheduler and its faults, from start to shutdown in virtual time.
 
-Invariant: a schedule is a function of its scenario. A recorded one is its scenario and all of its events, and a replay
-that differs says where.
+Invariant: a schedule is a function of its scenario: the same scenario gives the same events.
 
     controller: suspend -> update -> get_batch -> train, in the order of the scenario
     beside it:  a validation scheduler on the same sampler; devices that come and go; faults
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,87 +17,73 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from cadenza.data import DataProto
-from cadenza.inference.replica import PauseMode, Sampling
-from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled
-from cadenza.rollout.router import PREFILL_WEIGHT
-from cadenza.rollout.sampler import NoReplicas, SamplerConfig
+from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.scheduler import RolloutScheduler
-from cadenza.simulation.demo.view import SchedulerView
 from cadenza.simulation.fuzzing.monitor import Livelock, LoggedEvent, Monitor, Violation, invariant_of
-from cadenza.simulation.fuzzing.scenario import (
-    DEADLINES,
-    DomainSpec,
-    Resize,
-    Scenario,
-    ValidationSpec,
-    hash64,
-    length_of,
-)
+from cadenza.simulation.fuzzing.scenario import Resize, Scenario, ValidationSpec, hash64
+from cadenza.simulation.fuzzing.scheduler_view import SchedulerView
+from cadenza.simulation.fuzzing.setup import build_cluster, train_scheduler, validation_scheduler
+from cadenza.simulation.fuzzing.world import SimTrainer, SimWorld, executor_cost
+from cadenza.simulation.quiet import quiet_log
 from cadenza.simulation.virtual_cluster.clock import Deadlock, VirtualTimeout
 from cadenza.simulation.virtual_cluster.clock import run as run_virtual
-from cadenza.simulation.virtual_cluster.cost import CostModel
-from cadenza.simulation.virtual_cluster.envs import LengthCodec, SimEnv, SimTrainer, SimWorld, SyncSimEnv, executor_cost
-from cadenza.simulation.virtual_cluster.faults import FaultInjector, FaultKind, FaultyReplica
-from cadenza.testing import LocalCluster
-
-MAX_CONTEXT = 256
-MAX_TOKENS = 48
+from cadenza.simulation.virtual_cluster.faults import FaultInjector, FaultKind
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleOutcome:
-    """What came of one schedule."""
+    """The result of one schedule: what it trained, which faults took effect, which invariants failed."""
 
     scenario: Scenario
     issued: int
-    """Attempts, those of a validation included."""
+    """Attempts issued, those of a validation included."""
     trained: int
+    """Attempts trained."""
     versions: int
-    """Published."""
+    """Versions published."""
     max_staleness: int
     stale: int
     """Attempts dropped for their staleness."""
     injected: dict[FaultKind, int]
     violations: tuple[Violation, ...]
     seconds: float
-    """Virtual."""
+    """Virtual seconds from start to shutdown."""
     events: list[LoggedEvent] = field(repr=False)
 
     def with_violations(self, problems: Sequence[tuple[int, str]]) -> ScheduleOutcome:
-        """The same, with what else was found."""
+        """Return the same outcome with more violations: pairs of invariant and message."""
         found = [Violation(self.scenario.seed, invariant, message) for invariant, message in problems]
         return replace(self, violations=(*self.violations, *found))
 
 
 def run(scenario: Scenario) -> ScheduleOutcome:
-    """Run one schedule and check it."""
-    gc.collect(1)  # the schedule before. First of all: what is made before this survives it, and holds the rest.
+    """Run one schedule under the virtual clock, with a monitor that checks the invariants."""
+    gc.collect(1)  # frees the previous schedule; objects made before this call would survive it and hold the rest
     injector = FaultInjector(scenario.faults)
     world = SimWorld(scenario, injector)
     monitor = Monitor(scenario, world)
-    driver = _Controller(scenario, world, monitor)
+    controller = _Controller(scenario, world, monitor)
     seconds = 0.0
-    with _quiet(), _gc_paused():
+    with quiet_log(), _gc_paused():
         try:
             seconds = run_virtual(
-                driver.main, shuffle=scenario.shuffle, executor_cost=executor_cost, max_time=scenario.time_limit
+                controller.main, shuffle=scenario.shuffle, executor_cost=executor_cost, max_time=scenario.time_limit
             )
         except (Deadlock, VirtualTimeout, Livelock) as error:
             monitor.violate(5, f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever ends a schedule is a finding
             monitor.violate(invariant_of(error), _describe(error))
-        gc.collect(0)  # a future that failed unheard complains when it is collected
+        gc.collect(0)  # a future whose error was never read reports it when it is collected
     train = monitor.views[0]
     return ScheduleOutcome(
         scenario=scenario,
         issued=sum(view.issued for view in monitor.views),
         trained=train.fates["trained"],
         versions=monitor.version,
-        max_staleness=train.max_staleness,
+        max_staleness=train.batches.max_staleness,
         stale=train.fates["stale"],
         injected=dict(injector.injected),
         violations=tuple(monitor.violations),
@@ -109,7 +93,7 @@ def run(scenario: Scenario) -> ScheduleOutcome:
 
 
 def _describe(error: BaseException) -> str:
-    """What an error says, those inside of it included."""
+    """Return the text of an error, of a group the texts of its members, with the source line."""
     if isinstance(error, BaseExceptionGroup):
         return "; ".join(_describe(inner) for inner in error.exceptions)
     where = traceback.extract_tb(error.__traceback__)[-1:]
@@ -119,7 +103,7 @@ def _describe(error: BaseException) -> str:
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """A schedule is garbage as a whole, and collected when it is over: cheaper than all the time, and always alike."""
+    """Switch the collector off: a schedule is collected as a whole when it is over, which is cheaper and repeatable."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -129,19 +113,8 @@ def _gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Faults are meant here: nobody needs to read of them."""
-    logger = logging.getLogger("cadenza")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 class _Controller:
-    """The controller of one schedule."""
+    """The training program of one schedule, and what runs beside it: validation and resizes."""
 
     def __init__(self, scenario: Scenario, world: SimWorld, monitor: Monitor) -> None:
         self.scenario = scenario
@@ -155,7 +128,7 @@ class _Controller:
         scenario, monitor = self.scenario, self.monitor
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(monitor.on_loop_exception)
-        self._build()
+        self._set_up()
         for resize in scenario.resizes:
             self._triggers.append((resize.after, loop.create_future()))
         monitor.on_issued = self._tell_issued
@@ -171,7 +144,7 @@ class _Controller:
                 monitor.controller_failed = True
             except Stalled as error:
                 asleep = any(replica.asleep for replica in monitor.replicas)
-                if not (scenario.doomed and asleep):  # else somebody might still have brought one back
+                if not (scenario.doomed and asleep):  # otherwise a resize might still have woken one
                     monitor.violate(5, f"Stalled: {error}")
                 monitor.controller_failed = True
             except RolloutError as error:
@@ -185,6 +158,13 @@ class _Controller:
         monitor.finish()
         return loop.time()
 
+    def _set_up(self) -> None:
+        self.cluster = build_cluster(self.scenario, self.world, self.monitor)
+        self.train, self.train_view = train_scheduler(self.scenario, self.world, self.monitor, self.cluster)
+        self.schedulers = [self.train]
+        if (spec := self.scenario.validation) is not None:
+            self.schedulers.append(validation_scheduler(spec, self.scenario, self.world, self.monitor, self.cluster))
+
     # -- the program ---------------------------------------------------------------------------------------------------
 
     async def _steps(self, background: asyncio.TaskGroup) -> None:
@@ -197,8 +177,8 @@ class _Controller:
                 await self._resume()
             self._validate(background, step)
             for number, groups in enumerate(self._batch_sizes(step)):
-                if number and scenario.parts > 1:
-                    await asyncio.sleep(scenario.train_seconds / scenario.parts)
+                if number and scenario.chunks > 1:
+                    await asyncio.sleep(scenario.train_seconds / scenario.chunks)
                 batch = await self._get_batch(self.train, self.train_view, groups, step)
                 if batch is None:
                     return
@@ -212,7 +192,7 @@ class _Controller:
             await self._get_batch(self.train, self.train_view, scenario.groups, scenario.steps)
 
     async def _prefetching_steps(self, background: asyncio.TaskGroup) -> None:
-        """Training, and beside it the wait for the next batches, as many as the bound allows."""
+        """Train while the next batches are fetched, as many ahead as the scenario says."""
         scenario = self.scenario
         # `get_batch` opens the gate: it must have begun before the gate is closed.
         suspends = scenario.suspend_mode != "keep" and scenario.train_seconds > 0 and scenario.prefetch == 1
@@ -238,7 +218,7 @@ class _Controller:
             loader.cancel()
             await asyncio.wait([loader])
             if not loader.cancelled():
-                loader.exception()  # the controller has one to tell of already
+                loader.exception()  # the controller raises an error of its own already
 
     async def _prefetch(self, prefetch_slots: asyncio.Semaphore, batches: asyncio.Queue[DataProto | None]) -> None:
         for step in range(self.scenario.steps):
@@ -246,7 +226,7 @@ class _Controller:
             await batches.put(await self._get_batch(self.train, self.train_view, self.scenario.groups, step))
 
     async def _next(self, batches: asyncio.Queue[DataProto | None], loader: asyncio.Task[None]) -> DataProto | None:
-        """The next batch, or what ended the wait for it."""
+        """Return the next batch, or raise the error that ended the loader."""
         getting = asyncio.ensure_future(batches.get())
         await asyncio.wait([getting, loader], return_when=asyncio.FIRST_COMPLETED)
         if not getting.done() and batches.empty():
@@ -255,7 +235,7 @@ class _Controller:
         return await getting
 
     def _check_staleness(self, batch: DataProto) -> None:
-        """The bound holds when a batch is trained, also if it was taken ahead."""
+        """Check the bound at the time of training: a batch that was fetched ahead has grown older."""
         versions = batch.batch.ragged("versions").values
         written = versions[versions >= 0]
         staleness = self.monitor.version - int(written.min()) if len(written) else 0
@@ -266,7 +246,7 @@ class _Controller:
         groups = self.scenario.groups
         if step != self.scenario.odd_step:
             rng = Random(hash64(self.scenario.seed, step))
-            ends = sorted(rng.sample(range(1, groups), min(self.scenario.parts, groups) - 1))
+            ends = sorted(rng.sample(range(1, groups), min(self.scenario.chunks, groups) - 1))
             return tuple(end - start for start, end in pairwise((0, *ends, groups)))
         match self.scenario.odd_size:
             case "double":
@@ -299,13 +279,13 @@ class _Controller:
     async def _get_batch(
         self, scheduler: RolloutScheduler, view: SchedulerView, groups: int | None, step: int
     ) -> DataProto | None:
-        """A batch. An impatient controller takes its call back and asks again."""
+        """Return a batch. After `patience` seconds the controller withdraws its call and asks again."""
         size = -1 if groups is None else groups * view.group_size
         data = DataProto(meta_info={"global_step": step})
-        # Asking again opens the gate, which whoever prefetches may just have closed.
+        # A second call opens the gate, which a prefetching program may just have closed.
         patience = None if self.scenario.order == "prefetch" else self.scenario.patience or None
         while True:
-            if scheduler is self.train:  # the other one does not hold the gate
+            if scheduler is self.train:  # the validation scheduler does not hold the gate
                 self.monitor.gate_may_open()
                 self.world.injector.on_moment("resume")
             view.ask(groups)
@@ -319,7 +299,7 @@ class _Controller:
             return batch
 
     async def _shut_down(self) -> None:
-        """Shut everything down, validation first or in the middle of its batch."""
+        """Shut everything down: after the validation is done, or in the middle of its batch."""
         validation = self.scenario.validation
         if self._validation is not None and validation is not None and not validation.abrupt:
             if not self.monitor.controller_failed:
@@ -327,7 +307,7 @@ class _Controller:
             await asyncio.wait([self._validation])
         for scheduler, view in zip(self.schedulers, self.monitor.views, strict=True):
             view.closing = True
-            if scheduler is self.train:  # it lets go of the gate
+            if scheduler is self.train:  # its shutdown opens the gate
                 self.monitor.gate_may_open()
             await scheduler.shutdown()
 
@@ -359,7 +339,7 @@ class _Controller:
         try:
             await scheduler.shrink_sampler(devices)
         except ValueError:
-            return  # some of them are lost, or away already
+            return  # some of the devices are lost, or away already
         finally:
             self.monitor.left(devices)
         await asyncio.sleep(resize.away)
@@ -371,7 +351,7 @@ class _Controller:
                 if back:
                     await scheduler.expand_sampler(back, skip_load)
             except ValueError:
-                continue  # it was behind, or is lost, or somebody else has brought it back
+                continue  # the replica lacks the version, or is lost, or another resize has woken it
             except NoReplicas:
                 if not self.scenario.doomed:
                     raise
@@ -381,125 +361,3 @@ class _Controller:
         for after, trigger in self._triggers:
             if issued >= after and not trigger.done():
                 trigger.set_result(True)
-
-    # -- building ------------------------------------------------------------------------------------------------------
-
-    def _build(self) -> None:
-        scenario, monitor = self.scenario, self.monitor
-        injector = self.world.injector
-        share = scenario.load_cost
-        cost = CostModel(
-            scenario.step_seconds, 1e-4 * share, 1e-6 * share, 1e-4 * share, scenario.kv_capacity, scenario.max_running
-        )
-        length, delay = length_of(scenario), scenario.arrival_delay
-        replicas = [
-            FaultyReplica(
-                injector, monitor.on_request, f"r{index}", cost, length, devices=(index,),
-                load_seconds=scenario.load_seconds, wake_seconds=scenario.wake_seconds, keep_kv=scenario.keep_kv,
-                on_event=monitor.replica_sink(index),
-                arrival_delay=(lambda request: delay * (request.id % 3) / 2) if delay else 0.0,
-            )
-            for index in range(scenario.replicas)
-        ]  # fmt: skip
-        injector.replicas = monitor.replicas = replicas
-        self.cluster = LocalCluster(
-            replicas,
-            LengthCodec(),
-            SamplerConfig(
-                control_seconds=DEADLINES.control,
-                load_seconds=DEADLINES.load,
-                heartbeat_seconds=DEADLINES.heartbeat,
-                max_strikes=DEADLINES.strikes,
-                balance_seconds=scenario.balance_seconds,
-                prefill_weight=1.0 if scenario.balance_seconds else PREFILL_WEIGHT,
-            ),
-        )
-        self.cluster.sampler.events = monitor.on_sampler_event
-        self.cluster.sampler.on_version.append(monitor.published)
-        self.train_view = SchedulerView(
-            monitor,
-            "train",
-            group_size=scenario.group_size,
-            per_batch=scenario.groups,
-            bound=scenario.bound,
-            extra_groups=scenario.extra_groups,
-            staleness=scenario.staleness,
-            tasks=scenario.tasks,
-            filtered=scenario.filter != "none",
-        )
-        self.world.on_verdict = self.train_view.filter_decided
-        self.train = self._scheduler(
-            self.train_view,
-            RolloutConfig(
-                batch_size=scenario.batch_size,
-                group_size=scenario.group_size,
-                alpha=scenario.alpha,
-                slice_tokens=scenario.slice_tokens,
-                staleness=scenario.staleness,
-                extra_members=scenario.extra_members,
-                extra_after=scenario.extra_after,
-                extra_groups=scenario.extra_groups,
-                group_filter=self.world.group_filter(),
-                max_attempts=scenario.max_attempts,
-                suspend_mode=PauseMode(scenario.suspend_mode),
-                stall_seconds=DEADLINES.stall,
-                seed=scenario.seed,
-            ),
-            scenario.domains,
-            scenario.slots,
-        )
-        self.schedulers = [self.train]
-        if (validation := scenario.validation) is not None:
-            self.schedulers.append(self._validation_scheduler(validation))
-
-    def _validation_scheduler(self, spec: ValidationSpec) -> RolloutScheduler:
-        view = SchedulerView(
-            self.monitor,
-            "val",
-            group_size=spec.group_size,
-            per_batch=spec.groups or 1,
-            bound=0,
-            extra_groups=0,
-            staleness="wait",
-            tasks=spec.domain.tasks,
-            filtered=False,
-        )
-        config = RolloutConfig(
-            batch_size=spec.group_size * (spec.groups or 1),
-            group_size=spec.group_size,
-            slice_tokens=self.scenario.slice_tokens,
-            stall_seconds=DEADLINES.stall,
-            seed=self.scenario.seed + 1,
-        )
-        return self._scheduler(view, config, (spec.domain,), spec.slots)
-
-    def _scheduler(
-        self, view: SchedulerView, config: RolloutConfig, domains: tuple[DomainSpec, ...], slots: int
-    ) -> RolloutScheduler:
-        scenario = self.scenario
-        manager = EnvManagerConfig(
-            domains={
-                spec.name: DomainConfig(
-                    env=SyncSimEnv if spec.sync else SimEnv,
-                    env_args={"world": self.world, "domain": spec, "scheduler": view.name},
-                    tasks=spec.tasks,
-                    weight=spec.weight,
-                    max_envs=spec.max_envs,
-                    reward=self.world.reward(spec, view.name),
-                )
-                for spec in domains
-            },
-            slots=slots,
-            workers=min(scenario.workers, slots),
-            rollout=scenario.play,
-            sampling=Sampling(max_tokens=MAX_TOKENS),
-            max_context=MAX_CONTEXT,
-            lease_seconds=DEADLINES.lease,
-            reward_seconds=DEADLINES.reward,
-            close_seconds=DEADLINES.close,
-        )
-        mode: Any = view.name
-        scheduler = RolloutScheduler(config, manager, self.cluster.resources, self.cluster, mode, events=view)
-        view.ledger, view.metrics = scheduler.ledger, scheduler.metrics
-        self.monitor.views.append(view)
-        return scheduler

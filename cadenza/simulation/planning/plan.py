@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 
 from cadenza.simulation.comparison import bounds
 from cadenza.simulation.comparison.bounds import Demand
+from cadenza.simulation.comparison.episodes import trace_of
 from cadenza.simulation.comparison.experiment import SEARCH_SEED, Trial, TrialPool, first_guess
 from cadenza.simulation.comparison.figures import RunFigures
 from cadenza.simulation.comparison.strategy import StrategySettings
-from cadenza.simulation.comparison.workloads import TraceEpisode, Workload, trace_of
+from cadenza.simulation.comparison.workloads import TraceEpisode, Workload
 
 STRATEGY = "cadenza"
 SPLITS = (0.6, 0.8, 1.0, 1.25, 1.6)

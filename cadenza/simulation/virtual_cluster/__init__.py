@@ -1,1 +1,1 @@
-"""The virtual cluster: the clock, and the replicas, envs and faults that the scheduler drives under it."""
+"""What a scheduler drives when there is no GPU: virtual time, simulated replicas, their costs and faults."""

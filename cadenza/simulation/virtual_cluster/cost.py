@@ -1,16 +1,9 @@
-"""What generation costs on which GPU, and which tokens a simulated replica writes."""
+"""The cost model of generation, and its constants for some GPUs and models."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-
-import numpy as np
-
-from cadenza.inference.replica import Logprobs, Tokens
-
-_TABLE_BITS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +48,3 @@ class CostModel:
 H100_QWEN25_7B = CostModel(a=7.22e-3, b=4.4e-6, c=33.3e-9, p=25.7e-6, kv_capacity=920_000)
 H100_QWEN3_8B = CostModel(a=7.94e-3, b=4.4e-6, c=85.7e-9, p=27.6e-6, kv_capacity=350_000)
 A100_QWEN25_7B = CostModel(a=11.2e-3, b=4.4e-6, c=54.8e-9, p=81e-6, kv_capacity=920_000)
-
-
-def seeded_tokens(seed: int, offset: int, count: int, vocab: int) -> tuple[Tokens, Logprobs]:
-    """Tokens `offset` to `offset + count` of a turn, and their logprobs: read-only views of a table, so they are free.
-
-    They depend on seed and position only: a turn continued elsewhere reads like one that was never interrupted.
-    """
-    tokens, logprobs = _table(vocab)
-    start = ((seed * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF) >> (64 - _TABLE_BITS)) + offset
-    if start + count > len(tokens):
-        positions = np.arange(start, start + count) & ((1 << _TABLE_BITS) - 1)
-        return tokens[positions], logprobs[positions]
-    return tokens[start : start + count], logprobs[start : start + count]
-
-
-@lru_cache(maxsize=4)
-def _table(vocab: int) -> tuple[Tokens, Logprobs]:
-    """A cycle of hashed tokens, with a tail long enough that nearly every response is one slice."""
-    x = np.arange((1 << _TABLE_BITS) + (1 << 16), dtype=np.uint64) & np.uint64((1 << _TABLE_BITS) - 1)
-    for shift, factor in ((30, 0x9E3779B97F4A7C15), (27, 0xBF58476D1CE4E5B9), (31, 0x94D049BB133111EB)):
-        x = (x + np.uint64(1)) * np.uint64(factor)
-        x ^= x >> np.uint64(shift)
-    tokens = (x % np.uint64(vocab)).astype(np.int32)
-    logprobs = -((x >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22))
-    tokens.setflags(write=False)
-    logprobs.setflags(write=False)
-    return tokens, logprobs

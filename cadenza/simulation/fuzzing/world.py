@@ -1,7 +1,7 @@
-"""Simulated envs, rewards, filters and a trainer, and the truth about them.
+"""The envs, rewards and filters of one random schedule, and the truth about them.
 
-Invariant: the world knows everything that its envs and rewards were asked and what they answered, and learns it from
-nobody else. Each observation begins with the number of its env, so a row of a batch leads back to the truth.
+Invariant: the world records every call of its envs and rewards and every answer, and takes nothing from the scheduler.
+Each observation begins with the number of its env, so the monitor finds the truth for every row of a batch.
 """
 
 from __future__ import annotations
@@ -14,54 +14,53 @@ from typing import Any
 
 import numpy as np
 
+from cadenza.envs.protocol import Outcome
 from cadenza.inference.replica import Tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.simulation.fuzzing.scenario import DomainSpec, Scenario, hash64, latency
 from cadenza.simulation.virtual_cluster.faults import CLOSE, FOREVER, Fault, FaultInjector
 
-Outcome = tuple[Any, float, bool, bool, dict[str, Any]]
-
 
 class SimulatedFault(RuntimeError):
-    """What a simulated env or reward raises when it is told to."""
+    """The error that a simulated env or reward raises on purpose."""
 
 
 class EnvRecord:
-    """What one simulated env was asked and answered."""
+    """The calls of one simulated env, and its answers."""
 
     __slots__ = ("attempt", "broken", "calls", "closed", "observations", "rewards", "scheduler")
 
     def __init__(self, scheduler: str, attempt: str) -> None:
         self.scheduler = scheduler
         self.attempt = attempt
-        """The key of the attempt that made it."""
+        """Key of the attempt that made the env."""
         self.calls = 0
         self.closed = 0
         self.broken = ""
-        """The fault that ended it."""
+        """Kind of the fault that ended the episode; empty when none did."""
         self.observations: list[Tokens] = []
         self.rewards: list[float] = []
 
 
 class SimWorld:
-    """The envs and rewards of one schedule, and all that happened to them."""
+    """The envs and rewards of one schedule, and a record of everything that happened to them."""
 
     def __init__(self, scenario: Scenario, injector: FaultInjector) -> None:
         self.scenario = scenario
         self.injector = injector
         self.episodes: list[EnvRecord] = []
         self.scores: dict[tuple[str, int], float] = {}
-        """What the reward said, by scheduler and trajectory."""
+        """Score that the reward function returned, by scheduler and trajectory."""
         self.faults_hit: dict[tuple[str, str], str] = {}
-        """The fault that met an attempt in its env or reward, by scheduler and attempt."""
+        """Kind of the fault that hit an attempt in its env or reward, by scheduler and attempt."""
         self.verdicts: dict[int, bool] = {}
-        """What the filter said, by group."""
+        """Answer of the filter, by group."""
         self.on_verdict: Callable[[int, bool, float], None] = lambda group, keep, delay: None
-        """Told of each verdict and of the seconds until it is known."""
+        """Called with the group, the verdict and the seconds until the scheduler can know it."""
         self._reward_calls: dict[tuple[str, str], list[int]] = {}
 
     def new_env(self, scheduler: str) -> int:
-        """An env is made; returns its number."""
+        """Register a new env of the running attempt; returns its number."""
         self.episodes.append(EnvRecord(scheduler, _begin_attempt()))
         return len(self.episodes) - 1
 
@@ -71,14 +70,15 @@ class SimWorld:
     # -- rewards -------------------------------------------------------------------------------------------------------
 
     def reward(self, domain: DomainSpec, scheduler: str) -> Callable[..., Any] | None:
-        """The reward function of a domain."""
+        """Return the reward function of a domain, or None when it has none."""
         if domain.reward == "none":
             return None
         function = _RewardFunction(self, domain, scheduler)
         return function.asynchronous if domain.reward == "async" else function
 
     def next_reward_call(self, scheduler: str) -> tuple[int, Fault | None]:
-        """Another call for an attempt: its number among the judged, and what goes wrong."""
+        """Count a reward call for the running attempt; returns the number of the attempt among those that were judged,
+        and the fault of this call."""
         calls = self._reward_calls.setdefault((scheduler, _current_attempt()), [len(self._reward_calls), 0])
         number, call = calls
         calls[1] += 1
@@ -115,7 +115,7 @@ class SimWorld:
 
 
 class _OffLoopFilter:
-    """A plain filter: the loop runs it off the loop, at its cost."""
+    """A plain function as filter: the virtual loop runs it as off-loop work and charges `seconds()`."""
 
     def __init__(self, world: SimWorld) -> None:
         self.world = world
@@ -123,7 +123,7 @@ class _OffLoopFilter:
         self._cost = 0.0
 
     def seconds(self) -> float:
-        """What the next call costs."""
+        """Draw the cost of the next call."""
         scenario = self.world.scenario
         self.calls += 1
         self._cost = latency(scenario.filter_seconds, 0.25, scenario.seed, self.calls, 3)
@@ -134,7 +134,7 @@ class _OffLoopFilter:
 
 
 class _RewardFunction:
-    """A reward function, in both forms."""
+    """A reward function, plain (`__call__`) and async."""
 
     def __init__(self, world: SimWorld, domain: DomainSpec, scheduler: str) -> None:
         self.world = world
@@ -143,7 +143,7 @@ class _RewardFunction:
         self._fault: Fault | None = None
 
     def seconds(self) -> float:
-        """What the next call costs; it meets its fault, if it has one."""
+        """Draw the cost of the next call, and look up the fault that it meets."""
         number, self._fault = self.world.next_reward_call(self.scheduler)
         if self._fault is not None and self._fault.kind == "reward_hang":
             return FOREVER
@@ -166,7 +166,7 @@ class _RewardFunction:
 
 
 class SimEnv:
-    """An env whose latencies, rewards and length follow from the scenario; async."""
+    """An async env whose latencies, rewards and length follow from the scenario."""
 
     def __init__(self, world: SimWorld, domain: DomainSpec, scheduler: str) -> None:
         self.world = world
@@ -234,7 +234,7 @@ class SimEnv:
 
 
 class SyncSimEnv(SimEnv):
-    """The same env as plain code: the loop runs it off the loop, at the cost that it states beforehand."""
+    """The same env with plain methods: the virtual loop runs them as off-loop work and charges `seconds(method)`."""
 
     def reset(self, seed: int) -> Tokens:  # type: ignore[override]
         self._raise_fault(self._fault)
@@ -250,14 +250,14 @@ class SyncSimEnv(SimEnv):
     _fault: Fault | None = None
 
     def seconds(self, method: str) -> float:
-        """What the next call costs; it meets its fault, if it has one."""
+        """Draw the cost of the next call, and look up the fault that it meets."""
         call = CLOSE if method == "close" else self.episode.calls
         self._fault = self.world.injector.env_fault(self.number, call)
         return self._seconds(call, self._fault)
 
 
 def executor_cost(function: Callable[..., Any]) -> float:
-    """What a piece of work off the loop costs in virtual seconds."""
+    """Return what off-loop work costs, in virtual seconds."""
     function = inspect.unwrap(function)
     owner = getattr(function, "__self__", function)
     if isinstance(owner, SyncSimEnv):
@@ -267,18 +267,8 @@ def executor_cost(function: Callable[..., Any]) -> float:
     return 0.0
 
 
-class LengthCodec:
-    """A codec for observations that are tokens already; a response decodes to as many letters as it has tokens."""
-
-    def encode(self, observation: object, *, first: bool, last: int | None = None) -> Tokens:
-        raise TypeError(f"simulated envs observe tokens, got {observation!r}")
-
-    def decode(self, tokens: Tokens) -> str:
-        return "x" * len(tokens)
-
-
 class SimTrainer:
-    """Takes its time."""
+    """A trainer that sleeps for `seconds` per batch."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -290,7 +280,7 @@ class SimTrainer:
 
 
 _running: ContextVar[str] = ContextVar("attempt", default="")
-"""The attempt whose code runs; what it starts inherits it."""
+"""Key of the attempt whose code runs; tasks that it starts inherit the key."""
 
 
 def _current_attempt() -> str:
@@ -298,7 +288,7 @@ def _current_attempt() -> str:
 
 
 def _begin_attempt() -> str:
-    """An attempt makes its env in a task that is called like it."""
+    """Read the attempt from the name of the running task: env workers name the task of an attempt by its key."""
     task = asyncio.current_task()
     _running.set("" if task is None else task.get_name())
     return _running.get()

@@ -1,8 +1,8 @@
-"""One scheduler as seen from outside: its stream of events, the batches it gave, and when it could have given them.
+"""One scheduler as the monitor sees it: its stream of events, the batches it returned, and when each was possible.
 
-Invariant: the view follows from the events and the world alone. It keeps its own list of groups that are whole and
-through their filter, so that it knows the instant at which a batch is possible without asking the scheduler. The one
-thing it does ask the ledger is whether a group without a running member is still there.
+Invariant: the view follows from the events and the world alone. It keeps its own list of groups that are whole and have
+passed their filter, so it knows the instant at which a batch is possible without asking the scheduler. It asks the
+ledger one thing: whether a group without a running member still exists.
 
     events -> groups, fates      ask() .. update_possible() -> since when a batch is possible      returned() -> checks
 """
@@ -13,14 +13,13 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from cadenza.data import DataProto
 from cadenza.observe.events import Event
 from cadenza.rollout.ledger import Ledger, LedgerError
 from cadenza.rollout.records import Fate
+from cadenza.simulation.fuzzing.batch_checks import BatchChecks
 
 if TYPE_CHECKING:
     from cadenza.simulation.fuzzing.monitor import Monitor
@@ -29,7 +28,7 @@ FATES = frozenset(fate.value for fate in Fate)
 
 
 class _GroupView:
-    """What the monitor knows of a group."""
+    """The state of one group, as far as the events tell."""
 
     __slots__ = ("begun", "finished", "hit", "id", "live", "open", "ready")
 
@@ -40,9 +39,9 @@ class _GroupView:
         self.live = 0
         self.open = True
         self.ready = math.inf
-        """When it was whole and had passed its filter."""
+        """Time at which it was whole and had passed its filter."""
         self.hit = False
-        """A member failed."""
+        """An attempt of it has failed."""
 
 
 class _CutSnapshot(NamedTuple):
@@ -50,18 +49,20 @@ class _CutSnapshot(NamedTuple):
 
     time: float
     since: float
-    """From when on it was possible."""
+    """Time from which on the batch was possible."""
     ready: dict[int, float]
+    """Time at which each ready group became ready."""
     begun: dict[int, int]
-    """All open groups."""
+    """Version at which each open group began."""
     exhausted: bool
+    """The tasks have run out."""
     version: int
     ahead: int
-    """Groups consumed for this version, or for later ones, before."""
+    """Groups consumed before for this version, or for later ones."""
 
 
 class SchedulerView:
-    """One scheduler as the monitor sees it: the sink of its events."""
+    """Follows one scheduler from outside: the sink of its events, and the checks of its batches."""
 
     def __init__(
         self,
@@ -88,17 +89,16 @@ class SchedulerView:
         self.ledger: Ledger | None = None
         self.metrics: Callable[[], dict[str, float]] = dict
         self.closing = False
-        """The end was asked for."""
+        """The controller has asked for the shutdown."""
         self.ended_by = ""
-        """The error that ended it before."""
+        """Name of the error that ended the scheduler before the shutdown."""
         self.fates: Counter[str] = Counter()
-        self.max_staleness = 0
+        self.batches = BatchChecks(self)
         self._states: dict[str, str] = {}
         self._groups: dict[int, _GroupView] = {}
         self._ready: dict[int, _GroupView] = {}
-        self._seen: set[int] = set()
         self._ahead = 0
-        """Groups consumed beyond those of the versions before."""
+        """Groups consumed beyond the batches of the versions published before."""
         self._consumed: set[int] = set()
         self._demand = 0.0
         self._since = math.inf
@@ -126,7 +126,7 @@ class SchedulerView:
 
     def _issue(self, key: str) -> None:
         if key in self._states:
-            self._violate(1, f"{key} was issued twice")
+            self.violate(1, f"{key} was issued twice")
         self._states[key] = "running"
         self._group(key).live += 1
         if self.name == "train":
@@ -136,7 +136,7 @@ class SchedulerView:
     def _finish(self, event: Event) -> None:
         key, group = event.subject, self._group(event.subject)
         if self._states.get(key) != "running":
-            self._violate(1, f"{key} finished, but it is {self._states.get(key)}")
+            self.violate(1, f"{key} finished, but it is {self._states.get(key)}")
         self._states[key] = "finished"
         group.finished += 1
         if group.finished == self.group_size and not self.filtered:
@@ -146,7 +146,7 @@ class SchedulerView:
         key, fate = event.subject, event.kind
         state, group = self._states.get(key), self._group(key)
         if state is None or state in FATES:
-            self._violate(1, f"{key} became {fate}, but it is {state or 'not issued'}")
+            self.violate(1, f"{key} became {fate}, but it is {state or 'not issued'}")
             return
         if fate in ("trained", "validated") and self._cut is None:
             self._cut = self._snapshot(event.time)
@@ -165,26 +165,26 @@ class SchedulerView:
         self.update_possible()
 
     def _explain(self, event: Event, group: _GroupView) -> None:
-        """A fate has a reason that the monitor knows of."""
+        """Check that the world has a reason for this fate."""
         key, fate = event.subject, event.kind
         world, scenario = self.monitor.world, self.monitor.scenario
         train = self.name == "train"
         match fate:
             case "failed" if (self.name, key) not in world.faults_hit:
-                self._violate(5, f"{key} failed, although no fault met it")
+                self.violate(5, f"{key} failed, although no fault met it")
             case "cancelled" if not self.closing and event.detail.isidentifier():
                 self.ended_by = event.detail
             case "cancelled" if not self.closing and not group.hit:
-                self._violate(5, f"{key} was cancelled, although its task was not retired: {event.detail}")
+                self.violate(5, f"{key} was cancelled, although its task was not retired: {event.detail}")
             case "filtered" if world.verdicts.get(group.id) is not False:
-                self._violate(1, f"{key} is filtered, although the filter did not say so")
+                self.violate(1, f"{key} is filtered, although the filter did not say so")
             case "surplus" if not (train and (scenario.extra_members or scenario.extra_groups)):
-                self._violate(1, f"{key} is surplus, although nothing redundant was started")
+                self.violate(1, f"{key} is surplus, although nothing redundant was started")
             case "stale" if self.staleness != "drop":
-                self._violate(3, f"{key} is stale under policy '{self.staleness}'")
+                self.violate(3, f"{key} is stale under policy '{self.staleness}'")
 
     def filter_decided(self, number: int, keep: bool, delay: float) -> None:
-        """The filter made up its mind; the scheduler can know it after `delay` seconds."""
+        """The filter has decided; the scheduler can know the verdict after `delay` seconds."""
         group = self._groups[number]
         if not keep or not group.open:
             return
@@ -204,7 +204,7 @@ class SchedulerView:
     # -- the cut -------------------------------------------------------------------------------------------------------
 
     def published(self) -> None:
-        """There is a new version to cut for."""
+        """A new version is published: the next batches are cut for it."""
         self._ahead = max(0, min(self._ahead - self.per_batch, max(1, self.bound) * self.per_batch))
         self.update_possible()
 
@@ -216,11 +216,11 @@ class SchedulerView:
         self.update_possible()
 
     def withdraw(self) -> None:
-        """The controller does not wait any longer."""
+        """The controller has given up waiting for its batch."""
         self._demand = 0.0
 
     def update_possible(self) -> None:
-        """Something changed: note since when a batch is possible."""
+        """Note since when a batch is possible, after any change."""
         if not self._demand or self._cut is not None:
             return
         now = asyncio.get_running_loop().time()
@@ -237,7 +237,8 @@ class SchedulerView:
         return self._exhausted() and len(ready) == len(self._open())
 
     def _open(self) -> list[_GroupView]:
-        """Groups without an end. One whose last try failed and that waits for a slot may end unseen."""
+        """Return the groups that have not ended. The ledger is asked about those without a running member: a group that
+        waits for a slot after a failed attempt may end without an event."""
         found = [group for group in self._groups.values() if group.open]
         if self.ledger is not None and any(not group.live for group in found):
             known = {group.id for group in self.ledger.open_groups()}
@@ -249,8 +250,8 @@ class SchedulerView:
         return self.tasks is not None and len(self._groups) >= self.tasks
 
     def _leaves_too_old(self, taken: Sequence[int], cut: _CutSnapshot) -> str | None:
-        """What the rule of `wait` has against taking these groups: of those that began at or before a version, the
-        batches that can still take them in time can hold so many."""
+        """Say why the staleness rule `wait` forbids to take these groups; None when it does not. The groups left that
+        began at or before a version must fit into the batches that can still train them within the bound."""
         if self.name != "train" or self.staleness != "wait":
             return None
         left = [version for number, version in cut.begun.items() if number not in set(taken)]
@@ -265,137 +266,71 @@ class SchedulerView:
     def _snapshot(self, now: float) -> _CutSnapshot:
         ready = {number: group.ready for number, group in self._ready.items() if group.ready <= now}
         begun = {g.id: g.begun for g in self._open()}
-        return _CutSnapshot(now, self._since, ready, begun, self._exhausted(), self.monitor.version, self._ahead)
+        return _CutSnapshot(
+            time=now,
+            since=self._since,
+            ready=ready,
+            begun=begun,
+            exhausted=self._exhausted(),
+            version=self.monitor.version,
+            ahead=self._ahead,
+        )
 
     def returned(self, batch: DataProto | None) -> None:
-        """The controller has its batch."""
+        """`get_batch` has returned: check the batch and the moment of its cut."""
         now = asyncio.get_running_loop().time()
-        groups = [] if batch is None else self._check_rows(batch)
+        groups = [] if batch is None else self.batches.check(batch)
         cut = self._cut or self._snapshot(now)
         if batch is not None and self._cut is None:
-            self._violate(1, "a batch came back, but no attempt became trained or validated")
+            self.violate(1, "a batch came back, but no attempt became trained or validated")
         if min(cut.since, cut.time) < now:
             waited = f"was possible at {cut.since:.4f} s, cut at {cut.time:.4f} s, returned at {now:.4f} s"
-            self._violate(4, f"the batch of groups {groups} {waited}")
+            self.violate(4, f"the batch of groups {groups} {waited}")
         youngest = max(groups, default=-1)
         for number, ready in cut.ready.items():
             if ready < cut.time and number < youngest and number not in groups:
-                self._violate(4, f"g{number}, ready at {ready:.4f} s, was left behind for g{youngest}")
+                self.violate(4, f"g{number}, ready at {ready:.4f} s, was left behind for g{youngest}")
         for number in groups:
             if number not in cut.ready:
-                self._violate(2, f"g{number} is in the batch, but it was not whole, or not through its filter")
+                self.violate(2, f"g{number} is in the batch, but it was not whole, or not through its filter")
         if len(groups) < self._demand:
             rest = sorted(set(cut.begun) - set(groups))
             if not cut.exhausted or rest:
-                self._violate(4, f"{len(groups)} of {self._demand} groups, although tasks or groups {rest} are left")
+                self.violate(4, f"{len(groups)} of {self._demand} groups, although tasks or groups {rest} are left")
         elif problem := self._leaves_too_old(groups, cut):
-            self._violate(3, f"the batch was cut too early: {problem}")
+            self.violate(3, f"the batch was cut too early: {problem}")
         self._demand = 0.0
         if self.ledger is not None:
             self._check_ledger(self.ledger)
 
-    # -- a batch -------------------------------------------------------------------------------------------------------
-
-    def _check_rows(self, batch: DataProto) -> list[int]:
-        """Check what a batch holds; returns its groups."""
-        columns, names = batch.batch, batch.non_tensor_batch
-        ids, groups = columns.numpy("traj_id").tolist(), columns.numpy("traj_group_id").tolist()
-        keys, tasks = names["traj_key"].tolist(), names["task_id"].tolist()
-        tokens, versions = columns.ragged("input_ids"), columns.ragged("versions")
-        starts = [row for row in range(len(ids)) if row == 0 or ids[row] != ids[row - 1]]
-        members: dict[int, list[tuple[str, str]]] = {}
-        for row in starts:
-            members.setdefault(groups[row], []).append((keys[row], tasks[row]))
-            if ids[row] in self._seen:
-                self._violate(2, f"trajectory {ids[row]} came back twice")
-            self._seen.add(ids[row])
-        for group, rows in members.items():
-            different = {key.partition("#")[0] for key, _ in rows}
-            if not len(rows) == len(different) == self.group_size or len({task for _, task in rows}) != 1:
-                self._violate(2, f"g{group} is not {self.group_size} different members of one task: {rows}")
-        offsets = tokens.offsets.tolist()
-        envs = [int(tokens.values[offsets[row]]) for row in starts]
-        self._check_truth(batch, starts, keys, ids, envs)
-        bounds = [offsets[row] for row in starts]
-        written = np.where(versions.values < 0, np.iinfo(np.int32).max, versions.values)
-        oldest = np.minimum.reduceat(written, bounds).tolist()
-        for row, version in zip(starts, oldest, strict=True):
-            staleness = self.monitor.version - version
-            self.max_staleness = max(self.max_staleness, staleness)
-            if self.name == "train" and staleness > self.bound:
-                self._violate(3, f"{keys[row]} was trained with staleness {staleness}, above {self.bound}")
-        if batch.meta_info.get("version") != self.monitor.version:
-            self._violate(3, f"cut for version {batch.meta_info.get('version')}, published {self.monitor.version}")
-        metrics = batch.meta_info["metrics"]
-        counted = "length_bias" in metrics and metrics.get("fate/stale") == self.fates["stale"]
-        if self.staleness == "drop" and self.name == "train" and not counted:
-            self._violate(3, f"loss or length bias are missing in the metrics under 'drop': {sorted(metrics)}")
-        return list(members)
-
-    def _check_truth(
-        self, batch: DataProto, starts: list[int], keys: list[str], ids: list[int], envs: list[int]
-    ) -> None:
-        """Tokens, versions and rewards of each trajectory are those that the world made."""
-        monitor, columns = self.monitor, batch.batch
-        tokens, versions = columns.ragged("input_ids"), columns.ragged("versions")
-        steps, sums, scores = columns.ragged("step_scores"), columns.numpy("episode_scores"), columns.numpy("scores")
-        pieces: list[Any] = []
-        spans: list[tuple[int, int]] = []
-        for row, env in zip(starts, envs, strict=True):
-            if not 0 <= env < len(monitor.world.episodes):
-                self._violate(7, f"{keys[row]} begins with token {env}, which no env said")
-                return
-            episode = monitor.world.episodes[env]
-            key = keys[row]
-            if episode.attempt != key or episode.scheduler != self.name:
-                self._violate(7, f"{key} holds the episode of {episode.scheduler} {episode.attempt}")
-            if episode.broken or monitor.world.faults_hit.get((self.name, key)) == "reward_exception":
-                self._violate(7, f"{key} is in a batch, but it met {episode.broken or 'reward_exception'}")
-            total = sum(episode.rewards)
-            verdict = monitor.world.scores.get((self.name, ids[row]), total)
-            paid = (steps[row].tolist(), float(sums[row]), float(scores[row]))
-            if paid != (episode.rewards, total, verdict):
-                truth = (episode.rewards, total, verdict)
-                self._violate(7, f"{key} has steps, sum and score {paid}, the world gave {truth}")
-            for turn, observation in zip(monitor.turns(env), episode.observations, strict=False):
-                pieces.append(observation)
-                spans.append((-1, len(observation)))
-                for generation in turn:
-                    pieces.append(generation.tokens)
-                    spans.extend((span.version, span.length) for span in generation.spans)
-        counts = [count for _, count in spans]
-        if not np.array_equal(tokens.values, np.concatenate(pieces)):
-            self._violate(7, "the tokens of the batch are not those of env and replica")
-        if not np.array_equal(versions.values, np.repeat([version for version, _ in spans], counts)):
-            self._violate(3, "the versions of the batch are not those with which the replicas wrote")
-
     # -- the ledger ----------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """The scheduler is shut down."""
+        """Check what must hold after the shutdown."""
         if live := [key for key, state in self._states.items() if state not in FATES]:
-            self._violate(1, f"{len(live)} attempts have no fate after the shutdown: {live[:5]}")
+            self.violate(1, f"{len(live)} attempts have no fate after the shutdown: {live[:5]}")
         consumed = self.fates["trained"] + self.fates["validated"]
-        if consumed != len(self._seen):
-            self._violate(1, f"{consumed} attempts were trained or validated, {len(self._seen)} came back in batches")
+        returned = len(self.batches.seen)
+        if consumed != returned:
+            self.violate(1, f"{consumed} attempts were trained or validated, {returned} came back in batches")
         if self.ended_by and not self.monitor.controller_failed:
-            self._violate(5, f"{self.ended_by} ended the schedule, but the controller was not told")
+            self.violate(5, f"{self.ended_by} ended the schedule, but the controller was not told")
         if busy := self.metrics().get("slots/busy"):
-            self._violate(5, f"{busy} slots are taken after the shutdown")
+            self.violate(5, f"{busy} slots are taken after the shutdown")
         if self.ledger is not None:
             self._check_ledger(self.ledger)
             if self.ledger.live:
-                self._violate(1, f"the ledger says that {self.ledger.live} attempts live after the shutdown")
+                self.violate(1, f"the ledger says that {self.ledger.live} attempts live after the shutdown")
 
     def _check_ledger(self, ledger: Ledger) -> None:
         try:
             ledger.check()
         except LedgerError as error:
-            self._violate(1, str(error))
+            self.violate(1, str(error))
         booked = {fate.value: count for fate, count in ledger.fates.items() if count}
         if booked != self.fates or ledger.issued != len(self._states):
             seen = f"{len(self._states)} issued and {dict(self.fates)} were seen"
-            self._violate(1, f"the ledger has {ledger.issued} issued and {booked}, {seen}")
+            self.violate(1, f"the ledger has {ledger.issued} issued and {booked}, {seen}")
 
-    def _violate(self, invariant: int, message: str) -> None:
+    def violate(self, invariant: int, message: str) -> None:
         self.monitor.violate(invariant, f"{self.name}: {message}")
