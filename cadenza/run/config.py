@@ -26,6 +26,7 @@ from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.run.engines import EngineConfig
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ModelConfig, ReferenceConfig, SupervisedConfig
+from cadenza.training.estimators import names_within_groups
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"estimator": {"name": "grpo"}, "actor": {"aggregation": "sequence_mean"}},
@@ -48,10 +49,6 @@ PRESET_KEY_OWNERS: Mapping[str, str] = {
 }
 """Of some keys of presets, the key that they are there for: where somebody sets that one to something else, the preset
 does not set them."""
-
-
-GROUP_COMPARING_ESTIMATORS = ("grpo", "rloo", "reinforce++-baseline", "gigpo")
-"""Estimators that learn nothing from a group of one."""
 
 
 class ConfigError(ValueError):
@@ -159,7 +156,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        if self.estimator.name in GROUP_COMPARING_ESTIMATORS and self.rollout.group_size < 2:
+        if self.estimator.method.needs_groups and self.rollout.group_size < 2:
             raise ValueError(
                 f"estimator '{self.estimator.name}' compares the members of a group: set rollout.group_size to 2 or "
                 f"more, got {self.rollout.group_size}"
@@ -275,7 +272,7 @@ class RunConfig(Config):
             (
                 self.estimator.cross_group_setting
                 and f"estimator.{self.estimator.cross_group_setting} may need all groups at once",
-                "take one that compares within groups (grpo, rloo, gigpo, step)",
+                f"take one that compares within groups ({', '.join(names_within_groups())})",
             ),
         ):
             if problem:
@@ -371,7 +368,6 @@ def check_names(config: RunConfig) -> None:
     for key, named in (
         ("rollout.group_filter", config.rollout.group_filter),
         ("actor.loss", config.actor.loss),
-        ("estimator.name", config.estimator.name),
     ):
         if isinstance(named, str) and ":" in named:
             check(key, load_object, named)

@@ -150,7 +150,7 @@ class Roles:
             batch = await _with_column(self.reference.logprobs, batch)
         elif self.config.needs_reference:
             batch = await _with_column(self.actor.ref_logprobs, batch)
-        if self.estimator.needs_old_logprobs:
+        if self.config.estimator.needs_old_logprobs:
             batch = await _with_column(self.actor.logprobs, batch)
         if self.critic is not None:
             batch = await _with_column(self.critic.values, batch)
