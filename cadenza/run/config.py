@@ -27,6 +27,7 @@ from cadenza.rollout.sampler import SamplerConfig
 from cadenza.run.engines import EngineConfig
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ModelConfig, ReferenceConfig, SupervisedConfig
 from cadenza.training.estimators import names_within_groups
+from cadenza.training.strategy import load_strategy, names_with_tensor_parallel
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"estimator": {"name": "grpo"}, "actor": {"aggregation": "sequence_mean"}},
@@ -238,9 +239,10 @@ class RunConfig(Config):
     def _check_trainers(self) -> None:
         """Ranks that train have a device and a process each."""
         for role, learner in (("actor", self.actor), ("critic", self.critic), ("reference", None)):
-            sharded = learner is not None and learner.strategy == "fsdp2"
-            if sharded and self.backend == "embedded":
-                raise ValueError(f"{role}.strategy 'fsdp2' needs ranks in processes of their own: set backend=ray")
+            name = "torch" if learner is None else learner.strategy
+            strategy = load_strategy(name)
+            if strategy.needs_processes and self.backend == "embedded":
+                raise ValueError(f"{role}.strategy '{name}' needs ranks in processes of their own: set backend=ray")
             if (config := self.devices.get(role)) is None or config.devices == AUTO:
                 continue
             named = f"devices.{role}: {format_devices(config.device_numbers)}"
@@ -251,8 +253,9 @@ class RunConfig(Config):
                 )
             if config.devices_per_worker > 1:
                 raise ValueError(f"{named}: a rank that trains has one device: leave out devices_per_worker")
-            if config.tensor_parallel > 1 and not sharded:
-                way_out = "leave it out" if learner is None else f"set {role}.strategy=fsdp2"
+            if config.tensor_parallel > 1 and not strategy.tensor_parallel:
+                names = " or ".join(names_with_tensor_parallel())
+                way_out = "leave it out" if learner is None else f"set {role}.strategy={names}"
                 raise ValueError(f"{named}: tensor_parallel {config.tensor_parallel} needs shards: {way_out}")
 
     def _check_chunks(self) -> None:

@@ -83,7 +83,7 @@ class EstimatorConfig(ScoreConfig):
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Settings that were not set are None, so that a config that was written out can be read with another `name`."""
+        """Settings that were not set are None: what was written out can be read with another `name`."""
         values: dict[str, Any] = handler(self)
         settings = values.pop("method")
         if isinstance(self.method, FunctionEstimator):
