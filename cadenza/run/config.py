@@ -26,6 +26,8 @@ from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.run.engines import EngineConfig
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ModelConfig, ReferenceConfig, SupervisedConfig
+from cadenza.training.estimators import names_within_groups
+from cadenza.training.strategy import load_strategy, names_with_tensor_parallel
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"estimator": {"name": "grpo"}, "actor": {"aggregation": "sequence_mean"}},
@@ -48,10 +50,6 @@ PRESET_KEY_OWNERS: Mapping[str, str] = {
 }
 """Of some keys of presets, the key that they are there for: where somebody sets that one to something else, the preset
 does not set them."""
-
-
-GROUP_COMPARING_ESTIMATORS = ("grpo", "rloo", "reinforce++-baseline", "gigpo")
-"""Estimators that learn nothing from a group of one."""
 
 
 class ConfigError(ValueError):
@@ -159,7 +157,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        if self.estimator.name in GROUP_COMPARING_ESTIMATORS and self.rollout.group_size < 2:
+        if self.estimator.method.needs_groups and self.rollout.group_size < 2:
             raise ValueError(
                 f"estimator '{self.estimator.name}' compares the members of a group: set rollout.group_size to 2 or "
                 f"more, got {self.rollout.group_size}"
@@ -241,9 +239,10 @@ class RunConfig(Config):
     def _check_trainers(self) -> None:
         """Ranks that train have a device and a process each."""
         for role, learner in (("actor", self.actor), ("critic", self.critic), ("reference", None)):
-            sharded = learner is not None and learner.strategy == "fsdp2"
-            if sharded and self.backend == "embedded":
-                raise ValueError(f"{role}.strategy 'fsdp2' needs ranks in processes of their own: set backend=ray")
+            name = "torch" if learner is None else learner.strategy
+            strategy = load_strategy(name)
+            if strategy.needs_processes and self.backend == "embedded":
+                raise ValueError(f"{role}.strategy '{name}' needs ranks in processes of their own: set backend=ray")
             if (config := self.devices.get(role)) is None or config.devices == AUTO:
                 continue
             named = f"devices.{role}: {format_devices(config.device_numbers)}"
@@ -254,8 +253,9 @@ class RunConfig(Config):
                 )
             if config.devices_per_worker > 1:
                 raise ValueError(f"{named}: a rank that trains has one device: leave out devices_per_worker")
-            if config.tensor_parallel > 1 and not sharded:
-                way_out = "leave it out" if learner is None else f"set {role}.strategy=fsdp2"
+            if config.tensor_parallel > 1 and not strategy.tensor_parallel:
+                names = " or ".join(names_with_tensor_parallel())
+                way_out = "leave it out" if learner is None else f"set {role}.strategy={names}"
                 raise ValueError(f"{named}: tensor_parallel {config.tensor_parallel} needs shards: {way_out}")
 
     def _check_chunks(self) -> None:
@@ -275,7 +275,7 @@ class RunConfig(Config):
             (
                 self.estimator.cross_group_setting
                 and f"estimator.{self.estimator.cross_group_setting} may need all groups at once",
-                "take one that compares within groups (grpo, rloo, gigpo, step)",
+                f"take one that compares within groups ({', '.join(names_within_groups())})",
             ),
         ):
             if problem:
@@ -371,7 +371,6 @@ def check_names(config: RunConfig) -> None:
     for key, named in (
         ("rollout.group_filter", config.rollout.group_filter),
         ("actor.loss", config.actor.loss),
-        ("estimator.name", config.estimator.name),
     ):
         if isinstance(named, str) and ":" in named:
             check(key, load_object, named)

@@ -23,6 +23,7 @@ from cadenza.run.inference import Inference, InferenceSpec, open_inference
 from cadenza.run.warm_start import warm_start_pairs
 from cadenza.run.workers import ActorWorker, CriticWorker, LearnerWorker, ModelSpec, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
+from cadenza.training.strategy import load_strategy
 
 
 class Roles:
@@ -120,8 +121,8 @@ class Roles:
     async def _start_trainers(self, role: str, worker: type[LearnerWorker], **init: Any) -> Cluster[Any]:
         """Workers that train one model together."""
         cluster = await self._start_cluster(role, worker, **init)
-        shards = self.config.backend == "ray" and init["config"].strategy == "fsdp2"
-        where = await cluster.open_rendezvous() if shards or cluster.world_size > 1 else None
+        needs_processes = load_strategy(init["config"].strategy).needs_processes
+        where = await cluster.open_rendezvous() if needs_processes or cluster.world_size > 1 else None
         await cluster.build(where, [str(place) for place in cluster.places])
         return cluster
 
@@ -150,7 +151,7 @@ class Roles:
             batch = await _with_column(self.reference.logprobs, batch)
         elif self.config.needs_reference:
             batch = await _with_column(self.actor.ref_logprobs, batch)
-        if self.estimator.needs_old_logprobs:
+        if self.config.estimator.needs_old_logprobs:
             batch = await _with_column(self.actor.logprobs, batch)
         if self.critic is not None:
             batch = await _with_column(self.critic.values, batch)

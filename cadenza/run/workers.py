@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -38,10 +37,10 @@ from cadenza.training import (
     Supervised,
     load_model,
 )
-from cadenza.training.checkpoint import Checkpointable, load_role, load_weights, save_role
+from cadenza.training.checkpoint import Checkpointable, load_weights
 from cadenza.training.models import is_adapted, save_model
 from cadenza.training.process_group import ProcessGroup, Rendezvous, RendezvousAddress
-from cadenza.training.strategy import ParallelStrategy
+from cadenza.training.strategy import ParallelStrategy, load_strategy
 from cadenza.training.supervised import Pair
 
 
@@ -86,11 +85,10 @@ class LearnerWorker(Worker):
     @dispatch("broadcast")
     def build(self, where: RendezvousAddress | None, members: Sequence[str]) -> None:
         """Join the others and make the model; alone if there is no rendezvous."""
-        self._strategy = ParallelStrategy()
+        place, ranks = self.place, None
         if where is not None:
-            place = self.place
             ranks = ProcessGroup(self._rendezvous or where, place.rank, members, tensor_ranks=place.tensor_ranks)
-            self._strategy = self._parallel_strategy(ranks)
+        self._strategy = load_strategy(self._config.strategy)(ranks, precision=self._config.precision)
         try:
             self.learner = self.make(self._strategy)
         except ConfigError:
@@ -105,18 +103,12 @@ class LearnerWorker(Worker):
     @dispatch("broadcast")
     def save(self, directory: Path) -> None:
         """Write weights and training state, as files of a checkpoint."""
-        if self._strategy.lockstep:
-            _sharded_checkpoints().ShardedSave(directory, self.learner, self._strategy).wait()
-        elif self._strategy.is_first:
-            save_role(directory, self.learner)
+        self._strategy.save(directory, self.learner)
 
     @dispatch("broadcast")
     def load_state(self, directory: Path) -> None:
         """Go on from what `save` wrote."""
-        if self._strategy.lockstep:
-            _sharded_checkpoints().load(directory, self.learner, self._strategy)
-        else:
-            load_role(directory, self.learner)
+        self._strategy.load(directory, self.learner)
 
     @dispatch("broadcast", gather=sum)
     def offload(self) -> int:
@@ -131,13 +123,6 @@ class LearnerWorker(Worker):
     def close(self) -> None:
         if hasattr(self, "_strategy"):
             self._strategy.ranks.close()
-
-    def _parallel_strategy(self, ranks: ProcessGroup) -> ParallelStrategy:
-        if self._config.strategy == "torch":
-            return ParallelStrategy(ranks)
-        from cadenza.training.fsdp import Fsdp2  # heavy, and rarely used
-
-        return Fsdp2(ranks, bf16=self._config.precision == "bf16")
 
 
 class ActorWorker(LearnerWorker):
@@ -292,9 +277,3 @@ class InferenceWorker(ReplicaWorker):
 
     def close(self) -> None:
         self._replica.close()
-
-
-def _sharded_checkpoints() -> Any:
-    from cadenza.training import sharded_checkpoint  # heavy, and rarely used
-
-    return sharded_checkpoint

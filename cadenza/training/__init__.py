@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from cadenza.training.actor import Actor, ActorConfig
-from cadenza.training.checkpoint import CheckpointError, Checkpoints
+from cadenza.training.checkpoint import CheckpointError, Checkpoints, TrainingState
 from cadenza.training.critic import Critic, CriticConfig
 from cadenza.training.estimator import Estimator, EstimatorConfig
-from cadenza.training.learner import NonFiniteLoss, TrainingState
+from cadenza.training.learner import NonFiniteLoss
 from cadenza.training.models import LoraConfig, ModelConfig, ModelNotFound, load_model
 from cadenza.training.reference import Reference, ReferenceConfig
 from cadenza.training.supervised import Supervised, SupervisedConfig, examples

@@ -41,7 +41,8 @@ from cadenza.algorithms import (
 )
 from cadenza.config import load_object
 from cadenza.data import DataProto
-from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
+from cadenza.training.checkpoint import TrainingState
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss
 from cadenza.training.packing import PackedRows
 from cadenza.training.settings import refuse_unused
 from cadenza.training.strategy import ParallelStrategy, StrategyName

@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +29,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cadenza.training.learner import TrainingState
 from cadenza.training.models import is_adapted, save_model, without_progress_bars
 
 FORMAT = 1
@@ -38,6 +38,15 @@ _UNFINISHED = ".unfinished-"
 
 class CheckpointError(OSError):
     """A checkpoint could not be written or read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """What a learner needs besides its weights to go on after a restart."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    """JSON-like"""
 
 
 class Checkpointable(Protocol):

@@ -25,8 +25,9 @@ from cadenza.algorithms import (
     value_clip,
 )
 from cadenza.data import DataProto
+from cadenza.training.checkpoint import TrainingState
 from cadenza.training.forward import evaluating
-from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss
 from cadenza.training.packing import PackedRows
 from cadenza.training.strategy import ParallelStrategy, StrategyName
 from cadenza.training.token_rows import Array, TokenRows

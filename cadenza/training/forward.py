@@ -22,14 +22,11 @@ from cadenza.training.batching import micro_batches
 from cadenza.training.models import base_model
 from cadenza.training.packed_forward import PackedForward
 from cadenza.training.packing import PackedRows, Packing, pack
-from cadenza.training.strategy import ParallelStrategy
+from cadenza.training.strategy import ParallelStrategy, Precision
 from cadenza.training.token_rows import Array, TokenRows
 
 LOGITS_LIMIT = 1 << 24
 """64 MB in float32."""
-
-Precision = Literal["fp32", "bf16"]
-"""fp32: as the parameters are. bf16: matrix products in bfloat16 (autocast), parameters and softmax as they are."""
 
 EntropyNeed = Literal["none", "value", "gradient"]
 Use = Literal["scores", "hidden"]
@@ -58,13 +55,13 @@ class Forward:
         strategy: ParallelStrategy | None = None,
     ) -> None:
         """At most `logits_limit` logits exist at once; more come in chunks, and again in the backward pass. Where the
-        `strategy` needs whole passes, the token budget is the only bound, and the precision is its own affair."""
+        `strategy` needs whole passes, the token budget is the only bound."""
         base: Any = base_model(module)
         strategy = strategy or ParallelStrategy()
         if not hasattr(base, "get_decoder") or not hasattr(base, "get_output_embeddings"):
             raise TypeError(f"{type(module).__name__} is no causal language model of transformers")
         self.module = module
-        self.precision: Precision = "fp32" if strategy.lockstep else precision
+        self.precision: Precision = "fp32" if strategy.own_precision else precision
         self.offloaded = False
         """Whether the weights are elsewhere."""
         self.logits_limit = logits_limit

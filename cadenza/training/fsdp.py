@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +24,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from cadenza.training.checkpoint import Checkpointable
 from cadenza.training.models import base_model, is_adapted
 from cadenza.training.packed_forward import MODEL_TYPES
 from cadenza.training.process_group import ProcessGroup
-from cadenza.training.strategy import ParallelStrategy
+from cadenza.training.sharded_checkpoint import ShardedSave, load_shards
+from cadenza.training.strategy import ParallelStrategy, Precision
 
 COLUMN_PARALLEL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROW_PARALLEL = ("self_attn.o_proj", "mlp.down_proj")
@@ -39,13 +42,17 @@ PER_HEAD = ("q_norm.weight", "k_norm.weight")
 class Fsdp2(ParallelStrategy):
     """Every rank holds a shard, and the module is called as a whole."""
 
-    lockstep = True
+    needs_processes: ClassVar[bool] = True
+    tensor_parallel: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = True
+    own_precision: ClassVar[bool] = True
 
-    def __init__(self, ranks: ProcessGroup, *, bf16: bool = False) -> None:
-        """With `bf16` products are computed in bfloat16 from float32 shards, and gradients are summed in float32."""
-        super().__init__(ranks)
+    def __init__(self, ranks: ProcessGroup, *, precision: Precision = "fp32") -> None:
+        """With bf16, products are computed in bfloat16 from float32 shards, and gradients are summed in float32."""
+        super().__init__(ranks, precision=precision)
         self._ranks = ranks
-        self._policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
+        rounds = precision == "bf16"
+        self._policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if rounds else MixedPrecisionPolicy()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         mesh = init_device_mesh(device, (ranks.data_size, ranks.tensor_ranks), mesh_dim_names=("data", "tensor"))
         self._data: DeviceMesh = mesh["data"]
@@ -86,6 +93,12 @@ class Fsdp2(ParallelStrategy):
     def reshard(self, module: nn.Module) -> None:
         for submodule in _sharded_submodules(base_model(module)):
             submodule.reshard()
+
+    def save(self, directory: Path, role: Checkpointable) -> None:
+        ShardedSave(directory, role, self).wait()
+
+    def load(self, directory: Path, role: Checkpointable) -> None:
+        load_shards(directory, role, self)
 
     def _all_reduce_gradients(self, named: Mapping[str, nn.Parameter]) -> None:
         """Gradients of shards are sums already."""

@@ -12,10 +12,10 @@ rows --mini_batches--> rows of one update --own_rows--> --pack--> micro-batch --
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from cadenza.algorithms import Aggregation
 from cadenza.data import DataProto
 from cadenza.training.batching import mini_batches
-from cadenza.training.forward import Forward, Precision, Use
+from cadenza.training.checkpoint import TrainingState
+from cadenza.training.forward import Forward, Use
 from cadenza.training.models import adapter_weights
 from cadenza.training.offload import Offloaded
 from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
 from cadenza.training.packing import PackedRows, Packing
 from cadenza.training.settings import refuse_unused
-from cadenza.training.strategy import ParallelStrategy, assign_ranks
+from cadenza.training.strategy import ParallelStrategy, Precision, assign_ranks
 from cadenza.training.token_rows import Array, TokenRows
 
 
@@ -77,15 +78,6 @@ class NonFiniteLoss(ArithmeticError):
     def __str__(self) -> str:
         some = ", ".join(map(str, self.rows[:8])) + (" ..." if len(self.rows) > 8 else "")
         return f"{self.what} at update {self.step}, rows {some}; the weights were not changed; {self.saved}"
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingState:
-    """What a learner needs besides its weights to go on after a restart."""
-
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
-    """JSON-like"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ from torch import nn
 
 from cadenza.config import Config
 from cadenza.data import DataProto
-from cadenza.training.forward import Forward, Precision
+from cadenza.training.forward import Forward
 from cadenza.training.models import is_adapted
 from cadenza.training.packing import Packing
-from cadenza.training.strategy import ParallelStrategy
+from cadenza.training.strategy import ParallelStrategy, Precision
 from cadenza.training.token_rows import TokenRows
 
 

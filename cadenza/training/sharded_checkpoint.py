@@ -12,15 +12,16 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from cadenza.training.checkpoint import Checkpointable, CheckpointError
-from cadenza.training.fsdp import Fsdp2
-from cadenza.training.learner import TrainingState
+from cadenza.training.checkpoint import Checkpointable, CheckpointError, TrainingState
 from cadenza.training.models import save_model
+
+if TYPE_CHECKING:
+    from cadenza.training.fsdp import Fsdp2
 
 dcp: Any = import_module("torch.distributed.checkpoint")  # as Any: it does not say what it exports
 SHARDS = Path("training") / "sharded"
@@ -47,7 +48,7 @@ class ShardedSave:
         self._written.result()
 
 
-def load(directory: Path, role: Checkpointable, strategy: Fsdp2) -> None:
+def load_shards(directory: Path, role: Checkpointable, strategy: Fsdp2) -> None:
     """Go on from what ranks of any number saved."""
     if not (directory / SHARDS).is_dir():
         raise CheckpointError(

@@ -3,6 +3,9 @@
 Invariant: after each update all ranks have the weights that one rank alone would have, up to the order in which floats
 are added. Every rank knows the whole batch, so that the counts that a loss is divided by are those of the whole, and
 computes its share of the rows; every rank takes part in every update, also with no row of its own.
+
+A strategy is a subclass of `ParallelStrategy` that declares what it needs. A new built-in one is a file with it, and a
+line in `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -10,17 +13,27 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from pydantic import AfterValidator
 from torch import Tensor, nn
 
+from cadenza.config import load_object
+from cadenza.training.checkpoint import Checkpointable, load_role, save_role
 from cadenza.training.process_group import RankGroup
 from cadenza.training.token_rows import Array
 
-StrategyName = Literal["torch", "fsdp2"]
-"""torch: every rank holds all weights. fsdp2: every rank holds a shard of them (fsdp.py)."""
+Precision = Literal["fp32", "bf16"]
+"""fp32: as the parameters are. bf16: matrix products in bfloat16 (autocast), parameters and softmax as they are."""
+
+STRATEGIES: Mapping[str, str] = {
+    "torch": "cadenza.training.strategy:ParallelStrategy",
+    "fsdp2": "cadenza.training.fsdp:Fsdp2",
+}
+"""Where each of them is. torch: every rank holds all weights. fsdp2: every rank holds a shard of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +45,21 @@ class RankReport:
 
 
 class ParallelStrategy:
-    """Every rank holds all weights, and gradients are added up over the ranks."""
+    """Every rank holds all weights, and gradients are added up over the ranks. Others derive from it, and a run finds
+    them by name: `actor.strategy=my_module:MyStrategy`."""
 
-    lockstep = False
-    """Whether the module must be called as a whole, by all ranks in step."""
+    needs_processes: ClassVar[bool] = False
+    """Its ranks are processes of their own (a `ProcessGroup`), also where there is only one."""
+    tensor_parallel: ClassVar[bool] = False
+    """Several ranks can hold one copy of the model together."""
+    lockstep: ClassVar[bool] = False
+    """The module must be called as a whole, by all ranks in step."""
+    own_precision: ClassVar[bool] = False
+    """It computes in `precision` by itself; else passes do."""
 
-    def __init__(self, ranks: RankGroup | None = None) -> None:
+    def __init__(self, ranks: RankGroup | None = None, *, precision: Precision = "fp32") -> None:
         self.ranks = ranks or RankGroup()
+        self.precision = precision
 
     def wrap(self, module: nn.Module) -> None:
         """Make the module ready; before it has an optimizer. All ranks begin with the weights of the first."""
@@ -54,6 +75,15 @@ class ParallelStrategy:
 
     def reshard(self, module: nn.Module) -> None:
         """Give up whatever the module holds of other ranks' weights."""
+
+    def save(self, directory: Path, role: Checkpointable) -> None:
+        """Write weights and training state of the role, as files of a checkpoint. All ask."""
+        if self.is_first:
+            save_role(directory, role)
+
+    def load(self, directory: Path, role: Checkpointable) -> None:
+        """Go on from what `save` wrote. All ask."""
+        load_role(directory, role)
 
     @property
     def is_first(self) -> bool:
@@ -88,6 +118,30 @@ class ParallelStrategy:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
         self.ranks.all_reduce(gradients)
+
+
+def load_strategy(name: str) -> type[ParallelStrategy]:
+    """The class that 'strategy' means: one of `STRATEGIES`, or 'module:name'."""
+    if name not in STRATEGIES and ":" not in name:
+        raise ValueError(f"must be one of {', '.join(STRATEGIES)} or 'module:name'")
+    found: Any = load_object(STRATEGIES.get(name, name))
+    if not isinstance(found, type) or not issubclass(found, ParallelStrategy):
+        raise ValueError(f"'{name}' is no strategy: derive it from ParallelStrategy")
+    return found
+
+
+def names_with_tensor_parallel() -> list[str]:
+    """The built-in strategies that can split a model over several ranks."""
+    return [name for name in STRATEGIES if load_strategy(name).tensor_parallel]
+
+
+def _check_name(name: str) -> str:
+    load_strategy(name)
+    return name
+
+
+StrategyName = Annotated[str, AfterValidator(_check_name)]
+"""In a config."""
 
 
 def _picklable(error: Exception) -> Exception:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from cadenza.algorithms import denominator, loss_sum, merge_metrics, token_weights
 from cadenza.data import DataProto, Ragged
-from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, TrainingState
+from cadenza.training.checkpoint import TrainingState
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss
 from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
 

@@ -293,7 +293,7 @@ def test_what_must_be_there() -> None:
             ["batch_parts=2", "estimator.score_norm=running", "estimator.score_clip=2"],
             "estimator.score_norm='running' may need all groups at once: take one that compares within groups",
         ),
-        (["batch_parts=2", "estimator.name=my:own"], "estimator.name='my:own' may need all groups at once"),
+        (["batch_parts=2", "estimator.name=json:dumps"], "estimator.name='json:dumps' may need all groups at once"),
     ],
 )
 def test_settings_that_contradict_each_other(overrides: list[str], said: str) -> None:

@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from torch import Tensor
 from training_cases import VOCAB, parameters, tiny_model
 
@@ -21,6 +21,8 @@ from cadenza.inference.replica import Finish, Span
 from cadenza.rollout.collate import collate
 from cadenza.rollout.records import Task, Trajectory, Turn
 from cadenza.training import Actor, ActorConfig, Critic, CriticConfig, Estimator, EstimatorConfig
+from cadenza.training.advantage_inputs import AdvantageInputs
+from cadenza.training.estimators import AdvantageEstimator, AdvantageResult
 from cadenza.training.token_rows import TokenRows
 
 EPS = 1e-6
@@ -479,6 +481,55 @@ def test_an_estimator_may_be_written_by_the_user() -> None:
     )
 
 
+class AboveBar(AdvantageEstimator):
+    """Scores above a bar of one's own."""
+
+    bar: float = Field(default=0.5, ge=0)
+
+    def estimate(self, inputs: AdvantageInputs) -> AdvantageResult:
+        return AdvantageResult(inputs.scores - self.bar)
+
+
+class Surprise(AdvantageEstimator):
+    """Scores less what the critic said, on each token."""
+
+    needs_critic: ClassVar[bool] = True
+    forgets_returns: bool = False
+
+    def estimate(self, inputs: AdvantageInputs) -> AdvantageResult:
+        returns = inputs.scores[:, None].expand(inputs.values.shape)
+        return AdvantageResult(returns - inputs.values, None if self.forgets_returns else returns)
+
+
+def test_an_estimator_class_of_ones_own_has_settings_of_its_own() -> None:
+    ts = episodes(9, "some")
+    batch = batch_of(ts)
+    for name in (AboveBar, f"{__name__}:AboveBar"):
+        assert told(estimate(batch, name=name)) == pytest.approx(spread_rows([t.score - 0.5 for t in ts], ts))
+        assert told(estimate(batch, name=name, bar=2, score_clip=1.0)) == pytest.approx(
+            spread_rows([min(t.score, 1.0) - 2 for t in ts], ts)
+        )
+    assert EstimatorConfig(name=AboveBar).cross_group_setting == "name='AboveBar'"
+    with pytest.raises(ValidationError, match="EstimatorConfig has no key 'baar'; did you mean 'bar'"):
+        EstimatorConfig(name=AboveBar, baar=1)
+    with pytest.raises(ValidationError, match=r"bar\n  Input should be greater than or equal to 0"):
+        EstimatorConfig(name=AboveBar, bar=-1)
+    with pytest.raises(ValidationError, match="lam does nothing for 'AboveBar', only for 'gae'"):
+        EstimatorConfig(name=AboveBar, lam=1.0)
+    with pytest.raises(ValidationError, match="is a class without advantages: derive it from AdvantageEstimator"):
+        EstimatorConfig(name=f"{__name__}:DataProto")
+
+
+def test_an_estimator_class_of_ones_own_may_need_a_critic() -> None:
+    ts = episodes(9)
+    batch = batch_of(ts, values=reference(ts, 1))
+    assert EstimatorConfig(name=Surprise).needs_critic
+    scores = spread_rows([t.score for t in ts], ts)
+    assert told(estimate(batch, name=Surprise), "returns") == pytest.approx(scores)
+    with pytest.raises(ValueError, match="Surprise needs a critic, so its result must have `returns`"):
+        estimate(batch, name=Surprise, forgets_returns=True)
+
+
 def test_ones_own_estimator_sees_the_shaped_scores() -> None:
     ts = episodes(9, "some")
     ref = reference(ts)
@@ -531,7 +582,7 @@ def test_what_is_no_advantage_is_refused() -> None:
         ("reinforce", "did you mean 'reinforce++'"),
         ("ppo", "did you mean 'gae'"),
         ("Dr-GRPO", "did you mean 'grpo' with divide_by_std=False"),
-        ("q", "name must be one of grpo, rloo"),
+        ("q", "must be one of grpo, rloo"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str) -> None:
@@ -550,8 +601,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, hint: str) -> No
         ({"name": "step", "whiten": True}, "whiten does nothing for 'step'"),
         ({"name": by_row, "gamma": 0.9}, "gamma does nothing for 'by_row'"),
         ({"name": gae, "lam": 0.9}, "lam does nothing for 'gae'"),
-        ({"name": "a.module:own", "lam": 0.9}, "lam does nothing for 'a.module:own'"),
-        ({"name": "step", "over": "nothing", "divide_by_std": True}, "does nothing with over='nothing'"),
+        ({"name": f"{__name__}:by_row", "lam": 0.9}, f"lam does nothing for '{__name__}:by_row'"),
+        ({"name": "step", "over": "nothing", "divide_by_std": False}, "does nothing with over='nothing'"),
         ({"kl_estimator": "k3"}, "kl_estimator does nothing while kl_coef is 0"),
         ({"kl_logprobs": "old"}, "kl_logprobs does nothing while kl_coef is 0"),
         ({"name": "grpo", "score_norm": "batch"}, "score_norm='batch' does nothing for 'grpo'"),
@@ -582,9 +633,27 @@ def test_scores_are_normalised_exactly_where_it_matters(config: dict[str, Any]) 
 
 
 def test_a_config_survives_being_written_and_read() -> None:
-    for settings in ({}, {"name": "gae", "lam": 0.9, "kl_coef": 0.1}, {"name": "step", "over": "batch"}):
+    for settings in (
+        {},
+        {"name": "gae", "lam": 0.9, "kl_coef": 0.1},
+        {"name": "step", "over": "batch"},
+        {"name": "step", "over": "nothing"},
+        {"name": by_row, "score_clip": 1.0},
+        {"name": AboveBar, "bar": 2.0},
+    ):
         config = EstimatorConfig(**settings)
         assert EstimatorConfig(**config.model_dump()) == config
+    assert list(EstimatorConfig(name="step", over="batch").model_dump())[:4] == [
+        "name",
+        "gamma",
+        "over",
+        "divide_by_std",
+    ]
+
+
+def test_a_setting_that_is_none_has_its_default() -> None:
+    """Configs that name every setting of every estimator can be read."""
+    assert EstimatorConfig(name="grpo", gamma=None, lam=None, divide_by_std=None) == EstimatorConfig(name="grpo")
 
 
 @pytest.mark.parametrize(
@@ -597,8 +666,9 @@ def test_a_config_survives_being_written_and_read() -> None:
     ],
 )
 def test_the_estimator_says_what_it_needs(settings: dict[str, Any], needs: tuple[bool, ...]) -> None:
-    estimator = Estimator(EstimatorConfig(**settings))
-    assert (estimator.needs_critic, estimator.needs_reference, estimator.needs_old_logprobs) == needs
+    config = EstimatorConfig(**settings)
+    assert (config.needs_critic, config.needs_reference, config.needs_old_logprobs) == needs
+    estimator = Estimator(config)
     names = [name for name, need in zip(("values", "ref_logprobs", "old_logprobs"), needs, strict=True) if need]
     there = {name: reference(episodes()) for name in names}
     estimator.advantages(batch_of(episodes(), **there))

@@ -40,7 +40,7 @@ from cadenza.training.checkpoint import load_role
 from cadenza.training.fsdp import Fsdp2
 from cadenza.training.models import save_model
 from cadenza.training.process_group import ProcessGroup, RankGroup
-from cadenza.training.sharded_checkpoint import ShardedSave, load
+from cadenza.training.sharded_checkpoint import ShardedSave, load_shards
 from cadenza.training.strategy import ParallelStrategy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -232,7 +232,7 @@ def test_heads_that_do_not_divide_are_refused(four: Ranks) -> None:
 
 
 def rounded(group: ProcessGroup) -> tuple[list[torch.dtype], list[float], list[float]]:
-    fsdp = strategy(group, bf16=True)
+    fsdp = strategy(group, precision="bf16")
     actor = Actor(tiny_model(), ActorConfig(**ADAM), 0, strategy=fsdp)
     losses = [actor.train(batch)["grad_norm"] for batch in THREE]
     exact = Actor(tiny_model(), ActorConfig(**ADAM), 0)
@@ -285,7 +285,7 @@ def go_on(group: ProcessGroup, directory: Path) -> Told:
     fsdp = strategy(group)
     assert isinstance(fsdp, Fsdp2)
     actor = Actor(tiny_model(5), ActorConfig(**ADAM), 0, strategy=fsdp)
-    load(directory, actor, fsdp)
+    load_shards(directory, actor, fsdp)
     return whole(fsdp, actor.module), [actor.train(THREE[1])]
 
 
@@ -293,7 +293,7 @@ def go_on_to_the_end(group: ProcessGroup, directory: Path) -> dict[str, Tensor]:
     fsdp = strategy(group)
     assert isinstance(fsdp, Fsdp2)
     actor = Actor(tiny_model(5), ActorConfig(**ADAM), 0, strategy=fsdp)
-    load(directory, actor, fsdp)
+    load_shards(directory, actor, fsdp)
     actor.train(THREE[1])
     return whole(fsdp, actor.module)
 
@@ -316,7 +316,7 @@ def test_a_checkpoint_is_of_its_moment_and_fits_other_ranks(two: Ranks, four: Ra
 def go_on_from_another(group: ProcessGroup, directory: Path) -> None:
     fsdp = strategy(group)
     assert isinstance(fsdp, Fsdp2)
-    load(directory, Actor(tiny_model(), ActorConfig(), 0, strategy=fsdp), fsdp)
+    load_shards(directory, Actor(tiny_model(), ActorConfig(), 0, strategy=fsdp), fsdp)
 
 
 def test_a_checkpoint_of_another_strategy_is_refused(two: Ranks, tmp_path: Path) -> None:
