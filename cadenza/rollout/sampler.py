@@ -19,7 +19,7 @@ import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -75,6 +75,20 @@ class NoReplicas(RolloutError):
     """No replica is left to generate."""
 
 
+class Grant(NamedTuple):
+    """The right to send one request to one replica. Its holder gives it back with `release`, exactly once."""
+
+    entry: ReplicaEntry
+    """The replica that serves the request."""
+    request_id: int
+    """For the request. When the request comes back interrupted, the next grant of its turn `continues` this id: the
+    sampler knows whether it moved the request, and where to."""
+    epoch: int
+    """The gate epoch, for the request: the replica refuses an older one."""
+    route_request: RouteRequest
+    """What was asked for."""
+
+
 class Sampler:
     """Inference replicas behind one gate and one router. Train and validation schedulers share it."""
 
@@ -115,9 +129,6 @@ class Sampler:
 
     # -- clients -------------------------------------------------------------------------------------------------
 
-    def next_id(self) -> int:
-        return next(self._ids)
-
     def namespace(self) -> int:
         """A range of ids for one scheduler, so that the sessions and groups of two of them do not mix."""
         return next(self._namespaces)
@@ -127,39 +138,41 @@ class Sampler:
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        moved_to: ReplicaEntry | None = None,
-    ) -> ReplicaEntry:
-        """A replica for a request, `cached` tokens of which the sticky one may hold, as soon as the gate is open and
-        its KV cache has capacity. It is `moved_to`, which the last `release` gave, if that can be had at once. Whoever
-        gets it calls `release` with the same `route_request`."""
+        continues: int | None = None,
+    ) -> Grant:
+        """Returns a grant for this request once the gate is open and a KV cache has capacity. `sticky` is the replica
+        that may hold `cached` tokens of the session. `continues` is the id of the interrupted request that this one
+        goes on from: if the sampler moved that one, the grant is for the target of the move, unless the gate is
+        closed meanwhile. The caller must pass the grant to `release`."""
         waited = False
-        while (entry := self.grant_now(route_request, sticky, cached, moved_to)) is None:
+        while (grant := self.grant_now(route_request, sticky, cached, continues)) is None:
             if self._gate.is_open:
                 await self._wait_queue.wait(route_request)
                 waited = True
             else:
                 await self._gate.opening()
-                moved_to = None
+                continues = None
         if waited:
             self._wait_queue.wake_next()
-        return entry
+        return grant
 
     def grant_now(
         self,
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        moved_to: ReplicaEntry | None = None,
-    ) -> ReplicaEntry | None:
-        """The same for whoever does not want to wait; None when the gate is closed, or when no KV cache has capacity.
+        continues: int | None = None,
+    ) -> Grant | None:
+        """`grant` without the wait: returns None when the gate is closed, or when no KV cache has capacity.
         An answer that has had a slice and gets None gives up the cache that it had."""
         if self._closed:
             raise InfrastructureError("the sampler is closed")
         if not self._gate.is_open:
             return None
-        if moved_to is not None and moved_to.state is ReplicaState.ACTIVE:
+        target = None if continues is None else self.balancer.take_target(continues)
+        if target is not None and target.state is ReplicaState.ACTIVE:
             self.balancer.count_move(route_request.context)
-            entry = moved_to
+            entry = target
         else:
             found = None
             home = sticky if sticky is not None and route_request.session in sticky.cached_contexts else None
@@ -177,19 +190,18 @@ class Sampler:
         if sticky is not None:
             self.router.drop_context(sticky, route_request.session)
         self.router.add(entry, route_request.context)
-        return entry
+        return Grant(entry, next(self._ids), self.epoch, route_request)
 
     def release(
         self,
-        entry: ReplicaEntry,
-        route_request: RouteRequest,
-        request: int,
+        grant: Grant,
         outcome: RequestOutcome = RequestOutcome.UNSENT,
         error: ReplicaError | None = None,
         cached: int = 0,
-    ) -> ReplicaEntry | None:
-        """The request is over, whatever came of it. If it was to be moved: the replica where its turn should go on.
-        The session goes on later, behind `cached` tokens that this replica has of it now; 0 if it does not."""
+    ) -> None:
+        """The request of this grant is over, whatever came of it. The session goes on later, behind `cached` tokens
+        that this replica has of it now; 0 if it does not."""
+        entry, _, _, route_request = grant
         if outcome is RequestOutcome.SERVED:
             entry.failures = 0
             entry.served += 1
@@ -204,7 +216,6 @@ class Sampler:
         self.router.remove(entry, route_request.context)
         if self._wait_queue:
             self._wait_queue.wake_next()
-        return self.balancer.take_target(request)
 
     def end_session(self, entry: ReplicaEntry, session: int) -> None:
         """The session is over."""

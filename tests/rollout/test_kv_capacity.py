@@ -179,15 +179,15 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        entry = await sampler.grant(RouteRequest(1, 1, 5_000, group_number=1))
+        entry = (await sampler.grant(RouteRequest(1, 1, 5_000, group_number=1))).entry
         oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, USABLE, group_number=0)))
         await asyncio.sleep(0.1)
         behind = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 10, group_number=2)))
         await asyncio.sleep(0.1)
         oldest.cancel()
         await asyncio.sleep(0.1)
-        assert behind.result() is entry
-        assert await sampler.grant(RouteRequest(3, 3, 10, group_number=3)) is entry
+        assert behind.result().entry is entry
+        assert (await sampler.grant(RouteRequest(3, 3, 10, group_number=3))).entry is entry
         assert asyncio.get_running_loop().time() < 1.0
         await sampler.close()
 
@@ -207,15 +207,15 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
         sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        entry = await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
+        grant = await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
         waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
         behind = asyncio.ensure_future(sampler.grant(RouteRequest(3, 3, 10, group_number=3)))
         await asyncio.sleep(2 * RETRY_SECONDS)
         assert not waiting.done()
         assert not behind.done()  # small as it is, it does not overtake
-        sampler.release(entry, RouteRequest(1, 1, USABLE, group_number=1), 0)
+        sampler.release(grant)
         await asyncio.wait([waiting, behind], timeout=1.0)
-        assert waiting.result() is behind.result() is entry
+        assert waiting.result().entry is behind.result().entry is grant.entry
         await sampler.close()
 
     simulate(main)
@@ -231,7 +231,7 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
         await asyncio.sleep(0.1)
         await sampler.expand([1], skip_load=True)
         await asyncio.wait([waiting], timeout=0.1)
-        assert waiting.result() is sampler.entries[1]
+        assert waiting.result().entry is sampler.entries[1]
         await sampler.close()
 
     simulate(main)

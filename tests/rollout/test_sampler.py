@@ -42,13 +42,13 @@ SAMPLING = Sampling()
 async def ask(sampler: Sampler, *, group: int = 0, context: int = 10, limit: int = 10_000) -> Generation:
     """A client: one request, whatever comes back."""
     route_request = RouteRequest(group, group, context)
-    entry = await sampler.grant(route_request)
-    id = sampler.next_id()
-    request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, sampler.epoch)
+    grant = await sampler.grant(route_request)
+    entry, id = grant.entry, grant.request_id
+    request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, grant.epoch)
     try:
         return await entry.replica.generate(request)
     finally:
-        sampler.release(entry, route_request, id)
+        sampler.release(grant)
 
 
 def start(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
