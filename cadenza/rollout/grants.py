@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cadenza.cluster.channel import LINGER_SECONDS
 from cadenza.cluster.remote_replica import RemoteReplica
@@ -24,51 +24,7 @@ from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Replica, ReplicaError, ReplicaLost
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import Grant, RequestOutcome, Sampler
-
-
-class GrantSource(Protocol):
-    """What the model of an attempt needs of a sampler."""
-
-    def namespace(self) -> int: ...
-
-    async def grant(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        continues: int | None = None,
-    ) -> Grant: ...
-
-    def release(
-        self,
-        grant: Grant,
-        outcome: RequestOutcome = RequestOutcome.UNSENT,
-        error: ReplicaError | None = None,
-        cached: int = 0,
-    ) -> None: ...
-
-    def end_session(self, entry: ReplicaEntry, session: int) -> None: ...
-
-    def observe_answer_length(self, tokens: int) -> None: ...
-
-
-class ReplicaAddress(NamedTuple):
-    """A replica, for those who are to reach it."""
-
-    name: str
-    devices: tuple[int, ...]
-    kv_capacity: int
-    endpoint: WorkerHandle | Replica
-    """Its peer; or the replica itself, where it is in the same process."""
-
-
-def replica_addresses(sampler: Sampler) -> list[ReplicaAddress]:
-    """Of all replicas, in the order of their entries."""
-    return [
-        ReplicaAddress(r.name, r.devices, r.kv_capacity, r.worker_handle if isinstance(r, RemoteReplica) else r)
-        for r in sampler.replicas
-    ]
+from cadenza.rollout.sampler import Grant, ReplicaAddress, RequestOutcome, Sampler
 
 
 def make_replica_entries(replica_addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
@@ -220,8 +176,7 @@ class GrantServer:
     """Beside the sampler: answers the grant requests of one `GrantClient`, and gives back what it holds when it is
     gone."""
 
-    def __init__(self, sampler: Any, send: Callable[[Any], None]) -> None:
-        """`sampler` is a `Sampler`, or a client of one."""
+    def __init__(self, sampler: Sampler, send: Callable[[Any], None]) -> None:
         self._sampler = sampler
         self._send = send
         self._pending: dict[int, asyncio.Task[None]] = {}

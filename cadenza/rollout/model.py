@@ -31,12 +31,11 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.observe.events import Event, EventSink
-from cadenza.rollout.grants import GrantSource
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import RequestOutcome
+from cadenza.rollout.sampler import GrantSource, RequestOutcome
 
 Observation = str | Sequence[dict[str, str]] | Tokens
 """Text, chat messages, or tokens as they are."""

@@ -22,10 +22,10 @@ from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
 from cadenza.off_loop import with_deadline
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import GrantClient, ReplicaAddress, make_replica_entries
+from cadenza.rollout.grants import GrantClient, make_replica_entries
 from cadenza.rollout.model import Codec
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import Grant, NoReplicas, RequestOutcome, SamplerConfig
+from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, Sampler, SamplerConfig
 from cadenza.rollout.sampler_process import SamplerProcess, SamplerState
 
 START_SECONDS = 600.0
@@ -275,7 +275,7 @@ class InferenceService:
         return cls(await start_worker(backend, "sampler", 0, SamplerProcess, init, seconds=START_SECONDS), codec)
 
     @property
-    def sampler(self) -> SamplerClient:
+    def sampler(self) -> Sampler:
         if self._client is None:
             self._client = SamplerClient(self._process)
         return self._client

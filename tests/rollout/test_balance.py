@@ -222,7 +222,7 @@ def test_moves_and_what_they_prefill_are_counted() -> None:
         prompts = sum(prefilled) - metrics["sampler/moved_tokens"]
         assert metrics["sampler/moves"] > 0
         assert 0 < prompts < 200
-        assert all(entry.inflight_tokens == entry.inflight == 0 for entry in scheduler.sampler._entries)
+        assert all(entry.inflight_tokens == entry.inflight == 0 for entry in scheduler.sampler.entries)
 
     simulate(main)
 

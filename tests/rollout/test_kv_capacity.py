@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request
+from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.router import HOLD_SECONDS, MAX_FILL, ReplicaEntry, Router, RouteRequest
-from cadenza.rollout.sampler import Sampler
 from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
 from cadenza.simulation.virtual_cluster.cost import CostModel
 
@@ -177,7 +177,7 @@ def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
 
 def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
-        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
         entry = (await sampler.grant(RouteRequest(1, 1, 5_000, group_number=1))).entry
         oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, USABLE, group_number=0)))
@@ -205,7 +205,7 @@ def test_the_first_in_line_looks_again_after_a_while() -> None:
 
 def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
-        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
         grant = await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
         waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
@@ -223,7 +223,9 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
 
 def test_a_replica_that_comes_back_is_seen_at_once() -> None:
     async def main() -> None:
-        sampler = Sampler([fake(name=f"r{number}", devices=(number,), kv_capacity=CAPACITY) for number in range(2)])
+        sampler = LocalSampler(
+            [fake(name=f"r{number}", devices=(number,), kv_capacity=CAPACITY) for number in range(2)]
+        )
         await sampler.resume()
         await sampler.shrink([1])
         await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
@@ -239,7 +241,7 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
 
 def test_closing_the_sampler_ends_the_wait_queue() -> None:
     async def main() -> None:
-        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
         await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
         waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
@@ -265,7 +267,7 @@ def prefilled(kv_capacity: int) -> tuple[int, dict[str, int]]:
             [replica], env=stepping(step), group_size=2, batch_size=8, tasks=4, slots=8, max_turns=10
         ) as scheduler:
             await got(scheduler, 8)
-            kept = sum(entry.cached_tokens for entry in scheduler.sampler._entries)
+            kept = sum(entry.cached_tokens for entry in scheduler.sampler.entries)
             return (await replica.stats()).prefilled, {**fates(scheduler), "kept": kept}
 
     return simulate(main)
@@ -285,7 +287,7 @@ def test_requests_alone_are_not_kept() -> None:
         async with playing(group_size=2, batch_size=4) as scheduler:
             for _ in range(3):
                 await got(scheduler, 4)
-        assert all(not entry.cached_contexts and not entry.cached_tokens for entry in scheduler.sampler._entries)
+        assert all(not entry.cached_contexts and not entry.cached_tokens for entry in scheduler.sampler.entries)
 
     simulate(main)
 
