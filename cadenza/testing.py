@@ -26,8 +26,9 @@ from cadenza.inference.replica import (
     StaleEpoch,
     Tokens,
 )
+from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Codec
-from cadenza.rollout.sampler import Sampler, SamplerConfig
+from cadenza.rollout.sampler import SamplerConfig
 
 
 class ByteCodec:
@@ -244,6 +245,6 @@ class LocalCluster:
     def __init__(
         self, replicas: Sequence[Replica], codec: Codec | None = None, config: SamplerConfig | None = None
     ) -> None:
-        self.sampler = Sampler(replicas, config)
+        self.sampler = LocalSampler(replicas, config)
         self.codec: Codec = codec or ByteCodec()
         self.resources = ResourceManager(1 + max(device for replica in replicas for device in replica.devices))

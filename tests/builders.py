@@ -23,8 +23,9 @@ from cadenza import DataProto, ResourceManager, RolloutScheduler
 from cadenza.inference.replica import Replica, Request
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.ledger import Attempt, Group
+from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.records import Fate
-from cadenza.rollout.sampler import Sampler, SamplerConfig
+from cadenza.rollout.sampler import SamplerConfig
 from cadenza.rollout.sampler_client import InferenceService, SamplerClient
 from cadenza.simulation.virtual_cluster.clock import run
 from cadenza.simulation.virtual_cluster.cost import CostModel
@@ -201,9 +202,9 @@ async def got(scheduler: RolloutScheduler, size: int, step: int = 0) -> DataProt
     return batch
 
 
-async def publish(scheduler: RolloutScheduler | Sampler, version: int) -> None:
+async def publish(scheduler: RolloutScheduler | LocalSampler, version: int) -> None:
     """Suspend, update, and leave the gate closed."""
-    sampler = scheduler if isinstance(scheduler, Sampler) else scheduler.sampler
+    sampler = scheduler if isinstance(scheduler, LocalSampler) else scheduler.sampler
     await scheduler.suspend()
     await sampler.load_weights(version)
 
@@ -275,8 +276,8 @@ class RemoteSamplerSetup:
         self.schedulers: list[RolloutScheduler] = []
 
     @property
-    def sampler(self) -> Sampler:
-        found: Sampler = self.process._worker_host._worker._sampler
+    def sampler(self) -> LocalSampler:
+        found: LocalSampler = self.process._worker_host._worker._sampler
         return found
 
     def scheduler(self, **options: Any) -> RolloutScheduler:

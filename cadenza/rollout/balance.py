@@ -12,7 +12,7 @@ its turn should go on; the tokens travel with the client of the turn, as they do
 followed costs nothing: the request ended first, the abort was lost, the gate closed, the target left.
 
     tick -> requests of at most MAX_REPLICAS_PER_TICK replicas -> moves -> note the target, abort at the source
-    client: its request comes back -> take_target() -> the target, if it was moved -> grant there
+    client: its request comes back -> release -> grant(continues=its id) -> take_target() -> the target, if it was moved
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Balancer:
             move.source.replica.abort(move.request, "moved")
 
     def take_target(self, request: int) -> ReplicaEntry | None:
-        """Where a request that came back should go on, if it was to be moved."""
+        """Where the turn of a request that came back should go on; None if it was not to be moved."""
         return self._targets.pop(request, None) if self._targets else None
 
     def count_move(self, context: int) -> None:

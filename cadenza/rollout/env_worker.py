@@ -25,11 +25,11 @@ from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import GrantSource
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, RolloutContext, TokenCounter
 from cadenza.rollout.records import Trajectory
+from cadenza.rollout.sampler import GrantSource
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 

@@ -24,10 +24,11 @@ from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, ReplicaAddress, make_replica_entries
+from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
 from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Fate, Task, Trajectory
+from cadenza.rollout.sampler import ReplicaAddress
 from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 
 

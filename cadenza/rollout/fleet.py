@@ -32,12 +32,11 @@ from cadenza.rollout.env_worker_process import (
     UserCodeRaised,
 )
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.grants import GrantServer, ReplicaAddress, replica_addresses
+from cadenza.rollout.grants import GrantServer
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.ledger import Attempt, AttemptState
 from cadenza.rollout.model import Codec
-from cadenza.rollout.sampler import Sampler
-from cadenza.rollout.sampler_client import SamplerClient
+from cadenza.rollout.sampler import ReplicaAddress, Sampler
 from cadenza.rollout.token_bundles import LazyTrajectory, TokenBundle, TrajectoryRecord
 
 START_SECONDS = 600.0
@@ -90,7 +89,7 @@ class EnvFleet:
         self,
         config: EnvManagerConfig,
         queue: GroupQueueManager,
-        sampler: Sampler | SamplerClient,
+        sampler: Sampler,
         codec: Codec,
         spawn: Spawn,
         *,
@@ -231,8 +230,7 @@ class EnvFleet:
         worker.grant_server = GrantServer(self._sampler, worker.channel.send)
 
     def _addresses(self) -> Sequence[ReplicaAddress]:
-        sampler = self._sampler
-        known = replica_addresses(sampler) if isinstance(sampler, Sampler) else sampler.addresses
+        known = self._sampler.addresses
         if self._backend == "ray" and (here := [a.name for a in known if not isinstance(a.endpoint, WorkerHandle)]):
             raise ValueError(
                 f"env workers on Ray cannot reach the replicas {', '.join(here)}, which are in this process: "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cadenza.cluster.channel import LINGER_SECONDS
 from cadenza.cluster.remote_replica import RemoteReplica
@@ -24,57 +24,7 @@ from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Replica, ReplicaError, ReplicaLost
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import RequestOutcome, Sampler
-
-MAX_MOVE_TARGETS = 1024
-"""Moves that nobody has followed yet and the grant server remembers."""
-
-
-class GrantSource(Protocol):
-    """What the model of an attempt needs of a sampler."""
-
-    @property
-    def epoch(self) -> int: ...
-
-    def next_id(self) -> int: ...
-
-    def namespace(self) -> int: ...
-
-    async def grant(
-        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None
-    ) -> ReplicaEntry: ...
-
-    def release(
-        self,
-        entry: ReplicaEntry,
-        route_request: RouteRequest,
-        request: int,
-        outcome: RequestOutcome,
-        error: ReplicaError | None,
-        cached: int,
-    ) -> Any: ...
-
-    def end_session(self, entry: ReplicaEntry, session: int) -> None: ...
-
-    def observe_answer_length(self, tokens: int) -> None: ...
-
-
-class ReplicaAddress(NamedTuple):
-    """A replica, for those who are to reach it."""
-
-    name: str
-    devices: tuple[int, ...]
-    kv_capacity: int
-    endpoint: WorkerHandle | Replica
-    """Its peer; or the replica itself, where it is in the same process."""
-
-
-def replica_addresses(sampler: Sampler) -> list[ReplicaAddress]:
-    """Of all replicas, in the order of their entries."""
-    return [
-        ReplicaAddress(r.name, r.devices, r.kv_capacity, r.worker_handle if isinstance(r, RemoteReplica) else r)
-        for r in sampler.replicas
-    ]
+from cadenza.rollout.sampler import Grant, ReplicaAddress, RequestOutcome, Sampler
 
 
 def make_replica_entries(replica_addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
@@ -100,8 +50,8 @@ class GrantRequest(NamedTuple):
     sticky: int
     """Index of the replica entry, -1 for none."""
     cached: int
-    continues: int
-    """The request that came back interrupted, of which this one is the continuation; -1 for none."""
+    continues: int | None
+    """Id of the interrupted request that this one goes on from."""
 
 
 class CancelGrantRequest(NamedTuple):
@@ -153,29 +103,26 @@ class GrantClient:
 
     def __init__(self, entries: Sequence[ReplicaEntry], namespace: int, send: Callable[[Any], None]) -> None:
         self.entries = entries
-        self.epoch = 0
         self._namespace = namespace
         self._send = send
-        self._request = -1
         self._waiting: dict[int, asyncio.Future[Granted]] = {}
         self._numbers = itertools.count()
         self._closed_because = ""
         """Why nobody answers any more."""
 
-    def next_id(self) -> int:
-        """Of the request that was granted last; like `epoch` it is read before anybody else runs."""
-        return self._request
-
     def namespace(self) -> int:
         return self._namespace
 
     async def grant(
-        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None
-    ) -> ReplicaEntry:
+        self,
+        route_request: RouteRequest,
+        sticky: ReplicaEntry | None = None,
+        cached: int = 0,
+        continues: int | None = None,
+    ) -> Grant:
         if self._closed_because:
             raise InfrastructureError(self._closed_because)
         number = next(self._numbers)
-        continues = -1 if moved_to is None else moved_to
         entry_index = -1 if sticky is None else sticky.index
         self._send(GrantRequest(number, route_request, entry_index, cached, continues))
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
@@ -189,22 +136,16 @@ class GrantClient:
             raise
         finally:
             self._waiting.pop(number, None)
-        self.epoch, self._request = granted.epoch, granted.request
-        entry: ReplicaEntry = self.entries[granted.entry]
-        return entry
+        return Grant(self.entries[granted.entry], granted.request, granted.epoch, route_request)
 
     def release(
         self,
-        entry: ReplicaEntry,
-        route_request: RouteRequest,
-        request: int,
-        outcome: RequestOutcome,
-        error: ReplicaError | None,
-        cached: int,
-    ) -> int:
-        """The request itself stands for where its turn should go on: the grant server knows where."""
-        self._send(ReleaseGrant(request, outcome, str(error) if error is not None else "", cached))
-        return request
+        grant: Grant,
+        outcome: RequestOutcome = RequestOutcome.UNSENT,
+        error: ReplicaError | None = None,
+        cached: int = 0,
+    ) -> None:
+        self._send(ReleaseGrant(grant.request_id, outcome, str(error) if error is not None else "", cached))
 
     def end_session(self, entry: ReplicaEntry, session: int) -> None:
         self._send(EndSession(entry.index, session))
@@ -235,16 +176,14 @@ class GrantServer:
     """Beside the sampler: answers the grant requests of one `GrantClient`, and gives back what it holds when it is
     gone."""
 
-    def __init__(self, sampler: Any, send: Callable[[Any], None]) -> None:
-        """`sampler` is a `Sampler`, or a client of one."""
+    def __init__(self, sampler: Sampler, send: Callable[[Any], None]) -> None:
         self._sampler = sampler
         self._send = send
         self._pending: dict[int, asyncio.Task[None]] = {}
-        self._granted: dict[int, tuple[ReplicaEntry, RouteRequest]] = {}
-        """Granted and not released."""
+        self._granted: dict[int, Grant] = {}
+        """Granted and not released, by request id."""
         self._idle_sessions: dict[int, ReplicaEntry] = {}
         """Sessions that are away, and where."""
-        self._move_targets: dict[int, Any] = {}
 
     def receive(self, message: Any) -> bool:
         """Whether it was one for the grant server."""
@@ -270,63 +209,52 @@ class GrantServer:
             task.cancel()
         self._pending.clear()
         granted, self._granted = self._granted, {}
-        for request, (entry, route_request) in granted.items():
-            entry.replica.abort(request, cause)
-            self._sampler.release(entry, route_request, request, RequestOutcome.UNSENT)
+        for grant in granted.values():
+            grant.entry.replica.abort(grant.request_id, cause)
+            self._sampler.release(grant)
         idle_sessions, self._idle_sessions = self._idle_sessions, {}
         for session, entry in idle_sessions.items():
             self._sampler.end_session(entry, session)
 
     def _on_request(self, grant_request: GrantRequest) -> None:
-        sticky = None if grant_request.sticky < 0 else self._sampler.entries[grant_request.sticky]
-        arguments = (
-            grant_request.route_request,
-            sticky,
-            grant_request.cached,
-            self._move_targets.pop(grant_request.continues, None),
-        )
+        number, route_request, index, cached, continues = grant_request
+        sticky = None if index < 0 else self._sampler.entries[index]
         try:
-            entry = self._sampler.grant_now(*arguments)
+            grant = self._sampler.grant_now(route_request, sticky, cached, continues)
         except InfrastructureError as error:
-            self._send(GrantDenied(grant_request.number, str(error)))
+            self._send(GrantDenied(number, str(error)))
             return
-        if entry is not None:
-            self._send_grant(grant_request, entry)
+        if grant is not None:
+            self._send_grant(number, grant)
         else:
-            task = asyncio.get_running_loop().create_task(
-                self._wait_and_grant(grant_request, arguments), name="grant server"
+            self._pending[number] = asyncio.get_running_loop().create_task(
+                self._wait_and_grant(grant_request, sticky), name="grant server"
             )
-            self._pending[grant_request.number] = task
 
-    async def _wait_and_grant(self, grant_request: GrantRequest, arguments: tuple[Any, ...]) -> None:
+    async def _wait_and_grant(self, grant_request: GrantRequest, sticky: ReplicaEntry | None) -> None:
+        number, route_request, _, cached, continues = grant_request
         try:
-            entry = await self._sampler.grant(*arguments)
+            grant = await self._sampler.grant(route_request, sticky, cached, continues)
         except InfrastructureError as error:
-            self._send(GrantDenied(grant_request.number, str(error)))
+            self._send(GrantDenied(number, str(error)))
         else:
-            self._send_grant(grant_request, entry)
+            self._send_grant(number, grant)
         finally:
-            self._pending.pop(grant_request.number, None)
+            self._pending.pop(number, None)
 
-    def _send_grant(self, grant_request: GrantRequest, entry: ReplicaEntry) -> None:
-        request = self._sampler.next_id()
-        self._granted[request] = (entry, grant_request.route_request)
-        self._send(Granted(grant_request.number, request, entry.index, self._sampler.epoch))
+    def _send_grant(self, number: int, grant: Grant) -> None:
+        self._granted[grant.request_id] = grant
+        self._send(Granted(number, grant.request_id, grant.entry.index, grant.epoch))
 
     def _on_release(self, message: ReleaseGrant) -> None:
-        granted = self._granted.pop(message.request, None)
-        if granted is None:
+        grant = self._granted.pop(message.request, None)
+        if grant is None:
             return
-        entry, route_request = granted
         error: ReplicaError | None = None
         if message.outcome is RequestOutcome.LOST:
             error = ReplicaLost(message.error)
         elif message.outcome is RequestOutcome.FAILED:
             error = ReplicaError(message.error)
         if message.cached:
-            self._idle_sessions[route_request.session] = entry
-        moved_to = self._sampler.release(entry, route_request, message.request, message.outcome, error, message.cached)
-        if moved_to is not None:
-            self._move_targets[message.request] = moved_to
-            if len(self._move_targets) > MAX_MOVE_TARGETS:
-                del self._move_targets[next(iter(self._move_targets))]
+            self._idle_sessions[grant.route_request.session] = grant.entry
+        self._sampler.release(grant, message.outcome, error, message.cached)

@@ -6,14 +6,13 @@ from cadenza.rollout.env_worker import SlotPool
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler
-from cadenza.rollout.sampler_client import SamplerClient
 
 DISPATCHED = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS)
 """Whose lengths the length bias compares: what was sent out to be trained. Attempts that were cut short count with
 the tokens they had, so that the true bias may be larger."""
 
 
-def rollout_metrics(queue: GroupQueueManager, slots: SlotPool, sampler: Sampler | SamplerClient) -> dict[str, float]:
+def rollout_metrics(queue: GroupQueueManager, slots: SlotPool, sampler: Sampler) -> dict[str, float]:
     """A snapshot."""
     ledger = queue.ledger
     metrics: dict[str, float] = {

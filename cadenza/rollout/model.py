@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -31,12 +31,11 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.observe.events import Event, EventSink
-from cadenza.rollout.grants import GrantSource
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import RequestOutcome
+from cadenza.rollout.sampler import GrantSource, RequestOutcome
 
 Observation = str | Sequence[dict[str, str]] | Tokens
 """Text, chat messages, or tokens as they are."""
@@ -115,7 +114,9 @@ class RolloutContext:
 class Model:
     """The model, as one attempt sees it."""
 
-    __slots__ = ("_attempt", "_busy", "_cached", "_chunks", "_context", "_entry", "_moved_to", "_shared", "trajectory")
+    __slots__ = (
+        "_attempt", "_busy", "_cached", "_chunks", "_context", "_entry", "_interrupted", "_shared", "trajectory"
+    )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
         self.trajectory = trajectory
@@ -125,7 +126,8 @@ class Model:
         self._context = 0
         self._entry: ReplicaEntry | None = None
         self._cached = 0
-        self._moved_to: Any = None
+        self._interrupted: int | None = None
+        """Id of the request that came back before its turn was over."""
         self._busy = False
 
     @property
@@ -213,11 +215,12 @@ class Model:
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            entry = await sampler.grant(route_request, self._entry, self._cached, self._moved_to)
-            self._moved_to = None
+            grant = await sampler.grant(route_request, self._entry, self._cached, self._interrupted)
+            self._interrupted = None
+            entry = grant.entry
             request = Request(
-                sampler.next_id(), chunks, context, limit, shared.sampling, seed, done,
-                route_request.session, route_request.group, sampler.epoch,
+                grant.request_id, chunks, context, limit, shared.sampling, seed, done,
+                route_request.session, route_request.group, grant.epoch,
             )  # fmt: skip
             self._emit("ask", entry.replica.name)
             answer: asyncio.Future[Generation] | None = None
@@ -264,10 +267,10 @@ class Model:
                 )
                 continue
             finally:
-                moved_to = sampler.release(entry, route_request, request.id, outcome, replica_error, cached)
+                sampler.release(grant, outcome, replica_error, cached)
             self._emit("answer", generation.finish.value, len(generation.tokens))
             self._entry = entry
-            self._moved_to = moved_to if generation.finish is Finish.ABORT else None
+            self._interrupted = request.id if generation.finish is Finish.ABORT else None
             shared.ledger.add_tokens(attempt, len(generation.tokens))
             return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")

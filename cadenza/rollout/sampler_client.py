@@ -22,10 +22,10 @@ from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
 from cadenza.off_loop import with_deadline
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import GrantClient, ReplicaAddress, make_replica_entries
+from cadenza.rollout.grants import GrantClient, make_replica_entries
 from cadenza.rollout.model import Codec
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import NoReplicas, RequestOutcome, SamplerConfig
+from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, Sampler, SamplerConfig
 from cadenza.rollout.sampler_process import SamplerProcess, SamplerState
 
 START_SECONDS = 600.0
@@ -66,39 +66,40 @@ class SamplerClient:
     def entries(self) -> Sequence[ReplicaEntry]:
         return self._grant_client.entries
 
-    @property
-    def epoch(self) -> int:
-        return self._grant_client.epoch
-
-    def next_id(self) -> int:
-        return self._grant_client.next_id()
-
     def namespace(self) -> int:
         """A range of ids for one scheduler. Where it begins is drawn, so that processes need not agree on it."""
         self._namespaces += 1
         return self._namespace + (self._namespaces << 39)
 
-    def grant_now(self, *arguments: Any) -> None:
-        """It takes a question and an answer."""
+    def grant_now(
+        self,
+        route_request: RouteRequest,
+        sticky: ReplicaEntry | None = None,
+        cached: int = 0,
+        continues: int | None = None,
+    ) -> None:
+        """Always None: a grant from another process takes a message and its answer."""
 
     async def grant(
-        self, route_request: RouteRequest, sticky: ReplicaEntry | None = None, cached: int = 0, moved_to: Any = None
-    ) -> ReplicaEntry:
-        return await self._grant_client.grant(route_request, sticky, cached, moved_to)
+        self,
+        route_request: RouteRequest,
+        sticky: ReplicaEntry | None = None,
+        cached: int = 0,
+        continues: int | None = None,
+    ) -> Grant:
+        return await self._grant_client.grant(route_request, sticky, cached, continues)
 
     def end_session(self, entry: ReplicaEntry, session: int) -> None:
         self._grant_client.end_session(entry, session)
 
     def release(
         self,
-        entry: ReplicaEntry,
-        route_request: RouteRequest,
-        request: int,
+        grant: Grant,
         outcome: RequestOutcome = RequestOutcome.UNSENT,
         error: ReplicaError | None = None,
         cached: int = 0,
-    ) -> int:
-        return self._grant_client.release(entry, route_request, request, outcome, error, cached)
+    ) -> None:
+        self._grant_client.release(grant, outcome, error, cached)
 
     def observe_answer_length(self, tokens: int) -> None:
         self._grant_client.observe_answer_length(tokens)
@@ -274,7 +275,7 @@ class InferenceService:
         return cls(await start_worker(backend, "sampler", 0, SamplerProcess, init, seconds=START_SECONDS), codec)
 
     @property
-    def sampler(self) -> SamplerClient:
+    def sampler(self) -> Sampler:
         if self._client is None:
             self._client = SamplerClient(self._process)
         return self._client

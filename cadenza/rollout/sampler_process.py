@@ -23,8 +23,9 @@ from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, Replica, ReplicaStats
 from cadenza.rollout.failures import logger
-from cadenza.rollout.grants import GrantServer, ReplicaAddress, replica_addresses
-from cadenza.rollout.sampler import Sampler, SamplerConfig
+from cadenza.rollout.grants import GrantServer
+from cadenza.rollout.local_sampler import LocalSampler
+from cadenza.rollout.sampler import ReplicaAddress, SamplerConfig
 
 FORGET_SECONDS = 6 * POLL_SECONDS
 
@@ -46,7 +47,7 @@ class SamplerState(NamedTuple):
 class _ConnectedClient:
     """A scheduler that is connected to this sampler: its mailbox and its grant server."""
 
-    def __init__(self, sampler: Sampler) -> None:
+    def __init__(self, sampler: LocalSampler) -> None:
         self.mailbox = Mailbox(self._on_message)
         self.grant_server = GrantServer(sampler, self.mailbox.send)
         self.last_seen = 0.0
@@ -61,7 +62,7 @@ class SamplerProcess(Worker):
     def __init__(self, replicas: Sequence[WorkerHandle | Replica], config: SamplerConfig | None) -> None:
         self._endpoints = tuple(replicas)
         self._config = config
-        self._sampler: Sampler | None = None
+        self._sampler: LocalSampler | None = None
         self._start_lock = asyncio.Lock()
         self._clients: dict[str, _ConnectedClient] = {}
         self._forgotten: set[str] = set()
@@ -70,7 +71,7 @@ class SamplerProcess(Worker):
 
     async def about(self) -> list[ReplicaAddress]:
         """Where the replicas are."""
-        return replica_addresses(await self._get_sampler())
+        return (await self._get_sampler()).addresses
 
     async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Any]]:
         """See channel.py."""
@@ -119,7 +120,7 @@ class SamplerProcess(Worker):
         if self._sampler is not None:
             await self._sampler.close()
 
-    async def _get_sampler(self) -> Sampler:
+    async def _get_sampler(self) -> LocalSampler:
         async with self._start_lock:
             if self._sampler is None:
                 replicas = [
@@ -128,14 +129,14 @@ class SamplerProcess(Worker):
                     else endpoint
                     for endpoint in self._endpoints
                 ]
-                self._sampler = sampler = Sampler(replicas, self._config)
+                self._sampler = sampler = LocalSampler(replicas, self._config)
                 await sampler.refresh()
                 sampler.on_version.append(self._on_change)
                 sampler.on_lost.append(self._on_change)
                 self._watcher = asyncio.get_running_loop().create_task(self._watch_clients(), name="sampler clients")
             return self._sampler
 
-    def _get_client(self, client: str, sampler: Sampler) -> _ConnectedClient:
+    def _get_client(self, client: str, sampler: LocalSampler) -> _ConnectedClient:
         """A client calls."""
         if client in self._forgotten:
             raise InfrastructureError(f"the sampler gave '{client}' up: it was silent for {FORGET_SECONDS:g} s")
@@ -145,7 +146,7 @@ class SamplerProcess(Worker):
         known.last_seen = asyncio.get_running_loop().time()
         return known
 
-    def _state(self, sampler: Sampler) -> SamplerState:
+    def _state(self, sampler: LocalSampler) -> SamplerState:
         return SamplerState(
             next(self._state_numbers), sampler.version, sampler.is_open, sampler.suspended, sampler.opened_at,
             dict(sampler.lost), sampler.devices, sampler.counters(),

@@ -32,14 +32,13 @@ from cadenza.rollout.metrics import rollout_metrics
 from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import NoReplicas, Sampler
-from cadenza.rollout.sampler_client import SamplerClient
 
 
 class InferenceCluster(Protocol):
     """What the scheduler needs of the inference cluster."""
 
     @property
-    def sampler(self) -> Sampler | SamplerClient: ...
+    def sampler(self) -> Sampler: ...
 
     @property
     def codec(self) -> Codec: ...

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from cadenza.rollout.failures import logger
 from cadenza.rollout.router import ReplicaState
+from cadenza.rollout.sampler import Sampler
 
 DECAY = 0.8
 """What is left of the weight of a measurement when the next one is made."""
@@ -107,7 +108,7 @@ class ResizableScheduler(Protocol):
     """What is needed of the scheduler: its sampler can shrink and expand."""
 
     @property
-    def sampler(self) -> Any: ...
+    def sampler(self) -> Sampler: ...
 
     @property
     def queue(self) -> GroupBuffer: ...

@@ -32,6 +32,7 @@ from cadenza.cluster.weight_transfer import StoredWeights, WeightBroadcast, Weig
 from cadenza.inference.codec import TextCodec
 from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import PreparedWeights, TorchReplica
+from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 from cadenza.run.engines import EngineConfig, servers, torch_options, vllm_cluster
 from cadenza.run.workers import ActorWorker, InferenceWorker, ModelSpec
@@ -95,7 +96,7 @@ async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
             weights = await delivery.deliver()
             await asyncio.gather(*(replica.load_weights(0, weights) for replica in remote))
         logger.info("weights reach %d replicas %s", len(replicas), delivery.name)
-        sampler = Sampler(replicas, spec.sampler)
+        sampler = LocalSampler(replicas, spec.sampler)
         stack.push_async_callback(sampler.close)
         yield Inference(sampler, spec.codec, delivery, spec.devices.resources)
 

@@ -39,9 +39,10 @@ from cadenza import DataProto, GroupQueueManager, ResourceManager, RolloutSchedu
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import ErrorBudget, FilterLimit, SchedulerClosed, StalenessError
+from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
-from cadenza.rollout.sampler import Sampler, SamplerConfig
+from cadenza.rollout.sampler import SamplerConfig
 from cadenza.simulation.virtual_cluster.cost import CostModel
 
 NAN = float("nan")
@@ -121,7 +122,7 @@ def test_a_resource_manager_without_devices_is_refused(field: str) -> None:
 
 def test_a_sampler_without_replicas_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one replica"):
-        Sampler([])
+        LocalSampler([])
 
 
 @pytest.mark.parametrize(

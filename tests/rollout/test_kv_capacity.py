@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request
+from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.router import HOLD_SECONDS, MAX_FILL, ReplicaEntry, Router, RouteRequest
-from cadenza.rollout.sampler import Sampler
 from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
 from cadenza.simulation.virtual_cluster.cost import CostModel
 
@@ -177,17 +177,17 @@ def test_one_who_leaves_the_head_of_the_line_lets_the_next_one_look() -> None:
 
 def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
-        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        entry = await sampler.grant(RouteRequest(1, 1, 5_000, group_number=1))
+        entry = (await sampler.grant(RouteRequest(1, 1, 5_000, group_number=1))).entry
         oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, USABLE, group_number=0)))
         await asyncio.sleep(0.1)
         behind = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 10, group_number=2)))
         await asyncio.sleep(0.1)
         oldest.cancel()
         await asyncio.sleep(0.1)
-        assert behind.result() is entry
-        assert await sampler.grant(RouteRequest(3, 3, 10, group_number=3)) is entry
+        assert behind.result().entry is entry
+        assert (await sampler.grant(RouteRequest(3, 3, 10, group_number=3))).entry is entry
         assert asyncio.get_running_loop().time() < 1.0
         await sampler.close()
 
@@ -205,17 +205,17 @@ def test_the_first_in_line_looks_again_after_a_while() -> None:
 
 def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
-        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        entry = await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
+        grant = await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
         waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
         behind = asyncio.ensure_future(sampler.grant(RouteRequest(3, 3, 10, group_number=3)))
         await asyncio.sleep(2 * RETRY_SECONDS)
         assert not waiting.done()
         assert not behind.done()  # small as it is, it does not overtake
-        sampler.release(entry, RouteRequest(1, 1, USABLE, group_number=1), 0)
+        sampler.release(grant)
         await asyncio.wait([waiting, behind], timeout=1.0)
-        assert waiting.result() is behind.result() is entry
+        assert waiting.result().entry is behind.result().entry is grant.entry
         await sampler.close()
 
     simulate(main)
@@ -223,7 +223,9 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
 
 def test_a_replica_that_comes_back_is_seen_at_once() -> None:
     async def main() -> None:
-        sampler = Sampler([fake(name=f"r{number}", devices=(number,), kv_capacity=CAPACITY) for number in range(2)])
+        sampler = LocalSampler(
+            [fake(name=f"r{number}", devices=(number,), kv_capacity=CAPACITY) for number in range(2)]
+        )
         await sampler.resume()
         await sampler.shrink([1])
         await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
@@ -231,7 +233,7 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
         await asyncio.sleep(0.1)
         await sampler.expand([1], skip_load=True)
         await asyncio.wait([waiting], timeout=0.1)
-        assert waiting.result() is sampler.entries[1]
+        assert waiting.result().entry is sampler.entries[1]
         await sampler.close()
 
     simulate(main)
@@ -239,7 +241,7 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
 
 def test_closing_the_sampler_ends_the_wait_queue() -> None:
     async def main() -> None:
-        sampler = Sampler([fake(name="r0", kv_capacity=CAPACITY)])
+        sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
         await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
         waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
@@ -265,7 +267,7 @@ def prefilled(kv_capacity: int) -> tuple[int, dict[str, int]]:
             [replica], env=stepping(step), group_size=2, batch_size=8, tasks=4, slots=8, max_turns=10
         ) as scheduler:
             await got(scheduler, 8)
-            kept = sum(entry.cached_tokens for entry in scheduler.sampler._entries)
+            kept = sum(entry.cached_tokens for entry in scheduler.sampler.entries)
             return (await replica.stats()).prefilled, {**fates(scheduler), "kept": kept}
 
     return simulate(main)
@@ -285,7 +287,7 @@ def test_requests_alone_are_not_kept() -> None:
         async with playing(group_size=2, batch_size=4) as scheduler:
             for _ in range(3):
                 await got(scheduler, 4)
-        assert all(not entry.cached_contexts and not entry.cached_tokens for entry in scheduler.sampler._entries)
+        assert all(not entry.cached_contexts and not entry.cached_tokens for entry in scheduler.sampler.entries)
 
     simulate(main)
 

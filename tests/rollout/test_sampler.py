@@ -31,24 +31,25 @@ from builders import (
 
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Finish, Generation, PauseMode, ReplicaLost, Request, RequestRefused, Sampling
+from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, ReplicaEntry, Router, RouteRequest
-from cadenza.rollout.sampler import NoReplicas, Sampler, SamplerConfig
+from cadenza.rollout.sampler import NoReplicas, SamplerConfig
 from cadenza.simulation.virtual_cluster.cost import CostModel
 from cadenza.testing import FakeReplica
 
 SAMPLING = Sampling()
 
 
-async def ask(sampler: Sampler, *, group: int = 0, context: int = 10, limit: int = 10_000) -> Generation:
+async def ask(sampler: LocalSampler, *, group: int = 0, context: int = 10, limit: int = 10_000) -> Generation:
     """A client: one request, whatever comes back."""
     route_request = RouteRequest(group, group, context)
-    entry = await sampler.grant(route_request)
-    id = sampler.next_id()
-    request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, sampler.epoch)
+    grant = await sampler.grant(route_request)
+    entry, id = grant.entry, grant.request_id
+    request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, grant.epoch)
     try:
         return await entry.replica.generate(request)
     finally:
-        sampler.release(entry, route_request, id)
+        sampler.release(grant)
 
 
 def start(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
@@ -65,7 +66,7 @@ def versions_of(batch: Any) -> list[list[int]]:
 
 def test_abort_returns_the_partial_tokens_at_once() -> None:
     async def main() -> None:
-        sampler = Sampler(sim_replicas(1, 100))
+        sampler = LocalSampler(sim_replicas(1, 100))
         await sampler.resume()
         asking = start(ask(sampler))
         await asyncio.sleep(0.5)
@@ -80,7 +81,7 @@ def test_abort_returns_the_partial_tokens_at_once() -> None:
 def test_drain_lets_every_request_finish_and_grants_no_other() -> None:
     async def main() -> None:
         replicas = sim_replicas(2, 100)
-        sampler = Sampler(replicas)
+        sampler = LocalSampler(replicas)
         await sampler.resume()
         asking = [start(ask(sampler, group=group)) for group in range(4)]
         await asyncio.sleep(0.5)
@@ -101,7 +102,7 @@ def test_drain_lets_every_request_finish_and_grants_no_other() -> None:
 def test_drain_is_bounded_by_the_health_check_when_a_replica_hangs() -> None:
     async def main() -> None:
         hung, alive = sim_replicas(2, 100)
-        sampler = Sampler([hung, alive], SamplerConfig(heartbeat_seconds=1.0, max_strikes=3))
+        sampler = LocalSampler([hung, alive], SamplerConfig(heartbeat_seconds=1.0, max_strikes=3))
         await sampler.resume()
         asking = [start(ask(sampler, group=group)) for group in range(2)]
         await asyncio.sleep(0.5)
@@ -117,7 +118,7 @@ def test_drain_is_bounded_by_the_health_check_when_a_replica_hangs() -> None:
 def test_keep_freezes_every_request_in_place_and_resume_goes_on() -> None:
     async def main() -> None:
         [replica] = sim_replicas(1, 100)
-        sampler = Sampler([replica])
+        sampler = LocalSampler([replica])
         await sampler.resume()
         asking = start(ask(sampler))
         await asyncio.sleep(0.5)
@@ -210,7 +211,7 @@ def test_a_scheduler_that_is_shut_down_lets_go_of_the_gate() -> None:
 
 def test_closing_the_sampler_wakes_whoever_waits_at_the_gate() -> None:
     async def main() -> None:
-        sampler = Sampler([fake()])
+        sampler = LocalSampler([fake()])
         await sampler.suspend()
         asking = start(ask(sampler))
         await asyncio.sleep(1.0)
@@ -275,7 +276,7 @@ def test_a_rolling_update_whose_caller_gives_up_leaves_no_replica_paused() -> No
 
 def test_behind_a_closed_gate_all_replicas_load_at_once() -> None:
     async def main() -> None:
-        sampler = Sampler(sim_replicas(4, 100, load_seconds=3.0))
+        sampler = LocalSampler(sim_replicas(4, 100, load_seconds=3.0))
         await publish(sampler, 1)
         assert now() == pytest.approx(3.0)
         assert sampler.version == 1
@@ -344,7 +345,7 @@ def test_a_load_that_never_ends_costs_the_replica_and_the_cause_names_its_deadli
     async def main() -> None:
         slow, well = sim_replicas(2, 100)
         slow.load_seconds = 10_000.0
-        sampler = Sampler([slow, well], SamplerConfig(load_seconds=50.0))
+        sampler = LocalSampler([slow, well], SamplerConfig(load_seconds=50.0))
         await publish(sampler, 1)
         assert now() == pytest.approx(50.0, abs=1.1)
         assert sampler.devices == {0: "lost", 1: "active"}
@@ -359,7 +360,7 @@ def test_when_no_replica_takes_the_weights_the_error_names_each_with_its_cause()
         replicas = sim_replicas(2, 100)
         for replica in replicas:
             replica.fail_load(2)
-        sampler = Sampler(replicas)
+        sampler = LocalSampler(replicas)
         await sampler.suspend()
         with pytest.raises(NoReplicas, match=r"no replica took version 1: r0: .*; r1: "):
             await sampler.load_weights(1)
@@ -678,7 +679,7 @@ def test_a_shrink_does_not_open_a_closed_gate() -> None:
 def test_a_replica_that_hangs_is_given_up_after_so_many_looks() -> None:
     async def main() -> None:
         hung, alive = sim_replicas(2, 1000)
-        sampler = Sampler([hung, alive], SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
+        sampler = LocalSampler([hung, alive], SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
         lost: list[float] = []
         sampler.on_lost.append(lambda name, cause: lost.append(now()))
         await sampler.resume()
@@ -712,7 +713,7 @@ def test_a_replica_that_does_not_even_answer_is_given_up_after_so_many_looks() -
 
     async def main() -> None:
         replicas = [Mute(seconds=1e5, name="mute"), fake(name="well", devices=(1,))]
-        sampler = Sampler(replicas, SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
+        sampler = LocalSampler(replicas, SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
         await sampler.resume()
         asking = start(ask(sampler))
         await asyncio.wait([asking])
@@ -738,7 +739,7 @@ def test_a_slow_replica_that_moves_is_not_given_up() -> None:
 
 def test_an_idle_replica_is_not_given_up() -> None:
     async def main() -> None:
-        sampler = Sampler(sim_replicas(2, 100), SamplerConfig(heartbeat_seconds=1.0))
+        sampler = LocalSampler(sim_replicas(2, 100), SamplerConfig(heartbeat_seconds=1.0))
         await sampler.resume()
         await asyncio.sleep(100.0)
         assert sampler.devices == {0: "active", 1: "active"}
@@ -1002,7 +1003,7 @@ class LateAnswers(FakeReplica):
 
 def test_a_replica_that_is_late_for_a_look_or_two_is_not_given_up() -> None:
     async def main() -> None:
-        sampler = Sampler([LateAnswers(2)], SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
+        sampler = LocalSampler([LateAnswers(2)], SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
         await sampler.resume()
         answer, when = await timed(ask(sampler))
         assert (len(answer.tokens), when) == (1000, 60.0)
@@ -1014,7 +1015,7 @@ def test_a_replica_that_is_late_for_a_look_or_two_is_not_given_up() -> None:
 def test_a_replica_that_is_late_for_look_after_look_is_given_up() -> None:
     async def main() -> None:
         replicas = [LateAnswers(3), fake(name="well", devices=(1,))]
-        sampler = Sampler(replicas, SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
+        sampler = LocalSampler(replicas, SamplerConfig(heartbeat_seconds=2.0, max_strikes=3))
         lost: list[float] = []
         sampler.on_lost.append(lambda name, cause: lost.append(now()))
         await sampler.resume()

@@ -79,7 +79,7 @@ async def played(
         batch, when = await getting
         assert fates(scheduler) == {"trained": size}
         assert not scheduler.sampler._wait_queue
-        for entry in scheduler.sampler._entries:
+        for entry in scheduler.sampler.entries:
             assert (entry.inflight_tokens, entry.inflight, entry.cached_contexts, entry.cached_tokens) == (0, 0, {}, 0)
     for replica in pool:
         replica.check()
@@ -234,7 +234,7 @@ def test_one_who_is_stopped_between_two_slices_leaves_nothing_behind() -> None:
             await asyncio.sleep(SLICE * 0.01 + 0.1)
             assert (scheduler.metrics()["sampler/gave_way"], len(scheduler.sampler._wait_queue)) == (1, 1)
             getting.cancel()
-        [entry] = scheduler.sampler._entries
+        [entry] = scheduler.sampler.entries
         assert (entry.inflight_tokens, entry.cached_contexts, entry.cached_tokens) == (0, {}, 0)
 
     simulate(main)

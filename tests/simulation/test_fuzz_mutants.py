@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +15,10 @@ from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, Ledger
+from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate
-from cadenza.rollout.router import ReplicaEntry
-from cadenza.rollout.sampler import Sampler
+from cadenza.rollout.replica_health import HealthCheck
 from cadenza.simulation.fuzzing.fuzz import examine
 from cadenza.simulation.fuzzing.scenario import Scenario
 
@@ -150,10 +150,10 @@ def test_leases_that_never_expire_are_found(monkeypatch: Patch) -> None:
 
 
 def test_a_sampler_without_a_health_check_is_found(monkeypatch: Patch) -> None:
-    async def blind(self: Sampler) -> None:
+    async def blind(self: HealthCheck) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(Sampler, "_health_check_loop", blind)
+    monkeypatch.setattr(HealthCheck, "run", blind)
     hunt(5)
 
 
@@ -172,15 +172,15 @@ def test_a_slot_that_is_never_freed_is_found(monkeypatch: Patch) -> None:
 
 
 def test_a_suspension_that_does_not_wait_for_the_engines_is_found(monkeypatch: Patch) -> None:
-    async def hasty(self: Sampler, mode: PauseMode) -> None:
+    async def hasty(self: LocalSampler, mode: PauseMode) -> None:
         self._suspended = True
 
-    monkeypatch.setattr(Sampler, "_suspend", hasty)
+    monkeypatch.setattr(LocalSampler, "_suspend", hasty)
     hunt(6)
 
 
 def test_a_fence_that_is_not_raised_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Sampler, "epoch", property(lambda self: 0, lambda self, value: None), raising=False)
+    monkeypatch.setattr(LocalSampler, "epoch", property(lambda self: 0, lambda self, value: None), raising=False)
     assert "accepted request" in hunt(6)
 
 
@@ -197,8 +197,12 @@ def test_partial_tokens_that_are_thrown_away_are_found(monkeypatch: Patch) -> No
 def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> None:
     going_on = Model._continue
 
+    def is_moved(model: Model) -> bool:
+        balancer = getattr(model._shared.sampler, "balancer", None)  # none in an env worker's process
+        return balancer is not None and model._interrupted in balancer._targets
+
     async def wasteful(self: Model, chunks: Any, context: int, limit: int, answer: Generation) -> Generation:
-        while answer.finish is Finish.ABORT and self._moved_to is not None:
+        while answer.finish is Finish.ABORT and is_moved(self):
             answer = await self._generate_once(chunks, context, limit, 0)
         return await going_on(self, chunks, context, limit, answer)
 
@@ -207,16 +211,17 @@ def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> No
 
 
 def test_a_shrink_that_touches_other_replicas_is_found(monkeypatch: Patch) -> None:
-    put_to_sleep = Sampler._put_to_sleep
+    shrink = LocalSampler._shrink
 
-    async def clumsy(self: Sampler, entry: ReplicaEntry, epoch: int) -> None:
-        for other in self._active():
-            await other.replica.pause(epoch, PauseMode.ABORT)
+    async def clumsy(self: LocalSampler, devices: Sequence[int]) -> dict[str, Any]:
+        report = await shrink(self, devices)
+        for other in self._pool.active():
+            await other.replica.pause(self.epoch, PauseMode.ABORT)
             if not self._suspended:
                 await other.replica.resume()
-        await put_to_sleep(self, entry, epoch)
+        return report
 
-    monkeypatch.setattr(Sampler, "_put_to_sleep", clumsy)
+    monkeypatch.setattr(LocalSampler, "_shrink", clumsy)
     assert "unasked" in hunt(6)
 
 
