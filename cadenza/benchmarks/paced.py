@@ -35,11 +35,11 @@ class PacedWorker(ReplicaWorker):
     """An engine that takes its time from the cost model. It is made on the loop whose time that is."""
 
     def __init__(self, cost: CostModel, length: Callable[[Request], int], load_seconds: float) -> None:
-        """Nothing can be asked of it before `about`."""
+        """Nothing can be asked of it before `describe`."""
         self._replica_args = cost, length, load_seconds
 
     @dispatch("rank_zero")
-    async def about(self) -> tuple[str, tuple[int, ...], int]:
+    async def describe(self) -> tuple[str, tuple[int, ...], int]:
         cost, length, load_seconds = self._replica_args
         name, devices = f"paced-{self.place.data_rank}", self.place.devices
         super().__init__(SimReplica(name, cost, length, devices=devices, vocab=VOCAB, load_seconds=load_seconds))

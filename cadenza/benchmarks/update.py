@@ -8,6 +8,7 @@ as a share of the weights, and what the controller has.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from importlib import import_module
@@ -57,7 +58,7 @@ class WeightEndpoint:
         self._received = None
         before = _own_bytes()
         if isinstance(what, StoredWeights):
-            self._received = what.receive()
+            self._received = asyncio.run(what.fetch())
         elif isinstance(what, WeightBroadcast):
             self._received = what.receive(self._broadcast_groups)
         else:

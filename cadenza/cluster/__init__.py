@@ -1,4 +1,4 @@
-"""The single controller's hands: workers, clusters of them, and the devices they sit on."""
+"""How one controller drives many workers: clusters of workers, and the devices that they sit on."""
 
 from __future__ import annotations
 

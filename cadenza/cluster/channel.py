@@ -1,13 +1,18 @@
-"""Two processes that talk all the time, in few calls.
+"""The transport between two processes that talk all the time: ordered messages both ways, in few calls.
 
-Invariant: messages arrive once, in the order in which they were sent, or the channel is lost and both ends know. The
-end that calls sends what came up within `linger` in one call; the other end answers with its outbox, and while that is
-empty the call waits there. A newer call releases it, so that one call at a time waits.
+Every pair of processes of a run uses it: scheduler and env worker, scheduler and sampler, client and replica.
+
+Invariant: each message arrives once and in the order in which it was sent, or the channel is lost and each end is told.
+The end that calls (`Channel`) sends what came up within `linger` seconds in one call. The other end (`Mailbox`) answers
+with its outbox; while that is empty the call waits there. A newer call releases it, so that one call at a time waits.
 ```
 Channel.send --outbox, once per linger--> exchange() --> on_message
-on_message <----- all that is there <- waits for Mailbox.send, a newer call, or POLL_SECONDS
+on_message <-- outbox of the Mailbox <-- waits for Mailbox.send, a newer call, or POLL_SECONDS
 ```
 Calls may overtake each other on the way: they are numbered, and so are the answers.
+
+The calling end is lost when a call fails or takes too long; the called end when no call came for too long. Neither end
+comes back: a caller that starts again needs a new `Channel` and a new `Mailbox`.
 """
 
 from __future__ import annotations
@@ -17,10 +22,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cadenza.cluster.worker_group import BackgroundTasks
-from cadenza.errors import DeadlinePassed
+from cadenza.errors import DeadlinePassed, InfrastructureError
 
 POLL_SECONDS = 10.0
-"""After which a call comes back empty: no wait is endless."""
+"""After this time a waiting call comes back empty: no wait is endless."""
 LINGER_SECONDS = 0.002
 """What is sent within this time shares a call."""
 
@@ -55,41 +60,53 @@ class Channel:
         *,
         seconds: float = 60.0,
         linger: float = LINGER_SECONDS,
+        is_expecting: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`seconds` is how long the other end may be silent beyond POLL_SECONDS. `on_lost` is called once, with what
-        ended the channel; not after `close`."""
+        """`call` is `Mailbox.exchange` of the other end. `seconds` is how long the other end may be silent beyond
+        POLL_SECONDS. `on_lost` is called once, with what ended the channel; not after `close`. With a `linger` of 0
+        there is one call for each iteration of the event loop in which something was sent. While `is_expecting()` is
+        false the channel polls once in POLL_SECONDS only, so that the other end knows that this one lives."""
         self._call = call
         self._on_message = on_message
         self._on_lost = on_lost
         self._seconds = POLL_SECONDS + seconds
         self._linger = linger
+        self._is_expecting = is_expecting
         self._outbox: list[Any] = []
         self._number = 0
         self._calls = 0
         """Under way."""
         self._timer: asyncio.TimerHandle | None = None
+        """For the next call, if one is scheduled."""
         self._is_closed = False
         self._answers = Resequencer()
         self._tasks = BackgroundTasks()
 
     def open(self) -> None:
-        """Begin to listen."""
+        """Begin to listen. A channel that is not opened begins with the first message that is sent."""
         self._flush()
 
     def send(self, message: Any) -> None:
-        """Nothing is sent on a channel that is closed or lost: whoever closed it settles what was open."""
+        """Send a message with the next call. A channel that is closed or lost sends nothing: its owner settles what was
+        open."""
         if self._is_closed:
             return
         self._outbox.append(message)
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._linger, self._flush)
+        if len(self._outbox) == 1:
+            self._schedule(self._linger)
 
     def close(self) -> None:
+        """Send and receive nothing more. The other end notices the silence."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._tasks.cancel()
+
+    def _schedule(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._flush)
 
     def _flush(self) -> None:
         self._timer = None
@@ -105,7 +122,7 @@ class Channel:
         except TimeoutError:
             self._end(DeadlinePassed(f"no answer within {self._seconds:g} s"))
             return
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever ends a call ends the channel, and its owner is told
             self._end(error)
             return
         finally:
@@ -119,7 +136,7 @@ class Channel:
             self._end(error)
             return
         if not self._calls and self._timer is None and not self._is_closed:
-            self._timer = asyncio.get_running_loop().call_later(self._linger, self._flush)
+            self._schedule(self._linger if self._is_expecting() else POLL_SECONDS)
 
     def _end(self, error: Exception) -> None:
         if not self._is_closed:
@@ -130,29 +147,68 @@ class Channel:
 class Mailbox:
     """The end that is called, for one caller: it keeps outgoing messages until a call fetches them."""
 
-    def __init__(self, on_message: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        on_message: Callable[[Any], None],
+        on_lost: Callable[[], None] | None = None,
+        *,
+        seconds: float = 60.0,
+    ) -> None:
+        """`on_lost` is called once, when no call has come for `seconds` (more than POLL_SECONDS). After that every call
+        is refused, so that the caller is told too. Without `on_lost` a mailbox waits for its caller for ever."""
         self._on_message = on_message
+        self._on_lost = on_lost
+        self._seconds = seconds
         self._outbox: list[Any] = []
         self._number = 0
         self._incoming = Resequencer()
         self._waiter: asyncio.Future[None] | None = None
+        self._last_call = 0.0
+        self._is_lost = False
+        if on_lost is not None:
+            loop = asyncio.get_running_loop()
+            self._last_call = loop.time()
+            loop.call_later(seconds, self._check_silence)
 
     def send(self, message: Any) -> None:
-        self._outbox.append(message)
-        self._release_waiter()
+        """Keep a message for the next answer. A mailbox that is lost keeps nothing."""
+        if not self._is_lost:
+            self._outbox.append(message)
+            self._release_waiter()
 
     async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[int, list[Any]]:
         """Take what was sent, and return the outbox; while that is empty, wait for a message."""
+        self._refuse_if_lost()
+        loop = asyncio.get_running_loop()
+        self._last_call = loop.time()
         self._release_waiter()
         for message in self._incoming.accept(number, messages):
             self._on_message(message)
         if not self._outbox:
-            self._waiter = waiter = asyncio.get_running_loop().create_future()
+            self._waiter = waiter = loop.create_future()
             await asyncio.wait([waiter], timeout=POLL_SECONDS)
+            self._refuse_if_lost()
         outgoing, self._outbox = self._outbox, []
         number, self._number = self._number, self._number + 1
         return number, outgoing
 
+    def _refuse_if_lost(self) -> None:
+        if self._is_lost:
+            raise InfrastructureError(f"the other end gave this one up: it was silent for {self._seconds:g} s")
+
     def _release_waiter(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _check_silence(self) -> None:
+        """One timer for all calls: where calls came meanwhile it is set again for the rest of the time."""
+        loop = asyncio.get_running_loop()
+        left = self._last_call + self._seconds - loop.time()
+        if left > 0:
+            loop.call_later(left, self._check_silence)
+            return
+        assert self._on_lost is not None
+        self._is_lost = True
+        self._outbox.clear()
+        self._release_waiter()
+        self._on_lost()

@@ -1,11 +1,7 @@
-"""The workers of one role, as the controller speaks to them.
-
-    actor = Cluster("actor", ActorWorker, map["actor"], model=config.model)
-    async with actor:
-        metrics = await actor.train(batch)
+"""The workers of one role, as the controller calls them.
 
 The methods that the worker class marks with `dispatch` are async methods of the cluster; the mark says how their data
-travels. Whatever is wrong with a call is said before anything is sent.
+travels. The cluster refuses a wrong call before it sends anything.
 """
 
 from __future__ import annotations
@@ -31,11 +27,33 @@ BACKENDS = {
     "embedded": ("cadenza.cluster.embedded", "EmbeddedWorkerGroup"),
     "ray": ("cadenza.cluster.ray_worker_group", "RayWorkerGroup"),
 }
-"""By name: module and class. They are loaded when they are used, so that nobody imports Ray by the way."""
+"""Module and class by name. A module is imported when it is used, so that Ray is imported only where it is needed."""
 
 
 class Cluster(Generic[W]):
-    """Workers of one role."""
+    """The workers of one role, each in its place, behind one object.
+
+    A call runs on the ranks that its mark names, in parallel, and returns when all have answered or one has failed::
+
+        class Scorer(Worker):
+            def __init__(self, scale: float) -> None:
+                self.scale = scale
+
+            @dispatch("split")  # each rank gets its share of the rows
+            def score(self, batch: DataProto) -> DataProto:
+                return DataProto({"score": batch.batch.numpy("x") * self.scale})
+
+            @dispatch("broadcast", gather=max)
+            def steps(self) -> int: ...
+
+        devices = ResourceManager(4).place({"scorer": "0-3"})
+        async with Cluster("scorer", Scorer, devices["scorer"], scale=2.0) as scorer:
+            scores = await scorer.score(batch)  # the rows in their order, computed by four workers
+            await scorer.steps()  # the largest of four answers
+
+    With `ResourceManager.on_ray()` the workers are Ray actors; nothing else changes. An error that a worker raises is
+    raised here, with a note that says which worker it was. A cluster that was shut down does not start again.
+    """
 
     def __init__(
         self,
@@ -48,8 +66,9 @@ class Cluster(Generic[W]):
         call_seconds: float = 3600.0,
         **init: Any,
     ) -> None:
-        """`init` is what each worker is made with. `backend` is 'embedded', 'ray' or a function that makes a
-        `WorkerGroup`; None is that of the devices. Nothing runs before `start`."""
+        """`init` are the arguments of the worker class. `backend` is 'embedded', 'ray' or a function that makes a
+        `WorkerGroup`; None takes the backend of the devices. `start_seconds` and `call_seconds` bound the start and
+        every call. Nothing runs before `start`."""
         if placement.role != role:
             raise ValueError(f"cluster '{role}' is given the devices of the role '{placement.role}'")
         for name, seconds in (("start_seconds", start_seconds), ("call_seconds", call_seconds)):
@@ -73,7 +92,7 @@ class Cluster(Generic[W]):
 
     @property
     def places(self) -> Sequence[Place]:
-        """Of all workers, by rank."""
+        """The places of all workers, by rank."""
         return self.placement.places
 
     @property
@@ -92,7 +111,7 @@ class Cluster(Generic[W]):
         return self._worker_group.worker_handles()
 
     async def start(self) -> Self:
-        """Make the workers; all of them, or none is left."""
+        """Start all workers. If one fails, all of them are ended and its error is raised."""
         if self._worker_group is not None or self._ended:
             raise RuntimeError(f"cluster '{self.role}' was started before: make a new one")
         group = self._backend(self._launch)
@@ -102,14 +121,14 @@ class Cluster(Generic[W]):
             self._ended = True
             try:
                 await group.close()
-            except Exception as consequence:  # noqa: BLE001 - the first error is the one to tell
+            except Exception as consequence:  # noqa: BLE001 - the first error is the one to raise
                 error.add_note(f"closing what was started failed too: {consequence}")
             raise
         self._worker_group = group
         return self
 
     async def shutdown(self) -> None:
-        """End the workers. May be called twice."""
+        """End the workers. A second call does nothing."""
         group, self._worker_group, self._ended = self._worker_group, None, True
         if group is not None:
             await group.close()
@@ -194,7 +213,7 @@ def _dispatch_methods(worker_class: type[Worker]) -> dict[str, DispatchSpec]:
 
 
 def _signature(method: Callable[..., Any]) -> inspect.Signature:
-    """As the controller calls it: without `self`."""
+    """The signature for the controller: without `self`."""
     whole = inspect.signature(method)
     return whole.replace(parameters=list(whole.parameters.values())[1:])
 

@@ -1,11 +1,9 @@
 """How the data of a call travels to the workers and back.
 
-    mode         who is called                      with what                     what comes back
-    broadcast    every rank                         the same                      a list, by rank
-    split        every rank                         its replica's share of rows   the rows, or a list by replica
-    firsts       the first rank of each replica     the same                      a list, by replica
-    rank_zero    rank 0                             the same                      its answer
-    one_to_one   every rank                         its item of each list         a list, by rank
+    mode         ranks that are called   what each gets                  what the caller gets back
+    broadcast    all                     the same arguments              a list, by rank
+    split        all                     its replica's share of rows     the rows, or a list by replica
+    rank_zero    rank 0                  the arguments                   its answer
 
 Rows are cut into one chunk for each data-parallel rank; the tensor-parallel ranks of a replica get the same chunk, and
 only the first of them answers.
@@ -13,7 +11,7 @@ only the first of them answers.
 Invariant of split: all chunks have the same number of rows, so that ranks which compute together stay in step, and
 every chunk has rows of its own as long as there are any. Where the rows do not divide evenly, a chunk ends with one row
 too many. It is a copy, and the column `is_padding`, which every chunk has, marks it: a loss must not count it (training
-does not), and whatever a worker answers for it is dropped. So no row ever comes back, or is counted, twice.
+does not), and what a worker answers for it is dropped. So no row ever comes back, or is counted, twice.
 """
 
 from __future__ import annotations
@@ -35,13 +33,11 @@ _SPEC_ATTRIBUTE = "__cadenza_dispatch__"
 
 
 class DispatchMode(StrEnum):
-    """Who is called with what; see the table at the head of this module."""
+    """Which ranks are called, and with what; see the table at the head of this module."""
 
     BROADCAST = "broadcast"
     SPLIT = "split"
-    FIRSTS = "firsts"
     RANK_ZERO = "rank_zero"
-    ONE_TO_ONE = "one_to_one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +64,15 @@ def dispatch(mode: str, *, gather: Gather | None = None) -> Callable[[Method], M
 
 
 def dispatch_spec_of(method: object) -> DispatchSpec | None:
-    """What `dispatch` said about a method, if anything."""
+    """The spec that `dispatch` gave a method, or None."""
     found = getattr(method, _SPEC_ATTRIBUTE, None)
     return found if isinstance(found, DispatchSpec) else None
 
 
 @dataclass(frozen=True, slots=True)
 class RankCall:
-    """The call of a worker method at one rank. What several ranks get alike is the same object, so that it is sent
-    once."""
+    """The call of a worker method at one rank. An argument that several ranks get is the same object in their calls, so
+    that a backend sends it once."""
 
     rank: int
     args: tuple[Any, ...]
@@ -98,17 +94,8 @@ class DispatchCall:
         match spec.mode:
             case DispatchMode.BROADCAST:
                 self.calls = [RankCall(place.rank, args, kwargs) for place in places]
-            case DispatchMode.FIRSTS:
-                self.calls = [RankCall(place.rank, args, kwargs) for place in places if place.tensor_rank == 0]
             case DispatchMode.RANK_ZERO:
                 self.calls = [RankCall(0, args, kwargs)]
-            case DispatchMode.ONE_TO_ONE:
-                self.calls = [
-                    RankCall(rank, tuple(values), dict(zip(kwargs, named, strict=True)))
-                    for rank, (values, named) in enumerate(
-                        zip(self._lists(args), self._lists(kwargs.values()), strict=True)
-                    )
-                ]
             case DispatchMode.SPLIT:
                 shares = self._shares([*args, *kwargs.values()])
                 self.calls = [
@@ -132,20 +119,9 @@ class DispatchCall:
                 return DataProto.concat(values) if len(values) > 1 else values[0]
         return values if self._spec.gather is None else self._spec.gather(values)
 
-    def _lists(self, values: Any) -> list[list[Any]]:
-        """By rank."""
-        ranks = len(self._places)
-        for value in values:
-            if not isinstance(value, list | tuple) or len(value) != ranks:
-                got = f"{len(value)} items" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-                raise TypeError(
-                    f"a one_to_one argument is a list with an item for each of the {ranks} ranks, got {got}"
-                )
-        return [[value[rank] for value in values] for rank in range(ranks)]
-
     def _shares(self, values: list[Any]) -> list[list[Any]]:
-        """By data-parallel rank. A DataProto without columns is about all rows, and goes to everyone like any other
-        value."""
+        """The arguments of each data-parallel rank. A DataProto without columns is about all rows, and every rank gets
+        it, like any other value."""
         chunks = self._places[0].data_ranks
         tables = [value for value in values if isinstance(value, DataProto) and value.columns]
         if not tables:
@@ -163,7 +139,7 @@ class DispatchCall:
         return [[cut[id(value)][chunk] if id(value) in cut else value for value in values] for chunk in range(chunks)]
 
     def _without_padding(self, number: int, answer: DataProto) -> DataProto:
-        """An answer without what stands for padding."""
+        """An answer without its rows for padding."""
         real, size = self._rows[number], max(self._rows)
         if len(answer) != size:
             raise ValueError(
@@ -179,7 +155,7 @@ class DispatchCall:
 
 
 def split_rows(table: DataProto, counts: Sequence[int]) -> list[DataProto]:
-    """Chunks with so many rows each, all as long as the longest: a shorter one ends with a copy that is marked."""
+    """Chunks with `counts` rows each, made as long as the longest: a shorter one ends with a copy that is marked."""
     if IS_PADDING in table.columns:
         raise ValueError(f"the batch has a column {IS_PADDING!r} already: unpad it before it is split")
     size = max(counts)

@@ -1,4 +1,4 @@
-"""Workers in the controller's own process."""
+"""The backend 'embedded': workers in the controller's own process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOSE_SECONDS = 30.0
 
 
 class EmbeddedWorkerGroup:
-    """The workers of one cluster, side by side in one process."""
+    """The workers of one cluster, all in this process."""
 
     def __init__(self, launch: WorkerLaunch) -> None:
         self._launch = launch
@@ -35,7 +35,7 @@ class EmbeddedWorkerGroup:
         return [LocalWorkerHandle(str(host.place), host) for host in self._hosts]
 
     async def check_alive(self) -> None:
-        """Nothing carries the workers that could be gone."""
+        """The workers live as long as this process."""
 
     async def close(self) -> None:
         closed = [self._tasks.begin(host.close()) for host in self._hosts]
@@ -44,7 +44,7 @@ class EmbeddedWorkerGroup:
         )
 
     async def _call(self, method: str, call: RankCall) -> Any:
-        """What a worker does to the columns of its batch is not seen elsewhere, as little as in another process."""
+        """Each worker gets copies of its batches, so that changes of columns stay in the worker, as on Ray."""
         args = [_shallow_copy(value) for value in call.args]
         return await self._hosts[call.rank].call(
             method, args, {k: _shallow_copy(value) for k, value in call.kwargs.items()}

@@ -1,8 +1,8 @@
 """Device mapping: which worker of which role sits on which devices.
 
 Invariant: a `DeviceMap` that exists can be run. Every device that a role names exists and is named once by it, every
-role is a whole number of replicas, and no replica lies on two nodes. What cannot be run is refused when the map is
-made, with all that is wrong and the map itself.
+role is a whole number of replicas, and no replica lies on two nodes. A mapping that cannot be run is refused when the
+map is made; the error lists all problems and shows the map.
 ```
 role   = replicas, one for each data-parallel rank
 replica = `tensor_parallel` workers, on one node; they get the same rows
@@ -25,7 +25,7 @@ from cadenza.config import Config
 
 AUTO = "auto"
 MAX_RANGE = 1 << 16
-"""Devices that one range may name: more is a slip of the pen."""
+"""Devices that one range may name: more is a typing error."""
 
 
 class PlacementError(ValueError):
@@ -33,14 +33,14 @@ class PlacementError(ValueError):
 
 
 class DeviceSharing(StrEnum):
-    """What two roles have to do with each other."""
+    """How two roles share devices."""
 
     COLOCATED = "colocated"
-    """The same devices: they use them alternately."""
+    """The same devices: the roles use them alternately."""
     PARTIAL = "partial"
-    """Some devices are those of both."""
+    """Some devices belong to both roles."""
     DISAGGREGATED = "disaggregated"
-    """No device is shared: they run side by side."""
+    """No device is shared: the roles run side by side."""
 
 
 class RoleConfig(Config):
@@ -49,9 +49,9 @@ class RoleConfig(Config):
     devices: str | tuple[int, ...]
     """A list, a range such as '0-7' or '0-3,8-11', or 'auto'. Ranks follow the order in which devices are named."""
     devices_per_worker: int = Field(default=1, gt=0)
-    """Devices that one process drives."""
+    """Devices of one worker process."""
     tensor_parallel: int = Field(default=1, gt=0)
-    """Workers, each with its process, that hold one replica together."""
+    """Workers, each in a process of its own, that hold one replica together."""
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -63,7 +63,7 @@ class RoleConfig(Config):
     @property
     def device_numbers(self) -> tuple[int, ...]:
         if isinstance(self.devices, str):
-            raise PlacementError("devices 'auto' have no numbers before something chooses them")
+            raise PlacementError("devices 'auto' have no numbers before `cadenza plan` chooses them")
         return self.devices
 
     @property
@@ -73,16 +73,16 @@ class RoleConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine and its devices, which are numbered through over all nodes."""
+    """A machine and its devices. Devices are numbered from 0 over all nodes of a run."""
 
     name: str
     devices: range
     id: str = ""
-    """What Ray calls it; empty where devices are just numbers."""
+    """The id of the node in Ray; empty where devices are just numbers."""
 
 
 class DeviceSource(Protocol):
-    """What has nodes with devices: a `ResourceManager`."""
+    """The nodes and devices of a run: a `ResourceManager`."""
 
     @property
     def nodes(self) -> Sequence[Node]: ...
@@ -94,7 +94,7 @@ class DeviceSource(Protocol):
     def backend(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where one worker sits, and which rank of its role it is."""
 
@@ -105,11 +105,11 @@ class Place:
     data_rank: int
     data_ranks: int
     tensor_rank: int
-    """Its number inside the replica; the first one answers for it."""
+    """The worker's number inside its replica; number 0 answers for the replica."""
     tensor_ranks: int
     node: str
     devices: tuple[int, ...]
-    """Their numbers in the map. A process of its own sees only these, from 0 on."""
+    """Device numbers in the map. On Ray the process of the worker sees only these devices, numbered from 0."""
 
     def __str__(self) -> str:
         detail = f" (data {self.data_rank}, tensor {self.tensor_rank})" if self.tensor_ranks > 1 else ""
@@ -133,7 +133,7 @@ class Placement:
         return tuple(device for place in self.places for device in place.devices)
 
     def replicas(self) -> list[Placement]:
-        """The replicas of the role, each for a cluster of its own: one that dies leaves the others alone."""
+        """One placement for each replica of the role, to make a cluster of: a replica that dies then costs itself."""
         size = self.places[0].tensor_ranks
         return [
             Placement(
@@ -175,14 +175,15 @@ class DeviceMap:
         return [role for role, config in self.roles.items() if device in config.device_numbers]
 
     def sharing(self, one: str, other: str) -> DeviceSharing:
-        """What two roles have to do with each other."""
+        """How two roles share devices."""
         mine, theirs = set(self.roles[one].device_numbers), set(self.roles[other].device_numbers)
         if mine == theirs:
             return DeviceSharing.COLOCATED
         return DeviceSharing.PARTIAL if mine & theirs else DeviceSharing.DISAGGREGATED
 
     def describe(self) -> str:
-        """Nodes x devices x roles, in each cell the rank of the worker; then each pair of roles."""
+        """A table of nodes, devices and roles with the rank of the worker in each cell, then how each pair of roles
+        shares devices."""
         lines = [self._table()]
         for one, other in combinations(self.roles, 2):
             sharing = self.sharing(one, other)

@@ -1,14 +1,14 @@
-"""The devices of a Ray cluster, set aside as placement groups.
+"""The devices of a Ray cluster, reserved as placement groups.
 
 One group for each node that a map uses, with one bundle for each device on it. A bundle belongs to all roles on its
-device: each gets an equal share, so that Ray keeps the books of colocated roles and never lends more than there is.
+device. Each role gets an equal share of it, so that Ray accounts for colocated roles and never hands out too much.
 ```
 node ---- placement group (STRICT_PACK, bound to the node)
 device -- bundle {GPU: 1} -- shares of 1/k for k roles
 worker -- actor in the bundle of its first device
 ```
-Invariant: one map at a time. Its devices are set aside when the first cluster starts, and given back by `shutdown`. A
-connection to Ray that was made here, and a Ray that was started for it, end there too.
+Invariant: one map at a time. Its devices are reserved when the first cluster starts, and freed by `shutdown`, which
+also ends the connection to Ray if `connect` made it, and a Ray that `connect` started.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ except ImportError as error:
 
 HEAD_CHECK_SECONDS = 3.0
 HEAD_CHECKS = 3
-"""Checks in a row without an answer after which the head counts as gone."""
+"""After so many checks in a row without an answer the head counts as gone."""
 SHUTDOWN_SECONDS = 30.0
 SLACK_SECONDS = 30.0
 """Ray may overrun the deadlines that it is given."""
@@ -48,18 +48,18 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS
 
 @dataclass(frozen=True, slots=True)
 class ReservedDevice:
-    """A device that is set aside: a bundle of a Ray placement group."""
+    """A reserved device: a bundle of a Ray placement group."""
 
     group: Any
-    """Its placement group."""
+    """The placement group of the bundle."""
     index: int
     share: float
-    """What each of the roles on it gets."""
+    """The share of each role on this device."""
     accelerator_id: str
-    """Which one of its node it is, where a worker needs to be told."""
+    """The id of the accelerator on its node, where a worker must be told; else empty."""
 
     def options(self, kind: str) -> dict[str, Any]:
-        """For an actor or task that runs there."""
+        """Ray options for an actor or task on this device."""
         strategy = scheduling.PlacementGroupSchedulingStrategy(self.group, self.index)
         share = {"num_cpus": 0, "num_gpus": self.share} if kind == "GPU" else {"num_cpus": self.share}
         return {"scheduling_strategy": strategy, **share}
@@ -71,12 +71,12 @@ class RayResources(ResourceManager):
     backend: ClassVar[str] = "ray"
 
     def __init__(self, nodes: Sequence[Node], kind: str, address: str, *, owns_connection: bool = False) -> None:
-        """`owns_connection`: the connection to Ray was made for these resources, and ends with them."""
+        """With `owns_connection`, `shutdown` ends the connection to Ray."""
         self.nodes = tuple(nodes)
         self.kind = kind
         """'GPU', or 'CPU' where no node has GPUs."""
         self.address = address
-        """Of the head."""
+        """The address of the head."""
         self._owns_connection = owns_connection
         self._map: DeviceMap | None = None
         self._bundles: dict[int, ReservedDevice] = {}
@@ -84,11 +84,11 @@ class RayResources(ResourceManager):
         self._lock = asyncio.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process knows the devices, and has set none of them aside."""
+        """A copy in another process knows the devices, and has reserved none of them."""
         return RayResources, (self.nodes, self.kind, self.address)
 
     async def reserve(self, map: DeviceMap, seconds: float) -> Mapping[int, ReservedDevice]:
-        """The devices of a map, set aside; the same again for whoever comes later."""
+        """Reserves the devices of a map, and returns them. Further calls with the same map return the same."""
         async with self._lock:
             if self._map is not None and self._map is not map:
                 raise PlacementError(
@@ -120,7 +120,7 @@ class RayResources(ResourceManager):
         raise HeadLost(f"the Ray head at {self.address} does not answer: is the machine, or its 'ray start', gone?")
 
     async def shutdown(self) -> None:
-        """Give the devices back, and the connection to Ray if it was made for them."""
+        """Free the devices, and end the connection to Ray if these resources own it."""
         async with self._lock:
             try:
                 await self._remove_placement_groups()
@@ -135,7 +135,7 @@ class RayResources(ResourceManager):
             try:
                 await self.check_head()
             except HeadLost:
-                return  # and with it all that was set aside
+                return  # the reservations are gone with it
             await with_deadline(SHUTDOWN_SECONDS, as_async(_remove_all)(groups), "shutdown seconds")
 
     def _create_placement_groups(self, map: DeviceMap, seconds: float) -> dict[int, ReservedDevice]:
@@ -193,12 +193,12 @@ def connect(address: str | None) -> RayResources:
 
 
 def _declared_resources(owns_connection: bool) -> RayResources:
-    """What the cluster declares that this process is connected to."""
+    """The devices of the cluster that this process is connected to."""
     context = ray.get_runtime_context()
     alive = [node for node in ray.nodes() if node["Alive"]]
     kind = "GPU" if any(node["Resources"].get("GPU", 0) >= 1 for node in alive) else "CPU"
     counts = {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in alive}
-    # The head first; then by address, so that a cluster that is started again numbers its devices alike.
+    # The head first, then by address, so that a restarted cluster numbers its devices in the same order.
     alive.sort(key=lambda n: ("node:__internal_head__" not in n["Resources"], n["NodeManagerAddress"], n["NodeID"]))
     addresses = Counter(node["NodeManagerAddress"] for node in alive)
     nodes: list[Node] = []
@@ -215,7 +215,7 @@ def _declared_resources(owns_connection: bool) -> RayResources:
 
 
 def _check_ray_address(address: str | None) -> None:
-    """Raise if nobody at an address speaks HTTP/2: Ray itself would try for minutes, and then end the process."""
+    """Raise if no HTTP/2 server answers at an address: Ray itself would try for minutes, and then end the process."""
     host, separator, port = (address or "").rpartition(":")
     if "://" in host:
         raise HeadLost(f"{address} is an address of Ray Client: run the controller on a node of the cluster instead")
@@ -232,7 +232,7 @@ def _check_ray_address(address: str | None) -> None:
 
 
 def _accelerator_id_of(bundle: ReservedDevice, seconds: float) -> str:
-    """Which accelerator a bundle is. Asked one after the other, so that one process of the node answers for all."""
+    """The id of a bundle's accelerator. Bundles are asked one after the other, so that one process answers for all."""
 
     def accelerator_id() -> str:
         return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])

@@ -1,7 +1,8 @@
-"""Workers as Ray actors, each in the bundle of its device.
+"""The backend 'ray': workers as Ray actors, each in the bundle of its device.
 
-What several ranks get is put into the object store once and travels by reference: Ray fetches it once for each node,
-and all processes of the node read the same memory. Arrays arrive as read-only views of it; tensors travel as arrays.
+An argument of several ranks is put into the object store once and travels by reference: Ray fetches it once for each
+node, and all processes of the node read the same memory. Arrays arrive as read-only views of it; tensors travel as
+arrays.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from cadenza.off_loop import as_async, with_deadline
 ray: Any = import_module("ray")
 
 CLOSE_SECONDS = 10.0
-"""For workers to close in good order; those that may wait for a dead one get GRACE_SECONDS."""
+"""For workers to close; those that may wait for a dead rank get GRACE_SECONDS."""
 BY_VALUE_TYPES = (type(None), bool, int, float, str, bytes)
-"""Too small to be worth a reference."""
+"""Arguments of these types are sent by value: they are too small for a reference."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedError:
-    """What a worker raised. It is an answer, so that Ray does not dress it up."""
+    """An error that a worker raised. It travels as an answer, so that Ray does not wrap it."""
 
     error: Exception
     trace: str
-    """Its traceback, which does not travel with it."""
+    """The traceback as text, because an exception loses it on the way."""
 
     @classmethod
     def of(cls, error: Exception) -> CapturedError:
@@ -55,17 +56,17 @@ class CapturedError:
 
 
 class RayWorkerHost:
-    """The actor around a worker."""
+    """The Ray actor around a worker."""
 
     def __init__(self, place: Place, visible: str, path: Sequence[str]) -> None:
-        """`path` is where the controller finds modules, which are those of the worker class too."""
+        """`path` is where the controller finds modules: the worker class may be in one of them."""
         if visible:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
         sys.path += [entry for entry in path if entry not in sys.path and os.path.isdir(entry)]
         self._worker_host = WorkerHost(place)
 
     async def handshake(self) -> tuple[str, dict[str, str]]:
-        """The node that it is on, and what runs there."""
+        """The id of the actor's node, and its versions of packages."""
         return ray.get_runtime_context().get_node_id(), versions()
 
     async def open(self, worker_class: type[Worker], init: Mapping[str, Any]) -> CapturedError | None:
@@ -76,7 +77,8 @@ class RayWorkerHost:
         return None
 
     async def call(self, method: str, wants_answer: bool, names: Sequence[str], *values: Any) -> Any:
-        """`names` are those of the last values. Each is an argument of its own, so that Ray resolves references."""
+        """`names` are the keywords of the last values. Each value is an argument of its own, so that Ray resolves
+        references."""
         split = len(values) - len(names)
         try:
             answer = await self._worker_host.call(method, values[:split], dict(zip(names, values[split:], strict=True)))
@@ -86,17 +88,17 @@ class RayWorkerHost:
         return answer if wants_answer else None
 
     async def call_small(self, method: str, values: Any) -> Any:
-        """For a method that is called all the time with small things; see `fast_pickle`."""
+        """`call` for frequent calls with small arguments and results; see `fast_pickle`."""
         try:
             return fast_pickle(await self._worker_host.call(method, fast_unpickle(values), {}))
-        except Exception as error:  # noqa: BLE001 - whoever called raises it
+        except Exception as error:  # noqa: BLE001 - the caller raises it
             return CapturedError.of(error)
 
     async def call_with_bulk(self, method: str, values: Any) -> tuple[Any, Any]:
-        """The same for a method that returns two things: they become two objects."""
+        """`call_small` for a method that returns a pair, whose items become two Ray objects."""
         try:
             first, bulk = await self._worker_host.call(method, fast_unpickle(values), {})
-        except Exception as error:  # noqa: BLE001 - whoever called raises it
+        except Exception as error:  # noqa: BLE001 - the caller raises it
             return CapturedError.of(error), None
         return fast_pickle(first), bulk
 
@@ -108,7 +110,7 @@ class RayWorkerGroup:
     """The workers of one cluster, each in a process of its own."""
 
     def __init__(self, launch: WorkerLaunch, *, runtime_env: Mapping[str, Any] | None = None) -> None:
-        """`runtime_env` is Ray's: variables, or an interpreter of their own for the workers."""
+        """`runtime_env` is that of Ray: environment variables, or an interpreter of their own for the workers."""
         resources = launch.placement.map.resources
         if not isinstance(resources, RayResources):
             raise TypeError("backend 'ray' needs devices of a Ray cluster: take them from ResourceManager.on_ray()")
@@ -119,7 +121,7 @@ class RayWorkerGroup:
         self._tasks = BackgroundTasks()
         self._submit_lock = asyncio.Lock()
         self._has_lost_worker = False
-        """One of several is gone."""
+        """One of several workers is gone: the others may wait for it."""
 
     async def open(self) -> None:
         launch, loop = self._launch, asyncio.get_running_loop()
@@ -148,12 +150,12 @@ class RayWorkerGroup:
 
     async def submit(self, method: str, calls: Sequence[RankCall]) -> list[asyncio.Task[Any]]:
         ray_tensors.register()
-        async with self._submit_lock:  # so that calls arrive in the order in which they were made
+        async with self._submit_lock:  # calls arrive in the order in which they were made
             refs = await as_async(self._submit_to_actors)(method, calls)
         return [self._tasks.begin(self._answer(ref)) for ref in refs]
 
     def worker_handles(self) -> list[Any]:
-        """Addresses of the workers, by rank."""
+        """A handle for each worker, by rank."""
         handle = import_module("cadenza.cluster.ray_worker_handle").RayWorkerHandle
         places = self._launch.places
         return [handle(str(place), actor) for place, actor in zip(places, self._actors, strict=True)]
@@ -170,7 +172,7 @@ class RayWorkerGroup:
         try:
             await self.check_alive()
         except HeadLost:
-            return  # nobody is left who could end them; they end with the job
+            return  # without the head they cannot be ended from here; they end with the job
         closed = [self._tasks.begin(answer_of(actor.close.remote())) for actor in actors]
         await asyncio.wait(closed, timeout=GRACE_SECONDS if self._has_lost_worker else CLOSE_SECONDS)
         await with_deadline(CLOSE_SECONDS, as_async(_kill_all)(actors), "close seconds")
@@ -193,7 +195,7 @@ class RayWorkerGroup:
             raise
 
     def _submit_to_actors(self, method: str, calls: Sequence[RankCall]) -> list[Any]:
-        """What more than one rank gets is put once; what only one gets, Ray puts itself if it is big."""
+        """An argument of several ranks is put once; Ray itself puts a big argument of one rank."""
         times: dict[int, int] = {}
         for call in calls:
             for value in (*call.args, *call.kwargs.values()):
@@ -219,8 +221,8 @@ class RayWorkerGroup:
 
 
 def fast_pickle(value: Any) -> Any:
-    """Bytes, where plain pickling does. Ray's own asks a Python function about every single object; that is only needed
-    for what cannot be imported at the other end."""
+    """Bytes where plain pickling is enough, else the value itself, which Ray pickles. Ray's pickling calls a Python
+    function for every object; only objects that cannot be imported at the other end need that."""
     try:
         data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception:  # noqa: BLE001 - pickling runs the value's own code; Ray's pickling may still do
@@ -233,14 +235,14 @@ def fast_unpickle(value: Any) -> Any:
 
 
 def module_path() -> list[str]:
-    """Where this process finds modules that are not installed: the interpreter of a worker has its own packages."""
+    """The entries of `sys.path` outside of the installation: the interpreter of a worker has its own packages."""
     installed = (Path(sys.prefix), Path(sys.base_prefix))
     entries = [os.path.abspath(entry) for entry in sys.path]
     return [entry for entry in entries if not any(Path(entry).is_relative_to(place) for place in installed)]
 
 
 def versions() -> dict[str, str]:
-    """Of whatever has to agree between two processes that exchange objects."""
+    """The versions that must agree between two processes that exchange objects."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("cadenza", "ray", "torch", "numpy"):
         try:
@@ -251,7 +253,7 @@ def versions() -> dict[str, str]:
 
 
 def check_versions(controller: Mapping[str, str], worker: Mapping[str, str], place: Place) -> None:
-    """Raise if the two differ. A package that only one of them has does not matter."""
+    """Raise if they differ. A package that only one of the two processes has does not matter."""
     for package, mine in controller.items():
         theirs = worker.get(package, mine)
         same = mine.split(".")[0] == theirs.split(".")[0] if package == "numpy" else mine == theirs
@@ -262,10 +264,10 @@ def check_versions(controller: Mapping[str, str], worker: Mapping[str, str], pla
 
 
 async def answer_of(ref: Any) -> Any:
-    """What a worker answered; its failure is raised as what it was."""
+    """Returns the answer of a worker, or raises the error that the worker raised."""
     try:
         answer = await ref
-    except ray.exceptions.RayTaskError as error:  # what the worker raises comes as an answer: this is Ray's own trouble
+    except ray.exceptions.RayTaskError as error:  # an error of the worker is an answer: this one is Ray's own
         cause = error.cause
         if isinstance(cause, Exception) and not isinstance(cause, ray.exceptions.RayError):
             raise cause from None

@@ -1,7 +1,7 @@
-"""A worker as a Ray actor outside of the device map: it has a process, and no devices.
+"""Handles of workers in Ray actors, and the start of actors without devices.
 
-What a method returns as its bulk is an object of its own. It belongs to whoever asked, and outlives the worker: Ray
-keeps it on its node until the handle is dropped.
+The bulk of a `call_with_bulk` is a Ray object of its own. It belongs to the caller and outlives the worker: Ray keeps
+it on its node until the caller drops the reference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLOSE_SECONDS = 10.0
 
 
 class RayWorkerHandle(WorkerHandle):
-    """A worker in a Ray actor."""
+    """Calls a worker in a Ray actor. It pickles."""
 
     def __init__(self, role: str, actor: Any) -> None:
         super().__init__(role)
@@ -76,13 +76,13 @@ class RayWorkerHandle(WorkerHandle):
 
 
 def _lost_with_node(error: Exception) -> WorkerLost:
-    return WorkerLost(f"what a worker left behind is gone, with its node: {' '.join(str(error).split())}")
+    return WorkerLost(f"what a worker stored is gone, with its node: {' '.join(str(error).split())}")
 
 
 async def start_worker(
     place: Place, worker_class: type[Worker], init: Mapping[str, Any], seconds: float
 ) -> RayWorkerHandle:
-    """A new actor, on whichever node Ray chooses. It ends with the process that started it."""
+    """Starts an actor on a node that Ray chooses. The actor ends with the process that started it."""
     actor = ray.remote(RayWorkerHost).options(num_cpus=0, scheduling_strategy="SPREAD").remote(place, "", module_path())
     handle = RayWorkerHandle(f"{place.role} {place.rank}", actor)
     try:

@@ -1,13 +1,16 @@
-"""An inference replica that is somebody else's process: the protocol here, the engine there.
+"""An inference replica in another process: `RemoteReplica` is this end, `ReplicaWorker` the end with the engine.
 
-Invariant: turns share calls. What the loop asked for since the last call travels in one, and an answer brings all turns
-that ended meanwhile. One call at a time of each client waits at the other end: one that brings news relieves it.
+Requests, aborts and answers are messages of one channel for each client (channel.py): ordered, each once, and the
+requests of one moment share a call.
 ```
-generate, abort --outbox, once per loop iteration--> exchange() --> engine
-futures <------ all answers that are there <---------- waits for one, a newer call, or POLL_SECONDS
+RemoteReplica.generate, abort --> Channel --> ReplicaWorker.exchange --> Mailbox --> engine
+futures <-- Channel <----------- all requests that ended <------------- Mailbox <-- engine
 ```
-A call that is lost is a replica that is lost: every future that was handed out fails with `ReplicaLost`. Control calls
-have no deadline of their own; the sampler has one for each.
+Invariant: every future that `generate` returns ends. When the channel is lost, or the replica is killed, all of them
+fail with `ReplicaLost`. A client that is silent for SILENT_SECONDS is lost for the replica: its requests are aborted,
+its answers dropped, and its later calls refused.
+
+Control calls (pause, load_weights, ...) are calls of their own beside the channel. The sampler has a deadline for each.
 
 Weights come as a transfer (weight_transfer.py): `prepare` fetches them beside the generation, `load_weights` swaps them
 in. A transfer that was not prepared is fetched when it is loaded, if it can be.
@@ -17,10 +20,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import uuid
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
+from cadenza.cluster.channel import Channel, Mailbox
 from cadenza.cluster.cluster import Cluster
 from cadenza.cluster.dispatch import dispatch
 from cadenza.cluster.weight_transfer import BroadcastGroups, StoredWeights, WeightBroadcast
@@ -40,15 +45,15 @@ from cadenza.inference.replica import (
     RequestRefused,
     StaleEpoch,
 )
-from cadenza.off_loop import as_async
+from cadenza.off_loop import as_async, with_deadline
 
-POLL_SECONDS = 30.0
-"""After which a call comes back empty: no wait is endless."""
-FORGET_SECONDS = 600.0
-"""After which the answers for a client that does not call any more are dropped."""
+SILENT_SECONDS = 600.0
+"""After this time without a sign of life either end gives the other up. An engine may hold its process for minutes
+while it loads weights."""
+CONTROL_SECONDS = 3600.0
+"""The longest that a control call may take."""
 
 logger = logging.getLogger("cadenza")
-T = TypeVar("T")
 
 
 class AbortRequest(NamedTuple):
@@ -57,19 +62,22 @@ class AbortRequest(NamedTuple):
     id: int
     cause: str
     is_wanted: bool
-    """Whether somebody still waits for its tokens."""
+    """Whether the client still waits for its tokens."""
 
 
 Answer = tuple[int, "Generation | ReplicaError"]
+"""The id of a request and what became of it. A plain tuple: it is pickled for every turn."""
 
 
 class ReplicaWorker(Worker):
-    """The other end: a replica that is called through a cluster."""
+    """The end with the engine: a worker that serves several clients, each through a mailbox of its own."""
 
     def __init__(self, replica: Replica) -> None:
         self._engine = replica
-        self._running: dict[int, asyncio.Future[Generation]] = {}
-        self._pending_answers: dict[str, _PendingAnswers] = {}
+        self._running: dict[int, tuple[asyncio.Future[Generation], Mailbox]] = {}
+        """By request id: the engine's future, and the mailbox of the client that gets the answer."""
+        self._mailboxes: dict[str, Mailbox] = {}
+        """By client. That of a client that was given up stays, to refuse it."""
         self._broadcast_groups = BroadcastGroups()
         self._ready: tuple[str, object] | None = None
         """The transfer that waits to be loaded, and what the engine takes for it."""
@@ -80,38 +88,13 @@ class ReplicaWorker(Worker):
         return self._engine.name, self._engine.devices, self._engine.kv_capacity
 
     @dispatch("rank_zero")
-    async def exchange(
-        self, requests: Sequence[Request], aborts: Sequence[AbortRequest], client: str = ""
-    ) -> list[Answer]:
-        """Take requests, and give all answers for this client that are there; if there is none, wait for one."""
-        loop = asyncio.get_running_loop()
-        pending = self._pending_answers.setdefault(client, _PendingAnswers())
-        pending.last_seen = loop.time()
-        for request in requests:
-            try:
-                future = self._engine.generate(request)
-            except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; the others go on
-                pending.ready.append((request.id, _portable(error)))
-                continue
-            self._running[request.id] = future
-            future.add_done_callback(partial(self._ended, request.id, pending))
-        for abort in aborts:
-            if abort.id not in self._running:
-                continue
-            if not abort.is_wanted:
-                self._running[abort.id].cancel()  # so that the engine books its tokens as discarded
-            self._engine.abort(abort.id, abort.cause)
-        pending.release_waiter()
-        if not pending.ready:
-            pending.waiter = loop.create_future()
-            await asyncio.wait([pending.waiter], timeout=POLL_SECONDS)
-            self._pending_answers = {
-                name: other
-                for name, other in self._pending_answers.items()
-                if loop.time() - other.last_seen < FORGET_SECONDS
-            }
-        ready, pending.ready = pending.ready, []
-        return ready
+    async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Answer]]:
+        """Take requests and aborts of a client, and return its answers; see channel.py."""
+        if client not in self._mailboxes:
+            self._mailboxes[client] = Mailbox(
+                partial(self._on_message, client), partial(self._on_client_lost, client), seconds=SILENT_SECONDS
+            )
+        return await self._mailboxes[client].exchange(number, messages)
 
     @dispatch("rank_zero")
     async def requests_in_flight(self) -> Sequence[RequestProgress]:
@@ -142,7 +125,7 @@ class ReplicaWorker(Worker):
             return
         if self._ready is None or self._ready[0] != weights.id:
             if isinstance(weights, WeightBroadcast):
-                raise ReplicaError(f"{self._engine.name} has no part in the broadcast of version {version}")
+                raise ReplicaError(f"{self._engine.name} did not take part in the broadcast of version {version}")
             await self.prepare(weights)
             assert self._ready is not None
         await self._engine.load_weights(version, self._ready[1])
@@ -160,79 +143,87 @@ class ReplicaWorker(Worker):
     async def stats(self) -> ReplicaStats:
         return await self._engine.stats()
 
-    def _ended(self, id: int, pending: _PendingAnswers, future: asyncio.Future[Generation]) -> None:
-        del self._running[id]
-        if future.cancelled():
+    def _on_message(self, client: str, message: Request | AbortRequest) -> None:
+        if isinstance(message, AbortRequest):
+            self._abort(message)
             return
-        error = future.exception()
-        pending.ready.append((id, future.result() if error is None else _portable(error)))
-        pending.release_waiter()
+        mailbox = self._mailboxes[client]
+        try:
+            future = self._engine.generate(message)
+        except Exception as error:  # noqa: BLE001 - an engine may raise anything; it costs this request alone
+            mailbox.send((message.id, _portable(error)))
+            return
+        self._running[message.id] = future, mailbox
+        future.add_done_callback(partial(self._on_request_ended, message.id))
 
+    def _abort(self, abort: AbortRequest) -> None:
+        """The request may be that of another client: a sampler aborts what its schedulers asked for."""
+        if abort.id not in self._running:
+            return
+        if not abort.is_wanted:
+            self._running[abort.id][0].cancel()  # so that the engine counts its tokens as discarded
+        self._engine.abort(abort.id, abort.cause)
 
-class _PendingAnswers:
-    """The answers that are ready for one client, and its call that waits for them."""
+    def _on_request_ended(self, id: int, future: asyncio.Future[Generation]) -> None:
+        _, mailbox = self._running.pop(id)
+        if not future.cancelled():
+            error = future.exception()
+            mailbox.send((id, future.result() if error is None else _portable(error)))
 
-    def __init__(self) -> None:
-        self.ready: list[Answer] = []
-        self.waiter: asyncio.Future[None] | None = None
-        self.last_seen = 0.0
-
-    def release_waiter(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+    def _on_client_lost(self, client: str) -> None:
+        mailbox = self._mailboxes[client]
+        ids = [id for id, (_, other) in self._running.items() if other is mailbox]
+        logger.warning("%s gives up its silent client '%s' and %d requests", self._engine.name, client, len(ids))
+        for id in ids:
+            self._abort(AbortRequest(id, "client_lost", is_wanted=False))
 
 
 class RemoteReplica:
-    """This end: a `Replica` over a started cluster of one `ReplicaWorker`."""
+    """The end of a client: a `Replica` whose engine is a `ReplicaWorker` in another process."""
 
     def __init__(
         self,
-        cluster: Cluster[Any] | WorkerHandle,
+        worker_handle: WorkerHandle,
         name: str,
         devices: tuple[int, ...],
         kv_capacity: int,
         *,
-        client: str = "",
-        is_shared: bool = False,
+        client: str = "controller",
         linger: float = 0.0,
     ) -> None:
-        """Where several processes ask one replica, each is a `client` with a name; for one that `is_shared`, the
-        requests in flight are those of all clients. What is asked for within `linger` seconds shares a call."""
+        """`client` names this process in the log of the replica. What is asked for within `linger` seconds shares a
+        call; with 0, what one iteration of the event loop asks for."""
         self.name = name
         self.devices = devices
         self.kv_capacity = kv_capacity
-        self._cluster: Any = cluster
-        self._is_handle = isinstance(cluster, WorkerHandle)
-        self._client = (client,) if client else ()
-        self._is_shared = is_shared
-        self._linger = linger
+        self.worker_handle = worker_handle
+        """Where other processes reach the engine."""
+        self._client = f"{client}-{uuid.uuid4().hex[:12]}"
         self._futures: dict[int, asyncio.Future[Generation]] = {}
-        self._requests: list[Request] = []
-        self._aborts: list[AbortRequest] = []
-        self._is_send_scheduled = False
-        """A call is to be made at the end of this iteration of the event loop."""
-        self._calls = 0
-        """Under way."""
+        self._channel = Channel(
+            self._exchange,
+            self._on_answer,
+            self._on_channel_lost,
+            seconds=SILENT_SECONDS,
+            linger=linger,
+            is_expecting=lambda: bool(self._futures),
+        )
         self._reported_requests: Sequence[RequestProgress] = ()
         self._is_refreshing = False
         self._tasks = BackgroundTasks()
         self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    @property
-    def worker_handle(self) -> WorkerHandle:
-        """Where other processes reach it."""
-        return (
-            self._cluster
-            if isinstance(self._cluster, WorkerHandle)
-            else cast("WorkerHandle", self._cluster.worker_handles[0])
-        )
+    @classmethod
+    async def connect(cls, worker_handle: WorkerHandle, *, client: str = "controller") -> RemoteReplica:
+        """The replica of a running `ReplicaWorker`, which is asked what it is."""
+        return cls(worker_handle, *await worker_handle.describe(), client=client)
 
     @classmethod
-    async def of(cls, cluster: Cluster[Any], *, is_shared: bool = False) -> RemoteReplica:
-        """Made when its cluster has started."""
+    async def of(cls, cluster: Cluster[Any]) -> RemoteReplica:
+        """The replica of a started cluster, which has one worker."""
         if cluster.world_size != 1:
             raise ValueError(f"a remote replica is one worker, '{cluster.role}' has {cluster.world_size}")
-        return cls(cluster, *await cluster.describe(), is_shared=is_shared)
+        return await cls.connect(cluster.worker_handles[0])
 
     @property
     def is_lost(self) -> bool:
@@ -248,109 +239,84 @@ class RemoteReplica:
             future.set_exception(ReplicaError(f"{self.name}: request {request.id} is already in flight"))
         else:
             self._futures[request.id] = future
-            self._requests.append(request)
-            self._schedule_send()
+            self._channel.send(request)
         return future
 
     def abort(self, request_id: int, cause: str) -> None:
+        """The request may be that of another client; an id that the engine does not know is ignored there."""
         future = self._futures.get(request_id)
-        if future is None:
-            self._aborts.append(AbortRequest(request_id, cause, True))  # another client's; who knows it not ignores it
-            self._schedule_send()
-            return
-        if future.done():  # whoever waited is gone
+        is_wanted = future is None or not future.done()
+        if not is_wanted:  # the caller of `generate` has cancelled it
             del self._futures[request_id]
-        self._aborts.append(AbortRequest(request_id, cause, not future.done()))
-        self._schedule_send()
+        self._channel.send(AbortRequest(request_id, cause, is_wanted))
 
     def requests_in_flight(self) -> Sequence[RequestProgress]:
-        """What it told last, of those still in flight; and it is asked again, for the next time."""
-        if not self._is_refreshing and (self._futures or self._is_shared) and not self._lost.done():
+        """What the engine reported last, of the requests of all clients. Each call starts a report for the next one."""
+        if not self._is_refreshing and not self._lost.done():
             self._is_refreshing = True
             self._tasks.begin(self._refresh_flights())
-        return [progress for progress in self._reported_requests if self._is_shared or progress.id in self._futures]
+        return self._reported_requests
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
-        await self._control(self._cluster.pause, epoch, mode)
+        await self._control("pause", epoch, mode)
 
     async def resume(self) -> None:
-        await self._control(self._cluster.resume)
+        await self._control("resume")
 
     async def prepare(self, transfer: StoredWeights | WeightBroadcast) -> None:
-        """Have weights fetched, beside the generation."""
-        await self._control(self._cluster.prepare, transfer)
+        """Make the engine fetch weights, beside the generation."""
+        await self._control("prepare", transfer)
 
     async def load_weights(self, version: int, weights: object) -> None:
-        await self._control(self._cluster.load_weights, version, weights)
+        await self._control("load_weights", version, weights)
 
     async def sleep(self) -> None:
-        await self._control(self._cluster.sleep)
+        await self._control("sleep")
 
     async def wake(self) -> None:
-        await self._control(self._cluster.wake)
+        await self._control("wake")
 
     async def stats(self) -> ReplicaStats:
-        found: ReplicaStats = await self._control(self._cluster.stats)
+        found: ReplicaStats = await self._control("stats")
         return found
 
     def kill(self, cause: str) -> None:
         self._fail(f"{self.name} was killed: {cause}")
-        self._tasks.begin(self._cluster.shutdown())
+        self._tasks.begin(self.worker_handle.shutdown())
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _schedule_send(self) -> None:
-        if not self._is_send_scheduled:
-            self._is_send_scheduled = True
-            loop = asyncio.get_running_loop()
-            if self._linger:
-                loop.call_later(self._linger, self._send)
-            else:
-                loop.call_soon(self._send)
+    async def _exchange(self, number: int, messages: list[Any]) -> tuple[int, Sequence[Any]]:
+        answer: tuple[int, Sequence[Any]] = await self.worker_handle.call_small(
+            "exchange", self._client, number, messages
+        )
+        return answer
 
-    def _send(self) -> None:
-        self._is_send_scheduled = False
-        if self._lost.done():
+    def _on_answer(self, message: Answer) -> None:
+        id, answer = message
+        future = self._futures.pop(id, None)
+        if future is None or future.done():
             return
-        requests, self._requests = self._requests, []
-        aborts, self._aborts = self._aborts, []
-        self._calls += 1
-        self._tasks.begin(self._exchange(requests, aborts))
-
-    async def _exchange(self, requests: Sequence[Request], aborts: Sequence[AbortRequest]) -> None:
-        try:
-            exchange = partial(self._cluster.call_small, "exchange") if self._is_handle else self._cluster.exchange
-            answers: list[Answer] = await exchange(requests, aborts, *self._client)
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer must hear of it
-            self._fail(_error_text(self.name, error))
-            return
-        finally:
-            self._calls -= 1
-        for id, answer in answers:
-            future = self._futures.pop(id, None)
-            if future is None or future.done():
-                continue
-            if isinstance(answer, ReplicaError):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
-        if self._futures and not self._calls:
-            self._schedule_send()
+        if isinstance(answer, ReplicaError):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
     async def _refresh_flights(self) -> None:
         try:
-            self._reported_requests = await self._cluster.requests_in_flight()
-        except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not balanced then
-            logger.debug("replica %s does not tell its requests: %r", self.name, error)
+            self._reported_requests = await self.worker_handle.requests_in_flight()
+        except Exception as error:  # noqa: BLE001 - an engine may raise anything; it is not balanced then
+            logger.debug("replica %s does not report its requests: %r", self.name, error)
             self._reported_requests = ()
         finally:
             self._is_refreshing = False
 
-    async def _control(self, call: Callable[..., Awaitable[T]], *args: object) -> T:
-        """A control call, but not beyond the end of the replica."""
+    async def _control(self, method: str, *args: object) -> Any:
+        """What a method of the worker returns. The call ends with the replica at the latest."""
         if self._lost.done():
             raise ReplicaLost(self._lost.result())
-        answer = asyncio.ensure_future(call(*args))
+        call = self.worker_handle.call(method, *args)
+        answer = asyncio.ensure_future(with_deadline(CONTROL_SECONDS, call, "control seconds"))
         either: list[asyncio.Future[Any]] = [answer, self._lost]
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -358,16 +324,20 @@ class RemoteReplica:
                 raise ReplicaLost(self._lost.result())
             return answer.result()
         except InfrastructureError as error:
-            self._fail(_error_text(self.name, error))
+            self._on_channel_lost(error)
             raise ReplicaLost(self._lost.result()) from error
         finally:
             answer.cancel()
 
+    def _on_channel_lost(self, error: Exception) -> None:
+        self._fail(f"{self.name}: {error} ({self.worker_handle.role})")
+
     def _fail(self, text: str) -> None:
-        """Fail whatever is in flight, once."""
+        """Fail everything that is in flight, once."""
         if self._lost.done():
             return
         self._lost.set_result(text)
+        self._channel.close()
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(ReplicaLost(text))
@@ -380,9 +350,3 @@ def _portable(error: BaseException) -> ReplicaError:
         if isinstance(error, kind):
             return kind(str(error))
     return ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
-
-
-def _error_text(name: str, error: Exception) -> str:
-    """With where it happened, which the notes say."""
-    notes = "; ".join(note for note in getattr(error, "__notes__", ()) if "\n" not in note)
-    return f"{name}: {error}" + (f" ({notes})" if notes else "")

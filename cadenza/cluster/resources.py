@@ -1,8 +1,8 @@
-"""The devices of a run, and who gets them."""
+"""The devices of a run, and which role gets which of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, ClassVar, TypeAlias, cast
 
@@ -12,9 +12,6 @@ from cadenza.cluster.placement import AUTO, DeviceMap, Node, PlacementError, Rol
 
 RoleLike: TypeAlias = "RoleConfig | Mapping[str, Any] | str | Sequence[int]"
 """A config, the values of one, or its devices alone."""
-
-DeviceChooser: TypeAlias = "Callable[[ResourceManager, Mapping[str, RoleConfig]], Mapping[str, str | Sequence[int]]]"
-"""From the devices and all roles: devices for each role that says 'auto'."""
 
 
 class ResourceManager:
@@ -39,34 +36,21 @@ class ResourceManager:
     def on_ray(address: str | None = None) -> ResourceManager:
         """The GPUs that the nodes of a Ray cluster declare, or if none of them does, their CPUs. Without an address it
         is the cluster that this process is connected to, or that RAY_ADDRESS names, or a new one on this machine.
-        `shutdown` ends a connection that was made here, and with it a cluster that was started here."""
+        `shutdown` ends the connection if this call made it, and a Ray that this call started."""
         return cast("ResourceManager", import_module("cadenza.cluster.ray_resources").connect(address))
 
     @property
     def devices(self) -> range:
         return range(self.nodes[-1].devices.stop)
 
-    def node_of(self, device: int) -> int:
-        """The number of the node on which a device sits."""
-        for number, node in enumerate(self.nodes):
-            if device in node.devices:
-                return number
-        raise ValueError(f"device {device} does not exist; there are {list(self.devices)}")
-
-    def place(self, roles: Mapping[str, RoleLike], *, choose: DeviceChooser | None = None) -> DeviceMap:
-        """The map of all roles of a run. `choose` finds the devices of those that say 'auto'."""
+    def place(self, roles: Mapping[str, RoleLike]) -> DeviceMap:
+        """The map of all roles of a run. Every role names its devices: 'auto' is for `cadenza plan`."""
         configs = {role: _config(role, given) for role, given in roles.items()}
         if open_roles := [role for role, config in configs.items() if config.devices == AUTO]:
-            if choose is None:
-                raise PlacementError(
-                    f"devices 'auto' of {', '.join(open_roles)}: nothing here chooses them; pass choose=, or name the "
-                    f"devices, of which there are {len(self.devices)}"
-                )
-            chosen = choose(self, configs)
-            for role in open_roles:
-                if role not in chosen or chosen[role] == AUTO:
-                    raise PlacementError(f"{role}: devices 'auto', and choose= named none")
-                configs[role] = _config(role, configs[role].model_dump() | {"devices": chosen[role]})
+            raise PlacementError(
+                f"devices 'auto' of {', '.join(open_roles)}: `cadenza plan` chooses them; name the devices here, of "
+                f"which there are {len(self.devices)}"
+            )
         return DeviceMap(self, configs)
 
     async def shutdown(self) -> None:

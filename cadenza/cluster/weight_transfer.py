@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Bytes = NDArray[np.uint8]
 BUCKET_BYTES = 64 << 20
 BROADCAST_SECONDS = 60.0
-"""For everybody to join, and for each bucket."""
+"""For all processes to join a broadcast, and for each bucket."""
 
 
 class WeightTransferError(ReplicaError):
@@ -85,7 +85,7 @@ class WeightLayout:
         return sum(entry.bytes for entry in self.entries)
 
     def buckets(self) -> Iterator[list[TensorSlice]]:
-        """The cuts."""
+        """The slices of each bucket."""
         bucket: list[TensorSlice] = []
         free_bytes = self.bucket_bytes
         for number, entry in enumerate(self.entries):
@@ -150,42 +150,35 @@ class StoredWeights:
         ray: Any = import_module("ray")
         return cls(uuid4().hex, layout, tuple(ray.put(pieces) for pieces in layout.pack(state)))
 
-    def receive(self) -> dict[str, Tensor]:
-        """The tensors, which lie in memory that all processes of the node share."""
-        ray: Any = import_module("ray")
-        try:
-            return self.layout.unpack(ray.get(ref) for ref in self.refs)
-        except ray.exceptions.RayError as error:
-            raise _lost_from_store(error) from error
-
     async def fetch(self) -> dict[str, Tensor]:
-        """`receive` for whoever has a loop, in which Ray must be awaited."""
+        """The tensors, which lie in memory that all processes of the node share."""
         ray: Any = import_module("ray")
         try:
             buckets = [await ref for ref in self.refs]
         except ray.exceptions.RayError as error:
-            raise _lost_from_store(error) from error
+            text = f"weights are gone from the object store: {' '.join(str(error).split())}"
+            raise WeightTransferError(text) from error
         tensors: dict[str, Tensor] = await as_async(self.layout.unpack)(buckets)
         return tensors
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBroadcast:
-    """Weights that one process sends to others, all at once. It has rank 0 among them."""
+    """Weights that one process, which has rank 0, sends to all other ranks at once."""
 
     id: str
     layout: WeightLayout
     rendezvous: str
-    """Where they meet: host and port of the sender, and a number. Those who met there before meet no more."""
+    """Where the processes meet: host and port of the sender, and a number. A new number makes a new process group."""
     rank: int
     size: int
 
     def with_new_id(self) -> WeightBroadcast:
-        """Of other weights of the same layout, to the same others."""
+        """A broadcast of other weights with the same layout, to the same receivers."""
         return replace(self, id=uuid4().hex)
 
     def for_rank(self, rank: int) -> WeightBroadcast:
-        """As a receiver takes it."""
+        """The broadcast as the receiver with this rank takes it."""
         return replace(self, rank=rank)
 
     def send(self, state: Mapping[str, Tensor], groups: BroadcastGroups) -> None:
@@ -218,7 +211,7 @@ class BroadcastGroups:
         self._numbers = count()
 
     def open(self, layout: WeightLayout, receivers: int, host: str | None = None) -> WeightBroadcast:
-        """A broadcast from here. `host` is what others call this node; None asks Ray."""
+        """A broadcast from this process. `host` is the address of this node for the receivers; None asks Ray."""
         distributed: Any = import_module("torch.distributed")
         host = host or str(import_module("ray").util.get_node_ip_address())
         if self._store is None:
@@ -229,7 +222,7 @@ class BroadcastGroups:
         return WeightBroadcast(uuid4().hex, layout, rendezvous, 0, receivers + 1)
 
     def join(self, broadcast: WeightBroadcast) -> Any:
-        """The process group of a broadcast's rendezvous; waits for everybody the first time."""
+        """The process group of a broadcast's rendezvous. The first call waits until all ranks have joined."""
         if self._rendezvous == broadcast.rendezvous:
             return self._group
         distributed: Any = import_module("torch.distributed")
@@ -247,12 +240,8 @@ class BroadcastGroups:
         return self._group
 
 
-def _lost_from_store(error: Exception) -> WeightTransferError:
-    return WeightTransferError(f"weights are gone from the object store: {' '.join(str(error).split())}")
-
-
 def _broadcast_bucket(group: Any, data: Tensor) -> None:
-    """A bucket from rank 0 to all others."""
+    """Pass a bucket from rank 0 to all other ranks."""
     options: Any = import_module("torch.distributed").BroadcastOptions()
     options.rootRank = 0
     try:

@@ -1,7 +1,8 @@
-"""One member of a cluster, and the host that makes it and calls it.
+"""One worker of a cluster, and the host that makes the worker and calls it.
 
-Invariant: the plain methods of a worker run one at a time, in the order in which they were called, off the loop; async
-ones run side by side on it. A call that nobody waits for any more keeps its worker busy until it ends.
+Invariant: the plain methods of a worker run off the event loop, one at a time, in the order in which they were called;
+async methods run side by side on the loop. A plain method that its caller does not await any more keeps the worker busy
+until it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cadenza.off_loop import as_async, is_async
 
 
 class WorkerLost(InfrastructureError):
-    """The process of a worker, its node, or the way to it is gone."""
+    """The process of a worker, its node, or the connection to it is gone."""
 
 
 class HeadLost(InfrastructureError):
@@ -26,21 +27,21 @@ class HeadLost(InfrastructureError):
 
 
 class WorkerError(Exception):
-    """A worker failed with what cannot be raised elsewhere: an exit, or something that does not pickle."""
+    """A worker raised an error that cannot be raised in the caller: an exit, or one that does not pickle."""
 
 
 class VersionMismatch(RuntimeError):
-    """Controller and worker run on versions that do not understand each other."""
+    """Controller and worker have different versions of a package that must agree."""
 
 
 class Worker:
-    """The base of all workers. Its methods that the controller may call are marked with `dispatch`."""
+    """The base class of all workers. Methods that the controller may call are marked with `dispatch`."""
 
     place: Place
-    """Where it sits; there before `__init__` runs."""
+    """Role, rank and devices of this worker; set before `__init__` runs."""
 
     def close(self) -> None:
-        """Let go of what outlives the worker. Called once, when its cluster shuts down."""
+        """Free what would outlive the worker. Called once, when its cluster shuts down."""
 
 
 class WorkerHost:
@@ -52,7 +53,7 @@ class WorkerHost:
         self._call_lock = asyncio.Lock()
 
     async def open(self, worker_class: type[Worker], init: Mapping[str, Any]) -> None:
-        """Make the worker, off the loop: it may load a model."""
+        """Make the worker off the loop, because it may load a model."""
 
         def make() -> Worker:
             limit_onednn()

@@ -1,8 +1,8 @@
-"""The running workers of one cluster: what a backend makes, and how their answers are awaited.
+"""The running workers of one cluster: what a backend implements, and how answers are awaited.
 
 Invariant: no wait is endless. A call ends with all answers, with the first failure of any rank, when its time is up, or
-when what carries the workers is gone (`WorkerGroup.check_alive`). Ranks that compute together hang when one of them
-fails, so nobody waits for the rest of them.
+when the system that runs the workers is gone (`WorkerGroup.check_alive`). Ranks that compute together hang when one of
+them fails, so a call does not wait for the others after a failure.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from cadenza.cluster.worker_handle import WorkerHandle
 
 ALIVE_CHECK_SECONDS = 5.0
-"""Between two checks that what carries the workers is alive, while no answer comes from them."""
+"""Between two calls of `check_alive`, while no answer comes."""
 GRACE_SECONDS = 1.0
-"""After the first failure, for others that come with it."""
+"""After the first failure of a rank, for failures of other ranks that come with it."""
 ROOT_CAUSE_SECONDS = 15.0
-"""After a rank lost its peers: the one that died is named rather than those that lost their connection to it."""
+"""After a rank lost its connection to others, for the failure of the rank that died: that one is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLaunch:
-    """What a backend starts."""
+    """The workers that a backend starts."""
 
     placement: Placement
     worker_class: type[Worker]
@@ -47,26 +47,26 @@ class WorkerGroup(Protocol):
     """The running workers of one cluster."""
 
     async def open(self) -> None:
-        """Start them all, or raise."""
+        """Start all workers, or raise."""
 
     async def submit(self, method: str, calls: Sequence[RankCall]) -> Sequence[asyncio.Future[Any]]:
-        """Make the calls; a future for the answer to each."""
+        """Make the calls, and return a future for the answer to each."""
 
     def worker_handles(self) -> Sequence[WorkerHandle]:
-        """Each worker, to be asked by itself, by rank."""
+        """A handle for each worker, by rank."""
 
     async def check_alive(self) -> None:
-        """Raise if what carries the workers is gone."""
+        """Raise if the system that runs the workers is gone: the Ray head, say."""
 
     async def close(self) -> None:
-        """End them, started or not, with a deadline of its own."""
+        """End all workers, started or not. It has a deadline of its own."""
 
 
 Backend: TypeAlias = Callable[[WorkerLaunch], WorkerGroup]
 
 
 class BackgroundTasks:
-    """Calls under way, kept until they end, also when nobody waits for them any more."""
+    """Tasks under way. The set keeps a task until it ends, also when its result is not awaited any more."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -79,7 +79,7 @@ class BackgroundTasks:
         return task
 
     def cancel(self) -> None:
-        """Nobody is interested any more, the one who says so excepted."""
+        """Cancel all tasks but the one that calls this."""
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -93,7 +93,7 @@ async def gather_answers(
     seconds: float,
     check_alive: Callable[[], Awaitable[None]],
 ) -> list[Any]:
-    """All answers in order, or the first failure, as the worker raised it and with a note of where that was."""
+    """Returns all answers in order, or raises the first failure as the worker raised it, with a note that names it."""
     loop = asyncio.get_running_loop()
     ends = loop.time() + seconds
     waiting = set(futures)
@@ -117,7 +117,8 @@ async def gather_answers(
 
 
 async def _wait_for_root_cause(futures: Sequence[asyncio.Future[Any]]) -> None:
-    """Wait a little for the failures that come with the first one, and longer where those so far explain nothing."""
+    """Wait GRACE_SECONDS for failures that come with the first one; up to ROOT_CAUSE_SECONDS while all failures so far
+    are `OtherRanksLost`, which do not say why."""
     loop = asyncio.get_running_loop()
     ends = loop.time() + ROOT_CAUSE_SECONDS
     while waiting := [future for future in futures if not future.done()]:
@@ -130,8 +131,8 @@ async def _wait_for_root_cause(futures: Sequence[asyncio.Future[Any]]) -> None:
 
 
 def _root_failure(what: str, places: Sequence[Place], futures: Sequence[asyncio.Future[Any]]) -> BaseException:
-    """The failure that explains the others: a worker that is lost, else the one of the lowest rank; the loss of a peer
-    explains nothing."""
+    """The failure that explains the others: that of a lost worker, else that of the lowest rank. `OtherRanksLost`
+    explains nothing and comes last."""
     failures = [
         (place, error)
         for place, future in zip(places, futures, strict=True)
@@ -152,6 +153,6 @@ def _error(future: asyncio.Future[Any]) -> BaseException | None:
 
 
 def _mark_retrieved(future: asyncio.Future[Any]) -> None:
-    """A failure that nobody waits for any more is no noise in the log."""
+    """So that asyncio does not log a failure that is not awaited any more."""
     if not future.cancelled():
         future.exception()

@@ -1,9 +1,9 @@
-"""One worker without devices of its own, in this process or as a Ray actor, and how others reach it.
+"""A handle calls one worker, in this process or in a Ray actor; and workers that need no devices are started here.
 
-Invariant: whoever calls a worker that is gone gets `WorkerLost`, also when it goes during the call.
+Invariant: a call of a worker that is gone raises `WorkerLost`, also when the worker goes during the call.
 
-A handle on Ray pickles: a third process can use it to call the same worker. Methods are called by name, like those of
-a cluster: `await handle.exchange(...)`.
+A handle on Ray pickles: another process can use it to call the same worker. Methods are called by name, like those of
+a cluster: `await handle.describe()`.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ class WorkerHandle(ABC):
 
     @abstractmethod
     async def call(self, method: str, *args: Any) -> Any:
-        """What this method of the worker returns."""
+        """Returns what this method of the worker returns."""
 
     async def call_small(self, method: str, *args: Any) -> Any:
-        """The same for calls that are frequent, with small arguments and results."""
+        """`call` for frequent calls with small arguments and results: it costs less CPU time on Ray."""
         return await self.call(method, *args)
 
     @abstractmethod
     async def call_with_bulk(self, method: str, *args: Any) -> tuple[Any, Any]:
-        """Of the two things that the method returns: the first, and a handle for the second, which stays where it is
-        until somebody fetches it."""
+        """Calls a method that returns a pair. Returns the first item, and a reference to the second, which stays where
+        it is until `fetch` gets it."""
 
     async def fetch(self, handles: Sequence[Any]) -> list[Any]:
-        """What such handles stand for."""
+        """Returns the objects behind references from `call_with_bulk`."""
         return self.fetch_blocking(handles)
 
     @abstractmethod
     def fetch_blocking(self, handles: Sequence[Any]) -> list[Any]:
-        """The same, and the loop waits."""
+        """`fetch` that blocks the event loop."""
 
     async def shutdown(self) -> None:
-        """End the worker in good order."""
+        """Close the worker, then end it."""
         self.kill()
 
     @abstractmethod
     def kill(self) -> None:
-        """End the worker."""
+        """End the worker at once."""
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         if name.startswith("_"):
@@ -102,8 +102,19 @@ class LocalWorkerHandle(WorkerHandle):
 async def start_worker(
     backend: str, role: str, number: int, worker_class: type[Worker], init: Mapping[str, Any], *, seconds: float
 ) -> WorkerHandle:
-    """A new worker; `backend` is 'embedded' or 'ray'."""
-    place = Place(role, number, 1, 0, 1, 0, 1, backend, ())
+    """Starts a worker without devices, and returns its handle. `backend` is 'embedded' or 'ray'; `number` tells workers
+    of one role apart in messages; `seconds` is how long the start may take."""
+    place = Place(
+        role=role,
+        rank=number,
+        world_size=1,
+        data_rank=0,
+        data_ranks=1,
+        tensor_rank=0,
+        tensor_ranks=1,
+        node=backend,
+        devices=(),
+    )
     if backend == "ray":
         module = import_module("cadenza.cluster.ray_worker_handle")
         return cast("WorkerHandle", await module.start_worker(place, worker_class, init, seconds))

@@ -124,7 +124,7 @@ class SamplerProcess(Worker):
         async with self._start_lock:
             if self._sampler is None:
                 replicas = [
-                    RemoteReplica(endpoint, *await endpoint.about(), client="sampler", is_shared=True)
+                    await RemoteReplica.connect(endpoint, client="sampler")
                     if isinstance(endpoint, WorkerHandle)
                     else endpoint
                     for endpoint in self._endpoints

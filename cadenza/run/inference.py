@@ -121,7 +121,7 @@ async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[Remo
     for error in started:
         if isinstance(error, BaseException):
             raise error
-    return [await RemoteReplica.of(cluster, is_shared=True) for cluster in clusters]  # env workers ask them too
+    return [await RemoteReplica.of(cluster) for cluster in clusters]
 
 
 def _replica_cluster(spec: InferenceSpec, placement: Placement) -> Cluster[Any]:

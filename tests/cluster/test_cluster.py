@@ -65,17 +65,13 @@ class Adder(Worker):
         batch.meta_info["by"] = self.place.rank
         return repr(batch.batch.numpy("x")[0])
 
-    @dispatch("firsts")
+    @dispatch("broadcast")
     async def where(self) -> int:
         return self.place.rank
 
     @dispatch("rank_zero")
     def thread(self) -> str:
         return threading.current_thread().name
-
-    @dispatch("one_to_one")
-    def pair(self, left: int, right: int = 0) -> tuple[int, int]:
-        return left + self.place.rank, right
 
     @dispatch("broadcast")
     def fail(self, rank: int, error: BaseException) -> None:
@@ -135,10 +131,6 @@ def test_broadcast_asks_every_rank_the_same() -> None:
     assert run(lambda adder: adder.add(5, times=2), base=100) == [110, 111, 112]
 
 
-def test_only_the_first_of_each_replica_is_asked() -> None:
-    assert run(lambda adder: adder.where(), ranks=6, tensor_parallel=2) == [0, 2, 4]
-
-
 def test_a_method_that_overrides_a_marked_one_travels_like_it() -> None:
     class Tenfold(Adder):
         def add(self, value: int, *, times: int = 10) -> int:
@@ -159,17 +151,6 @@ def test_a_method_that_overrides_a_marked_one_travels_like_it() -> None:
 
 def test_rank_zero_answers_alone_and_off_the_loop() -> None:
     assert run(lambda adder: adder.thread()) == "cadenza-off-loop"
-
-
-def test_lists_go_out_one_item_to_each_rank() -> None:
-    assert run(lambda adder: adder.pair([10, 20, 30], right=[1, 2, 3])) == [(10, 1), (21, 2), (32, 3)]
-
-
-@pytest.mark.parametrize("given", [[1, 2], 7])
-def test_a_list_that_is_not_one_item_for_each_rank_is_refused(given: Any) -> None:
-    with pytest.raises(TypeError, match="an item for each of the 3 ranks") as caught:
-        run(lambda adder: adder.pair(given))
-    assert "in adder.pair, before it reached a worker" in caught.value.__notes__
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7, 100])

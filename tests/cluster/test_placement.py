@@ -141,26 +141,10 @@ def test_auto_without_a_chooser_is_refused() -> None:
         ResourceManager(8).place({"actor": "0-3", "sampler": "auto"})
 
 
-def test_auto_is_what_the_chooser_says_and_checked_like_anything_else() -> None:
-    resources = ResourceManager(8)
-    plan = resources.place(
-        {"actor": "0-3", "sampler": {"devices": "auto", "devices_per_worker": 2}},
-        choose=lambda source, roles: {"sampler": list(source.devices)[4:]},
-    )
-    assert plan["sampler"].devices == (4, 5, 6, 7)
-    assert len(plan["sampler"].places) == 2
-    with pytest.raises(PlacementError, match="devices 8-9 do not exist"):
-        resources.place({"sampler": "auto"}, choose=lambda source, roles: {"sampler": "8-9"})
-    with pytest.raises(PlacementError, match="choose= named none"):
-        resources.place({"sampler": "auto"}, choose=lambda source, roles: {})
-
-
 def test_nodes_may_differ_in_their_devices() -> None:
     resources = ResourceManager([8, 4, 2])
     assert list(resources.devices) == list(range(14))
-    assert [resources.node_of(device) for device in (0, 7, 8, 11, 12, 13)] == [0, 0, 1, 1, 2, 2]
-    with pytest.raises(ValueError, match="device 14 does not exist"):
-        resources.node_of(14)
+    assert [node.devices for node in resources.nodes] == [range(8), range(8, 12), range(12, 14)]
     with pytest.raises(ValueError, match="num_gpus_per_node must be at least 1, got 0"):
         ResourceManager([8, 0])
 
@@ -177,10 +161,11 @@ def test_every_map_that_is_accepted_can_be_run(counts: list[int], per_worker: in
     config = RoleConfig(devices=devices, devices_per_worker=per_worker, tensor_parallel=tensor)
     size = per_worker * tensor
     replicas = [devices[i : i + size] for i in range(0, len(devices), size)]
+    node_of = {device: node.name for node in resources.nodes for device in node.devices}
     possible = (
         len(set(devices)) == len(devices)
         and max(devices) < sum(counts)
-        and all(len(replica) == size and len({resources.node_of(d) for d in replica}) == 1 for replica in replicas)
+        and all(len(replica) == size and len({node_of[d] for d in replica}) == 1 for replica in replicas)
     )
     if not possible:
         with pytest.raises(PlacementError, match="impossible device mapping"):
@@ -191,6 +176,6 @@ def test_every_map_that_is_accepted_can_be_run(counts: list[int], per_worker: in
     assert [device for place in places for device in place.devices] == devices
     assert [place.rank for place in places] == list(range(len(places)))
     for place in places:
-        assert {resources.nodes[resources.node_of(device)].name for device in place.devices} == {place.node}
+        assert {node_of[device] for device in place.devices} == {place.node}
         assert place.data_rank * tensor + place.tensor_rank == place.rank
     assert plan.describe()

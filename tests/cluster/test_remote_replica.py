@@ -1,5 +1,5 @@
-"""A replica behind a cluster: turns share calls, and nothing that is handed out is left open. The cluster is embedded,
-which the two ends cannot tell from Ray."""
+"""A replica in another process: requests share calls, and every future ends. The cluster here is embedded, which the
+two ends cannot tell from Ray."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import simulate
 
 from cadenza import Cluster, ResourceManager
 from cadenza.cluster import WorkerLost, dispatch
-from cadenza.cluster.remote_replica import AbortRequest, Answer, RemoteReplica, ReplicaWorker
+from cadenza.cluster.remote_replica import SILENT_SECONDS, Answer, RemoteReplica, ReplicaWorker
+from cadenza.cluster.worker_handle import LocalWorkerHandle
+from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import (
     Finish,
     Generation,
@@ -81,11 +84,11 @@ class DeskWorker(ReplicaWorker):
         self.calls = calls
 
     @dispatch("rank_zero")
-    async def exchange(self, requests: Sequence[Request], aborts: Sequence[AbortRequest]) -> list[Answer]:
-        self.calls.append(len(requests))
-        if any(request.max_tokens == 666 for request in requests):
+    async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Answer]]:
+        self.calls.append(len(messages))
+        if any(isinstance(message, Request) and message.max_tokens == 666 for message in messages):
             raise WorkerLost("the worker's process is gone")
-        return await super().exchange(requests, aborts)
+        return await super().exchange(client, number, messages)
 
 
 def request(id: int, max_tokens: int = 1) -> Request:
@@ -99,7 +102,7 @@ def run(work: Callable[[RemoteReplica, Desk, list[int]], Awaitable[None]]) -> No
         async with Cluster("inference", DeskWorker, placement, desk=desk, calls=calls) as cluster:
             await work(await RemoteReplica.of(cluster), desk, calls)
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    simulate(main)
 
 
 async def came(desk: Desk, count: int) -> None:
@@ -240,5 +243,86 @@ def test_an_engine_that_raises_costs_the_request_and_not_the_replica() -> None:
         desk.answer(1)
         assert (await good).tokens.tolist() == [1]
         assert not replica.is_lost
+
+    run(work)
+
+
+def test_an_abort_is_never_sent_before_its_request() -> None:
+    """Calls of Ray may overtake each other."""
+
+    class Overtaking(LocalWorkerHandle):
+        calls = 0
+
+        async def call(self, method: str, *args: Any) -> Any:
+            if method == "exchange":
+                self.calls += 1
+                await asyncio.sleep(1.0 if self.calls == 1 else 0.0)
+            return await super().call(method, *args)
+
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        replica.worker_handle.__class__ = Overtaking
+        aborted = replica.generate(request(1))
+        await asyncio.sleep(0.1)
+        replica.abort(1, "stop")
+        assert (await aborted).finish is Finish.ABORT
+        assert desk.said == [(1, "stop", False)]
+
+    run(work)
+
+
+def test_clients_of_one_replica_get_their_own_answers_and_may_abort_those_of_others() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        other = await RemoteReplica.connect(replica.worker_handle, client="other")
+        mine, theirs = replica.generate(request(1)), other.generate(request(2))
+        await came(desk, 2)
+        replica.abort(2, "moved")
+        desk.answer(1)
+        assert (await mine).tokens.tolist() == [1]
+        assert (await theirs).finish is Finish.ABORT
+
+    run(work)
+
+
+def test_a_client_that_is_gone_leaves_nothing_behind_and_is_refused_when_it_comes_back() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        gone = await RemoteReplica.connect(replica.worker_handle, client="gone")
+        lost, kept = gone.generate(request(1)), replica.generate(request(2))
+        await came(desk, 2)
+        call = gone._exchange
+        gone._channel.close()
+        await asyncio.sleep(SILENT_SECONDS + 1.0)
+        assert desk.said == [(1, "client_lost", True)]
+        assert not lost.done()
+        with pytest.raises(InfrastructureError, match="gave this one up: it was silent for 600 s"):
+            await call(1, [])
+        desk.answer(2)
+        assert (await kept).tokens.tolist() == [2]
+
+    run(work)
+
+
+def test_a_client_that_asks_for_nothing_stays_known() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        for id in (1, 2):
+            future = replica.generate(request(id))
+            await came(desk, id)
+            desk.answer(id)
+            assert (await future).tokens.tolist() == [id]
+            before = len(calls)
+            await asyncio.sleep(3 * SILENT_SECONDS)
+            assert len(calls) - before < 200  # it polls once in a while
+
+    run(work)
+
+
+def test_a_replica_that_is_silent_is_lost() -> None:
+    class Silent(LocalWorkerHandle):
+        async def call(self, method: str, *args: Any) -> Any:
+            await asyncio.sleep(1e9)
+
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        replica.worker_handle.__class__ = Silent
+        with pytest.raises(ReplicaLost, match="desk: no answer within 610 s"):
+            await replica.generate(request(1))
 
     run(work)

@@ -181,11 +181,12 @@ def loss(logprobs, old, advantages, mask, updates=[]):
 MORTAL = """
 import os, signal
 from pathlib import Path
+from cadenza.inference.replica import Request
 from cadenza.run import inference
-class Mortal(replicas.InferenceWorker):
+class Mortal(inference.InferenceWorker):
     turns = 0
-    async def exchange(self, requests, aborts, *client):
-        self.turns += len(requests)
+    async def exchange(self, client, number, messages):
+        self.turns += sum(isinstance(message, Request) for message in messages)
         if self.turns > int(os.environ["MORTAL"]):
             try:
                 Path(__file__).with_name("dead").touch(exist_ok=False)
@@ -193,8 +194,8 @@ class Mortal(replicas.InferenceWorker):
                 pass  # another one was
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return await super().exchange(requests, aborts, *client)
-replicas.InferenceWorker = Mortal
+        return await super().exchange(client, number, messages)
+inference.InferenceWorker = Mortal
 """
 """The first replica that is asked for so many turns dies."""
 

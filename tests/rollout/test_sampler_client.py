@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from builders import FOREVER, client, column, fake, get, got, publish, simulate, site
 
+from cadenza import Cluster, ResourceManager
+from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.cluster.worker_handle import LocalWorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.rollout.failures import SchedulerClosed
@@ -16,7 +18,7 @@ from cadenza.rollout.router import RouteRequest
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.sampler_client import InferenceService
 from cadenza.rollout.sampler_process import FORGET_SECONDS
-from cadenza.testing import ByteCodec
+from cadenza.testing import ByteCodec, FakeReplica
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -226,5 +228,28 @@ def test_a_shutdown_that_meets_a_start_leaves_nothing_running() -> None:
             with pytest.raises(SchedulerClosed):
                 await starting
             assert scheduler._run_task is None
+
+    simulate(main)
+
+
+class FakeReplicaWorker(ReplicaWorker):
+    """A replica in a process of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(FakeReplica(lambda request: "ok", name=f"r{self.place.rank}", devices=self.place.devices))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_sampler_and_the_env_workers_reach_replicas_by_their_handles(workers: int) -> None:
+    async def main() -> None:
+        placement = ResourceManager(2).place({"inference": "0-1"})["inference"]
+        async with (
+            Cluster("inference", FakeReplicaWorker, placement) as cluster,
+            site(cluster.worker_handles) as here,  # type: ignore[arg-type]
+        ):
+            scheduler = here.scheduler(batch_size=4, workers=workers)
+            for step in range(2):
+                assert column(await got(scheduler, 4, step), "attempt") == [0] * 4
+                await publish(scheduler, step + 1)
 
     simulate(main)
