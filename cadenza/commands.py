@@ -22,10 +22,13 @@ from cadenza.observe.display import Display, curve
 from cadenza.observe.report import write_report
 from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.off_loop import as_async
-from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, RunProgress, check_rollouts, validate_checkpoint
-from cadenza.run.config import ConfigError, RunConfig, ValidationConfig, check_names, dump_config, read_config
+from cadenza.run.agentic_config import AgenticConfig, ValidationConfig
+from cadenza.run.config import ConfigError, RunConfig
+from cadenza.run.config_file import dump_config, read_config
 from cadenza.run.engines import EngineConfig
 from cadenza.run.episodes import EpisodeStats, sample_of, success_of
+from cadenza.run.pipeline import STOPPED, RunProgress, find_pipeline
+from cadenza.run.rollouts import validate_checkpoint
 from cadenza.training.checkpoint import latest, step_of
 
 logger = logging.getLogger(__name__)
@@ -36,7 +39,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool)
     """A new run."""
     _import_from_here()
     config = read_config(path, overrides)
-    check_names(config)
+    config.check_names()
     if dry_run:
         print(yaml.safe_dump(dump_config(config), sort_keys=False, allow_unicode=True), end="")
         return 0
@@ -59,7 +62,7 @@ def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
         raise ConfigError(f"{run_dir} has done its {step} steps; give it more with steps={2 * step}")
     if config.preset is not None:
         raise ConfigError(f"preset={config.preset} would do nothing: {run_dir} has a value for each of its settings")
-    asyncio.run(check_rollouts(config, checkpoint))
+    asyncio.run(find_pipeline(config.pipeline).check_checkpoint(config, checkpoint))
     try:
         run = RunDirectory(run_dir, resume=step, config=dump_config(config), trackers=config.trackers)
     except RuntimeError as error:  # another process has it
@@ -139,7 +142,7 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json:
 async def _train_until_stopped(
     config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display
 ) -> RunProgress:
-    pipeline = AgenticPipeline(config, run, on_step=display.update)
+    pipeline = find_pipeline(config.pipeline)(config, run, on_step=display.update)
     loop = asyncio.get_running_loop()
 
     def interrupted() -> None:
@@ -202,6 +205,8 @@ async def _play_checkpoint(
     """Plays episodes with a checkpoint; the batch, and the version."""
     _import_from_here()
     config = _config_of(run_dir, [])
+    if not isinstance(config, AgenticConfig):
+        raise ConfigError(f"{run_dir} plays no episodes: its pipeline '{config.pipeline}' has no envs")
     checkpoint = _checkpoint(run_dir, which)
     settings = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
     domains = settings.domains or config.envs.domains
@@ -228,7 +233,7 @@ def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     if not path.is_file():
         raise ConfigError(f"{run_dir} is no run: it has no config.yaml")
     config = read_config(path, overrides)
-    check_names(config)
+    config.check_names()
     return config
 
 

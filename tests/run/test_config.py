@@ -11,7 +11,9 @@ import pytest
 import yaml
 from pipeline_cases import TINY, cadenza, config_file, steps, trained
 
-from cadenza.run.config import PRESETS, ConfigError, build_config, dump_config, read_config
+from cadenza.run.agentic_config import PRESETS
+from cadenza.run.config import ConfigError
+from cadenza.run.config_file import build_config, dump_config, read_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 
@@ -189,7 +191,7 @@ def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("stepz=5", "run.yaml: RunConfig has no key 'stepz'; did you mean 'steps'?"),
+        ("stepz=5", "run.yaml: AgenticConfig has no key 'stepz'; did you mean 'steps'?"),
         ("actor.lrr=1", "run.yaml: actor: ActorConfig has no key 'lrr'; did you mean 'lr'?"),
         ("rollout.groupsize=4", "rollout: RolloutConfig has no key 'groupsize'; did you mean 'group_size'?"),
         ("envs.slot=4", "envs: EnvManagerConfig has no key 'slot'; did you mean 'slots'?"),
@@ -203,7 +205,7 @@ def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
         ("tokenizer.systems=x", "tokenizer: TokenizerConfig has no key 'systems'; did you mean 'system'?"),
         ("estimator.gama=1", "estimator: EstimatorConfig has no key 'gama'; did you mean 'gamma'?"),
         ("sampler.retries=1", "sampler: SamplerConfig has no key 'retries'"),
-        ("preset=grppo", "run.yaml: preset 'grppo' is not known; did you mean 'grpo'?"),
+        ("preset=grppo", "run.yaml: preset 'grppo' is not known; there are grpo, dr-grpo"),
         ("preset=xyz", "preset 'xyz' is not known; there are grpo, dr-grpo, dapo"),
         ("preset=[grpo]", "preset '['grpo']' is not known"),
     ],
