@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config
+from cadenza.config import Config, load_object
+from cadenza.observe.trackers import check_tracker
 from cadenza.training import ModelConfig
 from cadenza.training.learner import LearnerConfig
 
@@ -77,7 +78,8 @@ class RunConfig(Config):
     """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
     samples: int = Field(default=2, ge=0)
     """Rollouts of each step, and of each validation, that are written out as text."""
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    trackers: tuple[Annotated[str, AfterValidator(check_tracker)], ...] = ("tensorboard",)
+    """Where else the metrics go: names of `TRACKERS`, or 'module:name'. One may stand without brackets."""
 
     @classmethod
     def completed(cls, values: dict[str, Any], source: str) -> dict[str, Any]:
@@ -87,6 +89,14 @@ class RunConfig(Config):
     def check_names(self) -> None:
         """Load what the config names as 'module:name', so that a name that means nothing is found before a run
         begins."""
+        for number, tracker in enumerate(self.trackers):
+            if ":" in tracker:
+                check_name(f"trackers.{number}", load_object, tracker)
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _one_tracker_is_a_list(cls, trackers: Any) -> Any:
+        return (trackers,) if isinstance(trackers, str) else trackers
 
     @field_validator("devices", mode="before")
     @classmethod
