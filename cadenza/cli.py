@@ -1,10 +1,12 @@
 """The command line: each command imports what it needs, so that `cadenza --help` is quick.
 
-Exit codes: 0 done; 1 the run failed, or a check found something; 2 the command was wrong; 130 interrupted.
+Exit codes: 0 done; 1 the run failed, or a check found something; 2 the command was wrong; 130 interrupted. With --json
+an error is an object too, {"error": "..."}.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -117,15 +119,11 @@ def simulate(
         Draw the comparison and a timeline of each strategy into this directory, as PNG and as HTML.
     """
     from cadenza.simulation.comparison import simulate as simulation
-    from cadenza.simulation.comparison.cli_args import InvalidArgument
 
-    try:
-        return simulation.simulate(
-            workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search,
-            settings=settings, out=out, as_json=json,
-        )  # fmt: skip
-    except InvalidArgument as error:
-        return _print_error(f"{error}\nTry: cadenza simulate --help", 2)
+    return simulation.simulate(
+        workload, policy, alpha, seeds=seeds, steps=steps, warm_up=warm_up, gates=gates, search=search,
+        settings=settings, out=out, as_json=json,
+    )  # fmt: skip
 
 
 @app.command
@@ -169,17 +167,14 @@ def plan(
     from cadenza.simulation.comparison.cli_args import InvalidArgument
     from cadenza.simulation.planning import plan_command
 
-    try:
-        if config is not None:
-            from cadenza.run import plan as layout
+    if config is not None:
+        from cadenza.run import plan as layout
 
-            args = layout.PlanArgs(gpus, nodes or 1, workload, alpha, model_cost, shared)
-            return layout.plan(config, overrides, args, as_json=json)
-        if nodes is not None:
-            raise InvalidArgument("--nodes is for the plan of a config: name its file")
-        return plan_command.plan(gpus, workload, alpha, model_cost, shared=shared, as_json=json)
-    except InvalidArgument as error:
-        return _print_error(f"{error}\nTry: cadenza plan --help", 2)
+        args = layout.PlanArgs(gpus, nodes or 1, workload, alpha, model_cost, shared)
+        return layout.plan(config, overrides, args, as_json=json)
+    if nodes is not None:
+        raise InvalidArgument("--nodes is for the plan of a config: name its file")
+    return plan_command.plan(gpus, workload, alpha, model_cost, shared=shared, as_json=json)
 
 
 @app.command
@@ -317,12 +312,15 @@ def trl(*, rounds: Count = 3, json: Json = False) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    as_json = "--json" in arguments
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        return _print_error(f"{error}\nTry: {_usage(error)} --help", 2)
+        command = " ".join(["cadenza", *(error.command_chain or ())])
+        return _print_error(str(error), 2, as_json, hint=f"Try: {command} --help")
     except KeyboardInterrupt:
-        return _print_error("interrupted", 130)
+        return _print_error("interrupted", 130, as_json)
     except BrokenPipeError:  # the reader of the output, `head` for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -330,9 +328,13 @@ def main(arguments: list[str] | None = None) -> int:
         cause: BaseException = error
         while isinstance(cause, BaseExceptionGroup) and len(cause.exceptions) == 1:
             [cause] = cause.exceptions
-        if not isinstance(cause, Exception) or not _is_expected(cause):
-            raise
-        return _print_error(_error_text(cause), 1)
+        if type(cause).__name__ == "InvalidArgument":
+            return _print_error(str(cause), 2, as_json, hint=f"Try: cadenza {arguments[0]} --help")
+        if isinstance(cause, Exception) and _is_expected(cause):
+            return _print_error(_error_text(cause), 1, as_json)
+        if as_json:
+            print(json.dumps({"error": repr(cause)}))
+        raise
     return code if isinstance(code, int) else 0
 
 
@@ -342,7 +344,7 @@ def _is_expected(error: Exception) -> bool:
     from cadenza.errors import InfrastructureError
     from cadenza.rollout.failures import RolloutError
 
-    named = ("ConfigError", "NonFiniteLoss", "TemplateError", "VersionMismatch")
+    named = ("ConfigError", "NonFiniteLoss", "TemplateError", "TrackerError", "VersionMismatch")
     return isinstance(error, (RolloutError, InfrastructureError, OSError, ImportError)) or type(error).__name__ in named
 
 
@@ -354,11 +356,12 @@ def _error_text(error: Exception) -> str:
     return "; ".join([str(error), *notes])
 
 
-def _usage(error: CycloptsError) -> str:
-    return " ".join(["cadenza", *(error.command_chain or ())])
-
-
-def _print_error(message: str, code: int) -> int:
+def _print_error(message: str, code: int, as_json: bool, *, hint: str = "") -> int:
+    """Say an error on stderr, and with --json on stdout too; returns the exit code."""
+    if as_json:
+        print(json.dumps({"error": message}))
     sys.stdout.flush()
     print(f"cadenza: {message}", file=sys.stderr)
+    if hint:
+        print(hint, file=sys.stderr)
     return code

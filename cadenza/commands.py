@@ -8,8 +8,8 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ from cadenza.observe.display import Display, curve
 from cadenza.observe.report import write_report
 from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.off_loop import as_async
-from cadenza.pipelines.agentic import STOPPED, AgenticPipeline, RunProgress, check_rollouts, validate_checkpoint
-from cadenza.run.config import ConfigError, RunConfig, ValidationConfig, check_names, dump_config, read_config
+from cadenza.run.agentic_config import AgenticConfig, ValidationConfig
+from cadenza.run.config import ConfigError, RunConfig
+from cadenza.run.config_file import dump_config, read_config
 from cadenza.run.engines import EngineConfig
 from cadenza.run.episodes import EpisodeStats, sample_of, success_of
-from cadenza.training.checkpoint import latest, step_of
+from cadenza.run.pipeline import STOPPED, RunProgress, find_pipeline
+from cadenza.run.rollouts import validate_checkpoint
+from cadenza.training.checkpoint import CheckpointError, latest, step_of
 
 logger = logging.getLogger(__name__)
 REPORT_SECONDS = 120
@@ -36,17 +39,20 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool)
     """A new run."""
     _import_from_here()
     config = read_config(path, overrides)
-    check_names(config)
+    config.check_names()
     if dry_run:
-        print(yaml.safe_dump(dump_config(config), sort_keys=False, allow_unicode=True), end="")
+        values = dump_config(config)
+        print(json.dumps(values) if as_json else yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip())
         return 0
-    run = RunDirectory(config.out / config.name, config=dump_config(config), trackers=config.trackers)
-    try:
-        return _run(config, run, None, as_json)
-    except BaseException:
-        if not run.step and not run.checkpoints.exists() and not (run.path / "failures").exists():
-            run.discard()  # nothing was learned yet
-        raise
+    with _stdout_for_figures(as_json):
+        run = _new_run(config)
+        try:
+            summary = _run(config, run, None, as_json)
+        except BaseException:
+            if not run.step and not run.checkpoints.exists() and not (run.path / "failures").exists():
+                run.discard()  # nothing was learned yet
+            raise
+    return _print_outcome(config, summary, as_json)
 
 
 def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
@@ -59,12 +65,14 @@ def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
         raise ConfigError(f"{run_dir} has done its {step} steps; give it more with steps={2 * step}")
     if config.preset is not None:
         raise ConfigError(f"preset={config.preset} would do nothing: {run_dir} has a value for each of its settings")
-    asyncio.run(check_rollouts(config, checkpoint))
-    try:
-        run = RunDirectory(run_dir, resume=step, config=dump_config(config), trackers=config.trackers)
-    except RuntimeError as error:  # another process has it
-        raise ConfigError(str(error)) from error
-    return _run(config, run, checkpoint, as_json)
+    asyncio.run(find_pipeline(config.pipeline).check_checkpoint(config, checkpoint))
+    with _stdout_for_figures(as_json):
+        try:
+            run = RunDirectory(run_dir, resume=step, config=dump_config(config), trackers=config.trackers)
+        except RuntimeError as error:  # another process has it
+            raise ConfigError(str(error)) from error
+        summary = _run(config, run, checkpoint, as_json)
+    return _print_outcome(config, summary, as_json)
 
 
 def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json: bool) -> int:
@@ -106,12 +114,30 @@ def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json: bool) -> int:
-    with run, Display(config.name, config.steps, target=config.target, quiet=as_json) as display:
+def _stdout_for_figures(as_json: bool) -> AbstractContextManager[object]:
+    """With --json, stdout is for the figures alone: envs and trackers may print, and Ray passes on what its workers
+    print."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+def _new_run(config: RunConfig) -> RunDirectory:
+    try:
+        return RunDirectory(config.out / config.name, config=dump_config(config), trackers=config.trackers)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        where = error.filename or config.out
+        raise ConfigError(
+            f"out: no run can be written to {config.out}: {where}: {error.strerror}; set out to a directory of yours"
+        ) from error
+
+
+def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, quiet: bool) -> dict[str, Any]:
+    """Train to the end; the figures of the run."""
+    title = run.path.resolve().name  # not always the name in the config: that one may have been taken
+    with run, Display(title, config.steps, target=config.target, quiet=quiet) as display:
         try:
-            # Envs may print, and Ray passes on what its workers print: with --json, stdout is for the figures alone.
-            with redirect_stdout(sys.stderr) if as_json else nullcontext():
-                progress = asyncio.run(_train_until_stopped(config, run, checkpoint, display))
+            progress = asyncio.run(_train_until_stopped(config, run, checkpoint, display))
         except BaseException:
             with suppress(OSError):  # the error before is the one to tell
                 write_report(run.path)
@@ -128,18 +154,41 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, as_json:
             "ended": progress.ended or "all steps done",
         }
         run.summary(summary)
-    report = write_report(run.path)
-    if as_json:
-        print(json.dumps(summary))
-    else:
-        _print_outcome(run.path, summary, report, "" if config.backend == "embedded" else " of the controller")
-    return 130 if progress.ended == STOPPED else 0
+    write_report(run.path)
+    return summary
+
+
+class SignalWatch:
+    """Says what to look at when step after step has nothing to learn from."""
+
+    def __init__(self, say: Callable[[str], None], after: int = 10) -> None:
+        self._say, self._after = say, after
+        self._skipped = 0
+        """Steps in a row without an update."""
+
+    def update(self, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step; those of a validation change nothing."""
+        if "train/updates_skipped" not in metrics:
+            return
+        self._skipped = self._skipped + 1 if metrics["train/updates_skipped"] >= 1 else 0
+        if self._skipped == self._after:
+            self._say(
+                f"{self._after} steps in a row had no signal and changed no weight: within each group, all scores were "
+                "equal. Look at rollout.group_size (more tries make a difference likelier), at the difficulty of the "
+                "tasks (see train/score: too hard or too easy), and at the rewards (cadenza play shows episodes)"
+            )
 
 
 async def _train_until_stopped(
     config: RunConfig, run: RunDirectory, checkpoint: Path | None, display: Display
 ) -> RunProgress:
-    pipeline = AgenticPipeline(config, run, on_step=display.update)
+    signal_watch = SignalWatch(display.say)
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        display.update(step, metrics)
+        signal_watch.update(metrics)
+
+    pipeline = find_pipeline(config.pipeline)(config, run, on_step=on_step)
     loop = asyncio.get_running_loop()
 
     def interrupted() -> None:
@@ -169,7 +218,18 @@ async def _refresh_report(run_dir: Path) -> None:
             logger.warning("the report of %s could not be written: %s", run_dir, error)
 
 
-def _print_outcome(run_dir: Path, summary: dict[str, Any], report: Path, whose: str) -> None:
+def _print_outcome(config: RunConfig, summary: dict[str, Any], as_json: bool) -> int:
+    """Say what came of a run; returns the exit code."""
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        _describe_outcome(
+            Path(summary["run_dir"]), summary, "" if config.backend == "embedded" else " of the controller"
+        )
+    return 130 if summary["ended"] == STOPPED else 0
+
+
+def _describe_outcome(run_dir: Path, summary: dict[str, Any], whose: str) -> None:
     console = Console(highlight=False)
     points = [(r["step"], r["val/success"]) for r in read_lines(run_dir / "metrics.jsonl") if "val/success" in r]
     if len(points) > 1:
@@ -183,7 +243,7 @@ def _print_outcome(run_dir: Path, summary: dict[str, Any], report: Path, whose: 
     )
     best = run_dir / "checkpoints" / "best"
     console.print(f"checkpoint  {best if best.exists() else best.with_name('last')}", soft_wrap=True)
-    console.print(f"report      {report}", soft_wrap=True)
+    console.print(f"report      {run_dir / 'report.html'}", soft_wrap=True)
     called = sys.argv[0]  # not everybody activates the environment
     program = called if Path(called).name == "cadenza" and not shutil.which("cadenza") else "cadenza"
     console.print(f"play it     {program} play {run_dir}", soft_wrap=True)
@@ -202,6 +262,8 @@ async def _play_checkpoint(
     """Plays episodes with a checkpoint; the batch, and the version."""
     _import_from_here()
     config = _config_of(run_dir, [])
+    if not isinstance(config, AgenticConfig):
+        raise ConfigError(f"{run_dir} plays no episodes: its pipeline '{config.pipeline}' has no envs")
     checkpoint = _checkpoint(run_dir, which)
     settings = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
     domains = settings.domains or config.envs.domains
@@ -228,7 +290,7 @@ def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     if not path.is_file():
         raise ConfigError(f"{run_dir} is no run: it has no config.yaml")
     config = read_config(path, overrides)
-    check_names(config)
+    config.check_names()
     return config
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -22,10 +23,21 @@ class Config(BaseModel):
         for key in values:
             if key in cls.model_fields:
                 continue
-            near = difflib.get_close_matches(str(key), list(cls.model_fields), n=1, cutoff=0.5)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
+            near = nearest_key(str(key), list(cls.model_fields))
+            hint = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
             raise ValueError(f"{cls.__name__} has no key '{key}'; {hint}")
         return values
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """The known key that was very likely meant, or None: a wrong hint is worse than the list of all.
+
+    It begins with the same letter and is spelled almost alike, or is the initials ('lr' for 'learning_rate').
+    """
+    if (initials := "".join(word[:1] for word in key.split("_"))) in known and "_" in key:
+        return initials
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    return near[0] if near and near[0][0] == key[:1] else None
 
 
 def load_object(path: str) -> Any:

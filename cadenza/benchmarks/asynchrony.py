@@ -22,7 +22,7 @@ from cadenza.envs.frozenlake import FrozenLake
 from cadenza.envs.protocol import Outcome
 from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.pipelines.agentic import AgenticPipeline
-from cadenza.run.config import build_config
+from cadenza.run.config_file import build_config
 
 TARGET = 0.9
 LATENCY = 0.03

@@ -32,7 +32,7 @@ from cadenza.envs.protocol import Outcome
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.rollout.trace import RunStep
-from cadenza.run.config import build_config
+from cadenza.run.config_file import build_config
 from cadenza.simulation.comparison.experiment import Trial
 from cadenza.simulation.comparison.strategy import StrategySettings
 from cadenza.simulation.comparison.traces import read_run

@@ -5,7 +5,7 @@
     samples.jsonl    rollouts as text, see `SampleRecord`
     trace.jsonl      lengths and times of every trajectory, for `cadenza simulate`; see simulation/comparison/traces.py
     summary.json     what came of it
-    tensorboard/     the metrics again, see `TensorBoard`
+    tensorboard/     the metrics again (observe/trackers/tensorboard.py)
     checkpoints/     written by the trainer
 
 Invariant: a line is in its file when `log` or `sample` returns, so that only the last line can be half-written. A run
@@ -15,21 +15,19 @@ that goes on from the checkpoint of step s first cuts off what was written for l
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import logging
 import math
 import os
 import shutil
-import socket
-import struct
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NotRequired, Protocol, TypedDict
+from typing import IO, Any, Literal, NotRequired, TypedDict
 
 import yaml
+
+from cadenza.observe.trackers import Tracker, TrackerError, TrackerFactory, find_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +59,6 @@ class SampleRecord(TypedDict):
     """What the env showed at the end."""
 
 
-class Tracker(Protocol):
-    """Where else the metrics go."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class RunDirectory:
     """The directory of one run. Use it as a context manager, or call `close`."""
 
@@ -83,12 +73,12 @@ class RunDirectory:
         """A new run never writes into a directory that holds something: it takes the next free name, see `path`.
 
         `resume` is the step of the checkpoint that the run in this directory goes on from; its `config` is kept when
-        `keep_config` is called, which is when the checkpoint has turned out to fit it. `trackers` are 'tensorboard',
-        'wandb' or objects of your own; one that fails later is left out, and the run goes on.
+        `keep_config` is called, which is when the checkpoint has turned out to fit it. `trackers` are names of
+        `TRACKERS`, 'module:name', or trackers themselves; one that fails later is left out, and the run goes on.
         """
         if resume is True:
             raise TypeError("resume is the step of the checkpoint to go on from, got True")
-        opened = [_tracker(tracker) for tracker in trackers]
+        factories = [_factory(tracker) for tracker in trackers]  # a package that is missing is said before all else
         self.step = resume or 0
         """The last one that was logged."""
         self._seconds = self._cpu_seconds = 0.0
@@ -112,7 +102,14 @@ class RunDirectory:
         self._config, self._resumed = config, resume
         if resume is None:
             self.keep_config()
-        self._trackers = [make(self.path, config or {}, resume) for make in opened]
+        self._trackers: list[Tracker] = []
+        for make in factories:
+            try:
+                self._trackers.append(make(self.path, config or {}, resume))
+            except Exception as error:
+                (self.discard if resume is None else self.close)()
+                name = f"{make.__module__}:{getattr(make, '__qualname__', make)}"
+                raise TrackerError(f"trackers: {name} could not be opened: {error}") from error
 
     @property
     def checkpoints(self) -> Path:
@@ -188,6 +185,10 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _factory(tracker: str | Tracker) -> TrackerFactory:
+    return find_tracker(tracker) if isinstance(tracker, str) else lambda path, config, resume: tracker
 
 
 def make_fresh_directory(path: Path | str) -> Path:
@@ -307,133 +308,3 @@ def _plain(value: Any) -> Any:
 
 def _cpu() -> float:
     return time.process_time() + sum(os.times()[2:4])
-
-
-# -- trackers ----------------------------------------------------------------------------------------------------------
-
-Opener = Callable[[Path, Mapping[str, Any], int | None], Tracker]
-"""From the directory, the config and the step to go on from."""
-
-
-def _tracker(tracker: str | Tracker) -> Opener:
-    """How to open it. What is missing is said before the directory is made."""
-    if not isinstance(tracker, str):
-        return lambda path, config, resume: tracker
-    if tracker == "tensorboard":
-        return lambda path, config, resume: TensorBoard(path / "tensorboard", resume=resume)
-    if tracker == "wandb":
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ImportError(
-                "the tracker 'wandb' needs a package that is not installed: pip install 'cadenza[wandb]', "
-                "or leave it out of trackers"
-            ) from error
-        return lambda path, config, resume: Wandb(wandb, path, config)
-    raise ValueError(f"there is no tracker '{tracker}'; known are 'tensorboard' and 'wandb'")
-
-
-class Wandb:
-    """Weights & Biases. A resumed run goes on under its id; steps that happen again are drawn again."""
-
-    def __init__(self, wandb: Any, path: Path, config: Mapping[str, Any]) -> None:
-        name = path / ".wandb-id"
-        if not name.exists():
-            name.write_text(uuid.uuid4().hex)
-        project = os.environ.get("WANDB_PROJECT", "cadenza")
-        self._run = wandb.init(
-            project=project, name=path.name, dir=str(path), config=dict(config), id=name.read_text(), resume="allow"
-        )
-        # Its own step counter only goes up, and would refuse the steps after a resume.
-        self._run.define_metric("*", step_metric="step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class TensorBoard:
-    """Scalars in an event file, which TensorBoard reads.
-
-    The format is a handful of fields, so that no package is needed, a step is one record instead of one per metric,
-    and it is on disk at once: tensorboardX takes 25 times the CPU time and keeps up to two minutes of it in memory.
-    """
-
-    def __init__(self, directory: Path, *, resume: int | None = None) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        number = len(list(directory.glob(f"{stem}.*")))
-        self._file = (directory / f"{stem}.{number}").open("xb")
-        self._tags: dict[str, bytes] = {}
-        self._write(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
-        if resume is not None:
-            start = _bytes(7, _varint(1, 1))  # of a session: what older files say of this step and later is void
-            self._write(_double(1, time.time()) + _varint(2, resume + 1) + start)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = b"".join(_bytes(1, self._tag(name) + _float(2, value)) for name, value in metrics.items())
-        self._write(_double(1, time.time()) + _varint(2, step) + _bytes(5, values))
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _tag(self, name: str) -> bytes:
-        if name not in self._tags:
-            self._tags[name] = _bytes(1, name.encode("utf-8", "replace"))
-        return self._tags[name]
-
-    def _write(self, event: bytes) -> None:
-        """A record of TFRecord: length and content, each with its checksum."""
-        length = struct.pack("<Q", len(event))
-        self._file.write(length + _checksum(length) + event + _checksum(event))
-        self._file.flush()
-
-
-def _varint(field: int, value: int) -> bytes:
-    return bytes([field << 3]) + _number(value)
-
-
-def _double(field: int, value: float) -> bytes:
-    return bytes([field << 3 | 1]) + struct.pack("<d", value)
-
-
-def _bytes(field: int, value: bytes) -> bytes:
-    return bytes([field << 3 | 2]) + _number(len(value)) + value
-
-
-def _float(field: int, value: float) -> bytes:
-    if math.isfinite(value) and abs(value) > _LARGEST:
-        value = math.copysign(math.inf, value)
-    return bytes([field << 3 | 5]) + struct.pack("<f", value)
-
-
-def _number(value: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
-    digits = bytearray()
-    while value > 0x7F:
-        digits.append(value & 0x7F | 0x80)
-        value >>= 7
-    digits.append(value)
-    return bytes(digits)
-
-
-def _checksum(content: bytes) -> bytes:
-    """CRC-32C, masked as TFRecord wants it."""
-    crc = 0xFFFFFFFF
-    for byte in content:
-        crc = _CRC[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    crc ^= 0xFFFFFFFF
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _crc(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-    return byte
-
-
-_CRC = [_crc(byte) for byte in range(256)]
-_LARGEST = 3.4028234e38
-"""The largest number that four bytes hold."""

@@ -16,7 +16,8 @@ from cadenza.envs import find_factory
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import EnvError
 from cadenza.inference.codec import TemplateError, TextCodec
-from cadenza.run.config import ConfigError, RunConfig, WarmStartConfig
+from cadenza.run.agentic_config import AgenticConfig, WarmStartConfig
+from cadenza.run.config import ConfigError
 from cadenza.training.supervised import Pair
 
 REQUIRED_ENV_ATTRIBUTES = {
@@ -25,12 +26,12 @@ REQUIRED_ENV_ATTRIBUTES = {
 }
 
 
-def warm_start_pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
+def warm_start_pairs(config: AgenticConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
     """The examples, from all domains alternately."""
     return asyncio.run(_pairs(config, settings, codec))
 
 
-async def _pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
+async def _pairs(config: AgenticConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
     rng = random.Random(config.seed)
     pairs: list[Pair] = []
     domains = [
@@ -54,7 +55,7 @@ async def _pairs(config: RunConfig, settings: WarmStartConfig, codec: TextCodec)
 
 
 async def _episode(
-    config: RunConfig,
+    config: AgenticConfig,
     settings: WarmStartConfig,
     codec: TextCodec,
     type: EnvType,

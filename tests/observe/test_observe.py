@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,8 @@ from rich.console import Console
 
 from cadenza.observe.display import SHARE, Display, DownsampledCurve, curve, duration, short
 from cadenza.observe.report import EPISODES, choose, find_episodes, render, smooth, write_report
-from cadenza.observe.run import RunDirectory, SampleRecord, TensorBoard, make_fresh_directory, read_lines
+from cadenza.observe.run import RunDirectory, SampleRecord, make_fresh_directory, read_lines
+from cadenza.observe.trackers.tensorboard import TensorBoard
 
 NASTY = "</pre></script><img src=x onerror=alert(1)> & \u2028 'quoted\" \ud800"
 
@@ -217,48 +218,6 @@ def test_a_tracker_sees_every_step_and_one_that_fails_does_not_stop_the_run(
     assert caplog.text.count("goes on without it") == 1
 
 
-def test_an_unknown_tracker_is_refused_before_anything_is_made(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no tracker 'tensorbord'.*'tensorboard'"):
-        RunDirectory(tmp_path / "run", trackers=["tensorbord"])
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_missing_package_says_how_to_get_it_and_how_to_do_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install 'cadenza\[wandb\]'.*leave it out of trackers"):
-        RunDirectory(tmp_path / "run", trackers=["wandb"])
-    assert not (tmp_path / "run").exists()
-
-
-def test_wandb_goes_on_under_the_same_id_with_the_step_as_its_axis(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, Any]] = []
-    run = SimpleNamespace(
-        define_metric=lambda name, step_metric: calls.append(("define", (name, step_metric))),
-        log=lambda metrics: calls.append(("log", metrics)),
-        finish=lambda: calls.append(("finish", None)),
-    )
-    fake = ModuleType("wandb")
-
-    def init(**options: Any) -> SimpleNamespace:
-        calls.append(("init", options))
-        return run
-
-    fake.init = init  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    a_run(tmp_path / "run", 2, trackers=["wandb"], config={"seed": 1})
-    RunDirectory(tmp_path / "run", resume=1, trackers=["wandb"]).close()
-    first, second = (options for kind, options in calls if kind == "init")
-    assert first["id"] == second["id"]
-    assert (first["name"], first["config"], first["resume"]) == ("run", {"seed": 1}, "allow")
-    assert [metrics["step"] for kind, metrics in calls if kind == "log"] == [1, 2]
-    assert ("define", ("*", "step")) in calls
-    assert calls[-1] == ("finish", None)
-
-
 class Read(SimpleNamespace):
     """An event as it stands in a file of TensorBoard."""
 
@@ -310,11 +269,11 @@ def events(directory: Path) -> list[Read]:
 
 
 def test_tensorboard_gets_the_metrics_of_every_step(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path)
+    board = TensorBoard(tmp_path, {}, None)
     board.log(1, {"train/loss": 0.5, "samples": 1e300})
     board.log(300, {"train/loss": -0.25})
     board.close()
-    head, first, second = events(tmp_path)
+    head, first, second = events(tmp_path / "tensorboard")
     assert head.scalars == {}
     assert (first.step, first.scalars) == (1, {"train/loss": 0.5, "samples": math.inf})
     assert (second.step, second.scalars) == (300, {"train/loss": -0.25})
@@ -328,9 +287,9 @@ def test_tensorboard_is_told_which_steps_a_resumed_run_repeats(tmp_path: Path) -
 
 
 def test_the_checksums_are_those_of_tfrecord(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path)
+    board = TensorBoard(tmp_path, {}, None)
     board.close()
-    content = next(tmp_path.iterdir()).read_bytes()
+    content = next((tmp_path / "tensorboard").iterdir()).read_bytes()
     assert content[:12].hex() == "1800000000000000" + "a37f4b22"  # as TensorFlow writes a record of 24 bytes
 
 

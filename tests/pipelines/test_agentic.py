@@ -48,7 +48,8 @@ from cadenza.inference.torch_engine import TorchReplica
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.rollout.scheduler import RolloutScheduler
-from cadenza.run.config import PRESETS, build_config, dump_config, read_config
+from cadenza.run.agentic_config import PRESETS
+from cadenza.run.config_file import build_config, dump_config, read_config
 from cadenza.simulation.comparison.traces import read_run
 from cadenza.training import Actor
 from cadenza.training.checkpoint import step_of

@@ -14,7 +14,7 @@ from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.rollout.failures import Stalled
 from cadenza.rollout.scheduler import RolloutScheduler
-from cadenza.run.config import dump_config, read_config
+from cadenza.run.config_file import dump_config, read_config
 
 
 def last(run: Path) -> Path:

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request, RequestProgress
-from cadenza.pipelines.agentic import _validation_configs
 from cadenza.rollout.balance import Balancer, requests_to_preempt
 from cadenza.rollout.config import SLICE_TOKENS, RolloutConfig
 from cadenza.rollout.router import MAX_FILL, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.wait_queue import WaitQueue
-from cadenza.run.config import RunConfig
+from cadenza.run.agentic_config import AgenticConfig
+from cadenza.run.rollouts import validation_configs
 from cadenza.simulation.comparison.experiment import Trial
 from cadenza.simulation.comparison.strategy import StrategySettings
 from cadenza.simulation.comparison.workloads import find_workload
@@ -103,7 +103,7 @@ def test_only_a_synchronous_run_takes_turns_unless_it_is_told(
 @pytest.mark.parametrize(("alpha", "expected"), [(0.0, SLICE_TOKENS), (1.0, 0)])
 def test_validation_takes_turns_where_training_does(alpha: float, expected: int) -> None:
     """Else its long answers would wait behind all of training's."""
-    config = RunConfig.model_validate(
+    config = AgenticConfig.model_validate(
         {
             "steps": 1,
             "envs": {"domains": {"guess": {"env": "guess"}}, "slots": 4},
@@ -111,7 +111,7 @@ def test_validation_takes_turns_where_training_does(alpha: float, expected: int)
             "validation": {"episodes": 4, "every": 1},
         }
     )
-    assert _validation_configs(config)[0].tokens_per_slice == expected
+    assert validation_configs(config)[0].tokens_per_slice == expected
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(SLICE, 0), (SLICE + 1, SLICE)])

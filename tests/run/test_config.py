@@ -11,7 +11,9 @@ import pytest
 import yaml
 from pipeline_cases import TINY, cadenza, config_file, steps, trained
 
-from cadenza.run.config import PRESETS, ConfigError, build_config, dump_config, read_config
+from cadenza.run.agentic_config import PRESETS
+from cadenza.run.config import ConfigError
+from cadenza.run.config_file import build_config, dump_config, read_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.yaml"))
 
@@ -118,6 +120,9 @@ def test_an_engine_is_chosen_by_its_kind() -> None:
         ("envs.domains.lake.env_args.map=[SG]", "envs.domains.lake.env_args", {"map": ["SG"], "max_steps": 4}),
         ("actor.correction=off", "actor.correction", "off"),
         ("trackers=[wandb]", "trackers", ("wandb",)),
+        ("trackers=wandb", "trackers", ("wandb",)),
+        ("trackers=[tensorboard, 'my.module:Own']", "trackers", ("tensorboard", "my.module:Own")),
+        ("trackers=[]", "trackers", ()),
     ],
 )
 def test_an_override_is_yaml_at_its_place(override: str, place: str, value: object) -> None:
@@ -189,13 +194,16 @@ def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("stepz=5", "run.yaml: RunConfig has no key 'stepz'; did you mean 'steps'?"),
+        ("stepz=5", "run.yaml: AgenticConfig has no key 'stepz'; did you mean 'steps'?"),
         ("actor.lrr=1", "run.yaml: actor: ActorConfig has no key 'lrr'; did you mean 'lr'?"),
         ("rollout.groupsize=4", "rollout: RolloutConfig has no key 'groupsize'; did you mean 'group_size'?"),
         ("envs.slot=4", "envs: EnvManagerConfig has no key 'slot'; did you mean 'slots'?"),
         ("envs.sampling.top_q=1", "envs.sampling: Sampling has no key 'top_q'; did you mean 'top_p'?"),
         ("envs.domains.lake.task=4", "envs.domains.lake: DomainConfig has no key 'task'; did you mean 'tasks'?"),
-        ("model.lora.rr=4", "model.lora: LoraConfig has no key 'rr'; did you mean"),
+        ("model.lora.rr=4", "model.lora: LoraConfig has no key 'rr'; known keys: r, alpha"),
+        ("actor.lerning_rate=1", "actor: ActorConfig has no key 'lerning_rate'; did you mean 'lr'?"),
+        ("actor.lernrate=1", "actor: ActorConfig has no key 'lernrate'; known keys: "),
+        ("lr=1", "AgenticConfig has no key 'lr'; known keys: pipeline, name, "),
         ("warm_start.trainer.batchsize=4", "SupervisedConfig has no key 'batchsize'; did you mean 'batch_size'?"),
         ("validation.episode=4", "validation: ValidationConfig has no key 'episode'; did you mean 'episodes'?"),
         ("checkpoint.keeps=4", "checkpoint: CheckpointConfig has no key 'keeps'; did you mean 'keep'?"),
@@ -203,7 +211,8 @@ def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
         ("tokenizer.systems=x", "tokenizer: TokenizerConfig has no key 'systems'; did you mean 'system'?"),
         ("estimator.gama=1", "estimator: EstimatorConfig has no key 'gama'; did you mean 'gamma'?"),
         ("sampler.retries=1", "sampler: SamplerConfig has no key 'retries'"),
-        ("preset=grppo", "run.yaml: preset 'grppo' is not known; did you mean 'grpo'?"),
+        ("preset=grppo", "run.yaml: preset 'grppo' is not known; there are grpo, dr-grpo"),
+        ("preset=dpo", "preset 'dpo' is not known; there are grpo, dr-grpo, dapo"),
         ("preset=xyz", "preset 'xyz' is not known; there are grpo, dr-grpo, dapo"),
         ("preset=[grpo]", "preset '['grpo']' is not known"),
     ],

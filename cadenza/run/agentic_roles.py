@@ -1,0 +1,141 @@
+"""The roles of a run in environments: actor, critic, reference and replicas; the estimator is the controller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from cadenza.cluster import Cluster, ResourceManager
+from cadenza.cluster.placement import format_devices
+from cadenza.data import DataProto
+from cadenza.off_loop import as_async
+from cadenza.run.agentic_config import AgenticConfig, WarmStartConfig
+from cadenza.run.config import ConfigError
+from cadenza.run.inference import Inference, InferenceSpec, open_inference
+from cadenza.run.roles import Roles, absolute_path
+from cadenza.run.warm_start import warm_start_pairs
+from cadenza.run.workers import ActorWorker, CriticWorker, ReferenceWorker
+from cadenza.training import Estimator, ReferenceConfig
+
+
+class AgenticRoles(Roles):
+    """Actor, critic, reference and estimator; the replicas live inside `async with roles.inference()`."""
+
+    config: AgenticConfig
+    actor: Cluster[ActorWorker]
+    critic: Cluster[CriticWorker] | None = None
+    reference: Cluster[ReferenceWorker] | None = None
+    """None also where the actor has it, under its adapter."""
+
+    def __init__(self, config: AgenticConfig, *, failures: Path | None = None) -> None:
+        super().__init__(config, failures=failures)
+        self.estimator = Estimator(config.estimator)
+
+    async def start(self) -> None:
+        config = self.config
+        temperature = {"temperature": config.envs.sampling.temperature or 1.0}
+        policy = config.actor.model_copy(update=temperature)
+        reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
+        self.actor = await self.start_trainers(
+            "actor", ActorWorker, config=policy, reference=reference, failures=self.failures
+        )
+        if config.critic is not None:
+            self.critic = await self.start_trainers(
+                "critic", CriticWorker, config=config.critic, failures=self.failures
+            )
+        if "reference" in self.device_map:
+            self.reference = await self.start_cluster("reference", ReferenceWorker, config=reference)
+
+    def check_resources(self, resources: ResourceManager) -> None:
+        config = self.config
+        if config.shared_devices and config.engine.kind == "vllm" and getattr(resources, "kind", None) == "CPU":
+            raise ConfigError(
+                f"devices: actor and inference cannot alternate on {format_devices(config.shared_devices)}: vLLM "
+                "cannot sleep on a CPU. Give them devices of their own, or all of them to both"
+            )
+
+    def inference(self) -> AbstractAsyncContextManager[Inference]:
+        """The engines with the policy in them."""
+        config = self.config
+        return open_inference(
+            InferenceSpec(self.actor, self.device_map, self.codec, self.model_spec, config.engine, config.sampler)
+        )
+
+    async def warm_start(self, settings: WarmStartConfig) -> dict[str, float]:
+        """Learn from examples; what the last batch said."""
+        pairs = await as_async(warm_start_pairs)(self.config, settings, self.codec)
+        metrics = await self.actor.warm_start(pairs, settings)
+        return {f"warm_start/{name}": value for name, value in metrics.items()}
+
+    async def freeze_reference(self, directory: Path) -> None:
+        """The policy as it is now is what KL is measured against. It is kept for whoever resumes the run, unless it
+        is the model under an adapter."""
+        if self.reference is not None:
+            await self.actor.save_model(absolute_path(directory))
+            await self.load_reference(directory)
+
+    async def load_reference(self, directory: Path) -> None:
+        if self.reference is not None:
+            await self.reference.load(absolute_path(directory))
+
+    async def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """The batch with its advantages, and whatever columns they need."""
+        if self.reference is not None:
+            batch = await _with_column(self.reference.logprobs, batch)
+        elif self.config.needs_reference:
+            batch = await _with_column(self.actor.ref_logprobs, batch)
+        if self.config.estimator.needs_old_logprobs:
+            batch = await _with_column(self.actor.logprobs, batch)
+        if self.critic is not None:
+            batch = await _with_column(self.critic.values, batch)
+        found: tuple[DataProto, dict[str, float]] = await as_async(self.estimator.advantages)(batch)
+        return found
+
+    async def learn(self, batch: DataProto) -> dict[str, float]:
+        """One train step, or a chunk of one, which has no metrics before its end."""
+        batch = _tensors_only(batch)
+        if self.config.batch_parts > 1:
+            await self.actor.add(batch)
+            return {}
+        metrics: dict[str, float] = await self.actor.train(batch)
+        if self.critic is not None:
+            metrics |= {f"critic_{name}": value for name, value in (await self.critic.train(batch)).items()}
+        return metrics
+
+    async def finish(self, chunks: Sequence[DataProto]) -> dict[str, float]:
+        """The end of a train step that came in these chunks; what is to be said of them together."""
+        if self.config.batch_parts == 1:
+            return {}
+        metrics: dict[str, float] = await self.actor.finish()
+        whole = DataProto.concat([_tensors_only(chunk) for chunk in chunks])
+        batch_metrics: dict[str, float] = await as_async(self.estimator.metrics)(whole)
+        return metrics | batch_metrics
+
+    async def offload(self) -> None:
+        """Weights and optimizers off the shared devices."""
+        for cluster in self._trainers_on_shared_devices():
+            await cluster.offload()
+
+    async def reload(self) -> None:
+        """Back to them."""
+        for cluster in self._trainers_on_shared_devices():
+            await cluster.reload()
+
+    def _trainers_on_shared_devices(self) -> list[Cluster[ActorWorker | CriticWorker]]:
+        shared = set(self.config.shared_devices)
+        return [
+            cluster
+            for role, cluster in self.trainers.items()
+            if shared & set(self.device_map.roles[role].device_numbers)
+        ]
+
+
+async def _with_column(ask: Callable[[DataProto], Awaitable[DataProto]], batch: DataProto) -> DataProto:
+    """The batch with a column that a worker computes."""
+    return batch.union(await ask(_tensors_only(batch)))
+
+
+def _tensors_only(batch: DataProto) -> DataProto:
+    """What workers need of a batch."""
+    return batch.select(non_tensor_batch_keys=(), meta_info_keys=())

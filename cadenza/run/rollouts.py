@@ -1,0 +1,191 @@
+"""The rollouts of a run: schedulers for training and validation, their snapshots, and what a step took of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from cadenza.data import DataProto
+from cadenza.inference.replica import ReplicaStats
+from cadenza.rollout import snapshot
+from cadenza.rollout.collate import collate
+from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
+from cadenza.rollout.failures import RolloutError
+from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.records import Trajectory
+from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.rollout.trace import RunStep, trace_groups
+from cadenza.run.agentic_config import AgenticConfig
+from cadenza.run.agentic_roles import AgenticRoles
+from cadenza.run.episodes import EpisodeStats, RolloutMode
+from cadenza.run.inference import Inference
+from cadenza.run.roles import absolute_path
+from cadenza.training.checkpoint import CheckpointError, step_of
+
+
+class NoEpisodes(RolloutError):
+    """Every task of a validation was given up."""
+
+    def __str__(self) -> str:
+        return "validation has no episode: every task of it was given up, see the errors above"
+
+
+def scheduler_for(mode: RolloutMode, config: AgenticConfig, inference: Inference) -> RolloutScheduler:
+    """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`, and those of the training
+    how long everything in them took in `meta_info["trace"]`."""
+    rollout, envs = (train_configs if mode == "train" else validation_configs)(config)
+
+    def collator(trajectories: list[Trajectory]) -> DataProto:
+        batch = collate(trajectories)
+        batch.meta_info["episodes"] = EpisodeStats.of(trajectories, config.samples)
+        if mode == "train":
+            batch.meta_info["trace"] = trace_groups(trajectories)
+        return batch
+
+    return RolloutScheduler(rollout, envs, inference.resources, inference, mode, collator)
+
+
+def step_request(step: int) -> DataProto:
+    """What `get_batch` is asked with."""
+    return DataProto(meta_info={"global_step": step})
+
+
+def train_configs(config: AgenticConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
+    return config.rollout.model_copy(update={"seed": config.seed}), config.envs
+
+
+def validation_configs(config: AgenticConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
+    """Tasks that are not trained; every episode counts, alone."""
+    settings = config.validation
+    assert settings is not None
+    domains = settings.domains or config.envs.domains
+    share, rest = divmod(settings.episodes, len(domains))
+    domains = {
+        name: domain
+        if isinstance(domain.tasks, (list, tuple)) or (settings.domains and domain.tasks is not None)
+        else domain.model_copy(update={"tasks": max(1, share + (number < rest))})
+        for number, (name, domain) in enumerate(domains.items())
+    }
+    envs = config.envs.model_copy(
+        update={
+            "domains": domains,
+            "first_seed": settings.first_seed,
+            "sampling": settings.sampling or config.envs.sampling,
+        }
+    )
+    patience = config.rollout.model_dump(include={"stall_seconds", "error_budget", "max_attempts"})
+    slice_tokens = config.rollout.tokens_per_slice  # turns of both wait in one queue
+    return RolloutConfig(batch_size=1, seed=config.seed + 1, slice_tokens=slice_tokens, **patience), envs
+
+
+async def validate_checkpoint(config: AgenticConfig, checkpoint: Path) -> tuple[DataProto, int]:
+    """The batch of a validation with the weights of a checkpoint, and their version."""
+    version = int(step_of(checkpoint))
+    async with AgenticRoles(config) as roles:
+        await roles.actor.load_weights(absolute_path(checkpoint))
+        async with roles.inference() as inference:
+            if version:
+                await inference.sampler.load_weights(version, await inference.deliver_weights())
+            scheduler = scheduler_for("val", config, inference)
+            try:
+                batch = await scheduler.get_batch(step_request(version), -1)
+            finally:
+                await scheduler.shutdown()
+    if batch is None:
+        raise NoEpisodes
+    batch.meta_info["codec"] = roles.codec
+    return batch, version
+
+
+# -- snapshots ---------------------------------------------------------------------------------------------------------
+
+
+async def check_rollouts(config: AgenticConfig, checkpoint: Path) -> None:
+    """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
+    snapshot.restore(checkpoint / "rollouts", GroupQueueManager(*train_configs(config), "train"))
+
+
+class RolloutSnapshots:
+    """The rollouts in the checkpoints of a run.
+
+    A group that is saved half finished goes on, but with new attempts, which write other tokens. So a run that is to be
+    exact takes a snapshot before each batch is begun, and its checkpoints hold that one.
+    """
+
+    def __init__(self, directory: Path, rollouts: RolloutScheduler) -> None:
+        self._directory, self._rollouts = directory, rollouts
+        self._step: int | None = None
+        """The step before which the snapshot was taken."""
+
+    def take(self, step: int) -> None:
+        """Remember the rollouts as they are between two steps."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+        try:
+            self._directory.mkdir()
+            self._rollouts.save(self._directory)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"the rollouts could not be saved to {self._directory}: {error}") from error
+        self._step = step
+
+    def save(self, directory: Path, step: int, *, as_they_are: bool) -> None:
+        """Write the rollouts after `step` into a checkpoint: those of the snapshot, or `as_they_are` with what was
+        finished since."""
+        if as_they_are or self._step != step:
+            directory.mkdir()
+            self._rollouts.save(directory)
+        else:
+            shutil.copytree(self._directory, directory)
+
+    def close(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+# -- what a step took --------------------------------------------------------------------------------------------------
+
+
+def discarded_tokens(stats: Iterable[ReplicaStats]) -> dict[str, float]:
+    """Tokens that replicas generated in vain, by cause."""
+    found: dict[str, float] = {}
+    for replica in stats:
+        for cause, tokens in replica.discarded.items():
+            name = f"tokens_discarded/{cause}"
+            found[name] = found.get(name, 0) + tokens
+    return found
+
+
+def step_trace(
+    config: AgenticConfig,
+    step: int,
+    metrics: Mapping[str, float],
+    chunks: Sequence[DataProto],
+    stats: Iterable[ReplicaStats],
+    generating: int,
+) -> bytes:
+    """What a step asked of the machine and took of it, for `cadenza simulate`. `generating` is the devices that
+    generate."""
+    costs = None
+    for replica in stats:
+        if replica.costs is not None:
+            limits = {"kv_capacity": replica.kv_capacity, "max_running": config.engine.max_running}
+            costs = {**replica.costs._asdict(), **limits}
+    return RunStep(
+        step=step,
+        gpus=_devices_in_use(config, generating),
+        seconds=metrics["time/step"],
+        wait_seconds=metrics["time/wait"],
+        publish_seconds=metrics.get("time/publish", 0.0),
+        groups=[group for chunk in chunks for group in chunk.meta_info["trace"]],
+        cost=costs,
+    ).encode()
+
+
+def _devices_in_use(config: AgenticConfig, generating: int) -> int:
+    """Devices that work at the same time."""
+    actor = config.devices.get("actor")
+    training = len(actor.device_numbers) if actor else 1
+    if config.shared_devices:
+        return training + generating - len(config.shared_devices)
+    return max(training, generating) if config.rollout.alpha == 0 else training + generating
