@@ -111,13 +111,14 @@ class RolloutScheduler:
 
     # -- the controller's calls ----------------------------------------------------------------------------------
 
-    async def get_batch(self, data: DataProto, batch_size: int) -> DataProto | None:
-        """The next `batch_size` trajectories in whole groups, for the newest published version; -1 is everything
-        until the tasks run out. The last batch may be short; None means that nothing was available."""
+    async def get_batch(self, data: DataProto | None = None, batch_size: int = -1) -> DataProto | None:
+        """Returns the next `batch_size` trajectories in whole groups, for the newest published version; -1 is
+        everything until the tasks run out. The last batch may be short; None means that nothing was available.
+        `data.meta_info["global_step"]` is a label that the batch keeps; without `data` the label is the version."""
         groups = self._group_count(batch_size)
-        step = data.meta_info.get("global_step")
-        if not isinstance(step, int):
-            raise ValueError(f"data.meta_info['global_step'] must be an int, got {step!r}")
+        labels = {} if data is None else data.meta_info
+        if data is not None and not isinstance(labels.get("global_step"), int):
+            raise ValueError(f"data.meta_info['global_step'] must be an int, got {labels.get('global_step')!r}")
         loop = asyncio.get_running_loop()
         asked, suspensions = loop.time(), self._suspensions
         await self._start()
@@ -138,7 +139,9 @@ class RolloutScheduler:
             self._uncollated = []
             for attempt in attempts:
                 attempt.trajectory = None
-            batch.meta_info.update(data.meta_info | {"version": cut[0].trained, "wait_seconds": loop.time() - asked})
+            version = cut[0].trained
+            batch.meta_info.update({"global_step": version, **labels, "version": version})
+            batch.meta_info["wait_seconds"] = loop.time() - asked
             batch.meta_info["metrics"] = self.metrics()
             return batch
 

@@ -344,11 +344,11 @@ class AdvantageInputs:
 
     @cached_property
     def _steps(self) -> Tensor:
-        """[N, T] what each turn is paid, NaN where there is none"""
+        """[N, T] what each turn is paid, 0 where there is none"""
         steps = self.batch.batch["step_scores"]
         if self._moments is not None:
             steps = self._moments.normalise(steps, centre=False)
-        return reconcile_step_scores(steps, self._scores)
+        return reconcile_step_scores(steps, self.batch.batch["turns"], self._scores)
 
     def _tokens(self, name: str) -> Tensor:
         return self.rows.pad(self.rows.read(self.batch, name))
@@ -449,7 +449,7 @@ def _with_custom(inputs: AdvantageInputs, custom: CustomEstimator) -> DataProto:
     seen, result = inputs.batch.select(), inputs.batch.select()
     if config.score_norm != "none" or config.score_clip is not None or config.kl_coef:
         seen.batch["scores"] = inputs.scores
-        seen.batch.assign_like("step_scores", inputs.steps, "step_scores", pad=float("nan"))
+        seen.batch.assign_like("step_scores", inputs.steps, "step_scores")
     advantages = custom(seen)
     if isinstance(advantages, Tensor | np.ndarray) and advantages.ndim > 1:
         result.batch.assign_like("advantages", advantages, "input_ids")

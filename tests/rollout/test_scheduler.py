@@ -96,6 +96,45 @@ def test_a_synchronous_program_trains_only_what_the_newest_version_wrote() -> No
     simulate(main)
 
 
+def test_without_data_the_step_of_a_batch_is_its_version() -> None:
+    async def main() -> None:
+        async with playing(batch_size=4, group_size=2) as scheduler:
+            batch = await scheduler.get_batch(batch_size=4)
+            assert batch is not None
+            assert (batch.meta_info["global_step"], batch.meta_info["version"]) == (0, 0)
+            await publish(scheduler, 7)
+            batch = await scheduler.get_batch(batch_size=4)
+            assert batch is not None
+            assert (batch.meta_info["global_step"], batch.meta_info["version"]) == (7, 7)
+
+    simulate(main)
+
+
+def test_without_data_and_size_get_batch_gives_everything_until_the_tasks_run_out() -> None:
+    async def main() -> None:
+        async with playing(tasks=6, mode="val", batch_size=1) as scheduler:
+            assert len(await scheduler.get_batch() or ()) == 6
+
+    simulate(main)
+
+
+def test_step_scores_of_episodes_of_different_lengths_add_up_and_turns_counts_them() -> None:
+    async def step(seed: int, number: int) -> Any:
+        lengths[seed] = lengths.get(seed, 0) + 1
+        return "go on", 0.5, lengths[seed] > seed, False, {}
+
+    lengths: dict[int, int] = {}
+
+    async def main() -> None:
+        async with playing(env=stepping(step), tasks=3, mode="val", batch_size=1) as scheduler:
+            batch = await got(scheduler, -1)
+            assert sorted(column(batch, "turns")) == [1, 2, 3]
+            assert batch.batch["step_scores"].sum(1).tolist() == column(batch, "episode_scores")
+            assert [0.5 * n for n in column(batch, "turns")] == column(batch, "episode_scores")
+
+    simulate(main)
+
+
 def test_get_batch_opens_the_gate() -> None:
     async def main() -> float:
         async with playing() as scheduler:
