@@ -515,11 +515,10 @@ def _usable_device(device: str | int | torch.device) -> torch.device:
 
 
 def _to_tensor(array: Array) -> torch.Tensor:
-    torch = _import_torch()
     if not array.flags.writeable or min(array.strides) < 0:
         # Buffers from Ray's object store are read-only, and torch would let its user write into them.
         array = array.copy()
-    return cast("torch.Tensor", torch.from_numpy(array))
+    return cast("torch.Tensor", _import_torch().from_numpy(array))
 
 
 def _listing(head: str, stored: Mapping[str, StoredColumn]) -> str:

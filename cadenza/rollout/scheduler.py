@@ -145,6 +145,16 @@ class RolloutScheduler:
             batch.meta_info["metrics"] = self.metrics()
             return batch
 
+    async def reset(self) -> None:
+        """Begin the tasks anew, once `get_batch` has given all of them: the same tasks in the same order, for the next
+        validation or the next epoch of training. A batch that is being taken is awaited first; refused with
+        `RolloutError` while groups are open."""
+        await self._start()
+        async with self._batch_lock:
+            if self._uncollated:
+                raise RolloutError("reset while a batch is cut and was not handed over: call get_batch first")
+            self.queue.reset()
+
     async def suspend(self) -> None:
         """Close the gate; returns when no token is being generated, here and in whatever shares the sampler. It
         stays closed until this scheduler resumes or takes a batch."""

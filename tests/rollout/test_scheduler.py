@@ -45,7 +45,7 @@ from cadenza.data.schema import TRAIN_BATCH
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Request
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import FilterLimit, SchedulerClosed, Stalled
+from cadenza.rollout.failures import FilterLimit, NothingFinished, RolloutError, SchedulerClosed, Stalled
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task, Trajectory
 from cadenza.simulation.virtual_cluster.cost import CostModel
@@ -1642,5 +1642,78 @@ def test_a_version_that_is_published_while_the_scheduler_starts_counts_when_it_h
                 heard(1)
             await starting
             assert (await got(scheduler, 4)).meta_info["version"] == 1
+
+    simulate(main)
+
+
+# -- the same tasks again ----------------------------------------------------------------------------------------------
+
+
+def test_a_validation_can_be_asked_again_for_the_same_tasks() -> None:
+    async def main() -> None:
+        async with playing(tasks=6, mode="val", batch_size=1) as scheduler:
+            first = await got(scheduler, -1)
+            assert await get(scheduler, -1) is None
+            await scheduler.reset()
+            await publish(scheduler, 1)
+            second = await got(scheduler, -1)
+            assert column(first, "task_id") == column(second, "task_id")
+            assert not set(column(first, "traj_id")) & set(column(second, "traj_id"))
+            assert second.meta_info["version"] == 1
+            assert await get(scheduler, -1) is None
+            assert fates(scheduler) == {"validated": 12}
+
+    simulate(main)
+
+
+def test_finite_tasks_can_be_trained_for_several_epochs() -> None:
+    async def main() -> None:
+        async with playing(tasks=3, batch_size=4, group_size=2, alpha=1) as scheduler:
+            seen: list[str] = []
+            version = 0
+            for _ in range(3):
+                while (batch := await get(scheduler, 4)) is not None:
+                    seen += column(batch, "task_id")[::2]
+                    version += 1
+                    await publish(scheduler, version)
+                await scheduler.reset()
+            assert seen == ["toy/0", "toy/1", "toy/2"] * 3
+            assert scheduler.metrics()["staleness/max"] <= 1
+
+    simulate(main)
+
+
+def test_reset_is_refused_while_groups_are_open() -> None:
+    async def main() -> None:
+        async with playing(tasks=6, batch_size=2, alpha=1) as scheduler:
+            await got(scheduler, 2)
+            with pytest.raises(RolloutError, match="2 groups of this epoch are open, the oldest is g2 of task"):
+                await scheduler.reset()
+            await publish(scheduler, 1)
+            assert column(await got(scheduler, 2), "task_id") == ["toy/2", "toy/3"]
+
+    simulate(main)
+
+
+def test_reset_awaits_the_batch_that_is_being_taken() -> None:
+    async def main() -> None:
+        async with playing(tasks=4, mode="val", batch_size=1) as scheduler:
+            batch, _ = await asyncio.gather(got(scheduler, -1), scheduler.reset())
+            assert len(batch) == len(await got(scheduler, -1)) == 4
+
+    simulate(main)
+
+
+def test_an_epoch_that_fails_as_a_whole_is_an_error_also_after_one_that_was_trained() -> None:
+    async def step(seed: int, number: int) -> Any:
+        if number:
+            raise ValueError("worn out")
+
+    async def main() -> None:
+        async with playing(env=stepping(step), tasks=2, mode="val", batch_size=1) as scheduler:
+            assert len(await got(scheduler, -1)) == 2
+            await scheduler.reset()
+            with pytest.raises(NothingFinished, match="ValueError: worn out"):
+                await get(scheduler, -1)
 
     simulate(main)
