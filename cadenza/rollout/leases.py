@@ -2,7 +2,8 @@
 
 All leases are equally long, so renewing one moves it to the end of the queue and the first in the queue expires first:
 one timer for all of them, and a renewal costs a dict operation. The watch over progress reads the same queue, and those
-of the attempts that wait without a lease: one more timer, and at most one line of the log per `NO_PROGRESS_SECONDS`.
+of the attempts that wait without a lease: one more timer. The pause between two lines of the log doubles, so that
+envs whose steps always take long do not fill it.
 
     renew: the env answered     ask: the model is asked, the sampler keeps the deadlines
     score: the reward is computed, under its own deadline     end: nothing runs any more
@@ -11,6 +12,7 @@ of the attempts that wait without a lease: one more timer, and at most one line 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -20,6 +22,8 @@ from cadenza.rollout.ledger import Attempt, AttemptState
 
 NO_PROGRESS_SECONDS = 30.0
 """After which an attempt is named in the log."""
+UNWATCHED_SECONDS = 86_400.0
+"""A lease of this length or more says that attempts may stand still: none is named."""
 
 
 class _Still(NamedTuple):
@@ -47,6 +51,9 @@ class LeaseDeadlines:
         self._named: set[Attempt] = set()
         """Attempts that the log has named or counted; each is told of once."""
         self._has_told_of_model = False
+        self._pause = NO_PROGRESS_SECONDS
+        """Between the last line of the log and the next one."""
+        self._is_watching = seconds < UNWATCHED_SECONDS and logger.isEnabledFor(logging.WARNING)
         self._watch: asyncio.TimerHandle | None = None
 
     def renew(self, attempt: Attempt) -> None:
@@ -62,7 +69,7 @@ class LeaseDeadlines:
         self._deadlines[attempt] = now + self.seconds
         if self._timer is None:
             self._timer = loop.call_later(self.seconds, self._expire_due)
-        if self._watch is None:
+        if self._watch is None and self._is_watching:
             self._watch = loop.call_later(NO_PROGRESS_SECONDS, self._name_those_that_stand_still)
 
     def ask(self, attempt: Attempt) -> None:
@@ -74,7 +81,7 @@ class LeaseDeadlines:
         """The attempt waits for its reward, which has a deadline of its own, until `end`."""
         loop = asyncio.get_running_loop()
         self._scoring[attempt] = loop.time()
-        if self._watch is None:
+        if self._watch is None and self._is_watching:
             self._watch = loop.call_later(NO_PROGRESS_SECONDS, self._name_those_that_stand_still)
 
     def end(self, attempt: Attempt) -> None:
@@ -117,7 +124,8 @@ class LeaseDeadlines:
             self._named.update(still.attempt for still in found)
             self._has_told_of_model |= any(still.stage == "model" for still in found)
             logger.warning("%s", self._describe(oldest, len(found) - 1, now))
-            upcoming = max(upcoming, now + NO_PROGRESS_SECONDS)
+            upcoming = max(upcoming, now + self._pause)
+            self._pause *= 2
         self._watch = None
         if upcoming < math.inf:
             self._watch = loop.call_at(upcoming, self._name_those_that_stand_still)

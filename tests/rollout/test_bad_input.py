@@ -1114,6 +1114,19 @@ def test_a_model_that_answers_nobody_is_told_once_and_one_that_is_slow_is_not(ca
     assert "in model for 30 s (3 others make none either); this is said once" in line
 
 
+def test_envs_whose_steps_always_take_long_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with playing(env=chain(100, 40.0), batch_size=64, slots=64) as scheduler:
+            await got(scheduler, 64)
+            for version in range(1, 10):
+                await publish(scheduler, version)
+                await got(scheduler, 64)
+            assert now() > 40_000
+
+    simulate(main)
+    assert 1 <= len(still(caplog)) <= 12
+
+
 def test_attempts_that_make_progress_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with playing(env=chain(10, 25.0), batch_size=4) as scheduler:
