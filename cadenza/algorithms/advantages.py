@@ -134,11 +134,8 @@ def discounted_returns(
 
 
 def turn_returns(step_scores: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """[N, T]: the discounted sum of the step scores [N, T] from each turn on; NaN where there is no turn."""
-    exists = ~step_scores.isnan()
-    return _discounted_sums(at_least_float32(step_scores).masked_fill(~exists, 0.0), gamma).masked_fill(
-        ~exists, torch.nan
-    )
+    """[N, T]: the discounted sum of the step scores [N, T] from each turn on; 0 behind the last turn, as they are."""
+    return _discounted_sums(at_least_float32(step_scores), gamma)
 
 
 def step_advantages(

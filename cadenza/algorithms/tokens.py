@@ -2,7 +2,7 @@
 
 A row [N] is one context; most trajectories are one row, one whose contexts start afresh is several. A turn is
 numbered within its trajectory, so `turns` [N, L] (-1 outside responses) finds a token's turn in `step_scores`
-[N, T], which every row carries for its whole trajectory.
+[N, T], which every row carries for its whole trajectory, padded with 0 behind its last turn.
 """
 
 from __future__ import annotations
@@ -52,13 +52,12 @@ def rewards_to_written_turns(step_scores: Tensor, turns: Tensor, *, traj_ids: Te
 
     A turn has tokens if it has them in any row of its trajectory (`traj_ids` [N]).
     """
-    exists = ~step_scores.isnan()
     written = sum_by_id(turns_in_row(turns, step_scores.shape[1]).float(), traj_ids) > 0
-    if bool((written | ~exists).all()):
+    if bool((written | (step_scores == 0)).all()):  # nothing is paid to a turn without tokens
         return step_scores
     target = torch.where(written, torch.arange(step_scores.shape[1], device=turns.device), -1).cummax(1).values
     target = torch.where(target < 0, written.int().argmax(1, keepdim=True), target)
-    return torch.zeros_like(step_scores).scatter_add(1, target, step_scores.nan_to_num(0.0))
+    return torch.zeros_like(step_scores).scatter_add(1, target, step_scores)
 
 
 def anchor_ids(tokens: Tensor, turns: Tensor, offsets: Tensor, count: int) -> Tensor:
@@ -90,17 +89,17 @@ def anchor_ids(tokens: Tensor, turns: Tensor, offsets: Tensor, count: int) -> Te
     return torch.from_numpy(anchors)
 
 
-def reconcile_step_scores(step_scores: Tensor, scores: Tensor) -> Tensor:
+def reconcile_step_scores(step_scores: Tensor, turn_counts: Tensor, scores: Tensor) -> Tensor:
     """[N, T]: the step scores, with the last turn changed so that they add up to the score [N] of the trajectory.
 
+    `turn_counts` [N] says how many turns a trajectory has; behind them `step_scores` [N, T] are 0, and stay 0.
     Where a reward function had the last word, its verdict is thereby paid when the episode ends. Where the score is
     what the env paid, nothing changes.
     """
-    check_rows(step_scores, scores=scores)
-    exists = ~step_scores.isnan()
+    check_rows(step_scores, turn_counts=turn_counts, scores=scores)
     order = torch.arange(step_scores.shape[1], device=step_scores.device)
-    is_last = exists & (order == exists.sum(1, keepdim=True) - 1)
-    missing = scores.double() - step_scores.double().nansum(1)
+    is_last = order == turn_counts[:, None] - 1
+    missing = scores.double() - step_scores.double().sum(1)
     settled = torch.where(is_last, step_scores.double() + missing[:, None], step_scores.double())
     return settled.to(at_least_float32(step_scores).dtype)
 

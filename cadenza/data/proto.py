@@ -54,6 +54,12 @@ class _ColumnTable:
         self.tensors: dict[str, StoredColumn] = {}
         self.objects: dict[str, Array] = {}
 
+    def copy(self) -> _ColumnTable:
+        """Another table of the same columns."""
+        table = _ColumnTable()
+        table.tensors, table.objects = dict(self.tensors), dict(self.objects)
+        return table
+
     @property
     def columns(self) -> dict[str, StoredColumn]:
         return {**self.tensors, **self.objects}
@@ -70,15 +76,21 @@ class _ColumnTable:
 class TensorColumns(MutableMapping[str, "torch.Tensor"]):
     """`data.batch`: reads as torch tensors [N, ...], ragged columns padded to their longest row."""
 
-    def __init__(self, table: _ColumnTable) -> None:
+    def __init__(self, table: _ColumnTable, device: torch.device | None = None) -> None:
         self._table = table
+        self._device = device
         self._tensors: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        stored = self.numpy(name)
+        column = self._column(name)
         if name not in self._tensors:
-            self._tensors[name] = _to_tensor(stored)
+            tensor = _to_tensor(columns.dense(column))
+            self._tensors[name] = tensor if self._device is None else tensor.to(self._device)
         return self._tensors[name]
+
+    def to(self, device: str | int | torch.device) -> TensorColumns:
+        """The same columns, whose tensors are on `device`. A column is padded and moved when it is first read."""
+        return TensorColumns(self._table.copy(), _usable_device(device))
 
     def numpy(self, name: str) -> Array:
         """The same view without torch."""
@@ -217,6 +229,16 @@ class DataProto:
     def __setstate__(self, state: dict[str, Any]) -> None:
         DataProto.__init__(self, state["tensors"], state["objects"], state["meta_info"])
 
+    def to(self, device: str | int | torch.device) -> DataProto:
+        """The same batch, whose tensors `batch[...]` are on `device`, also in what is sliced or chosen from it.
+
+        A column is padded and moved when it is first read. The stored numpy stays in host memory, and a copy in another
+        process or on disk has no device.
+        """
+        moved = DataProto(self._table.tensors, self._table.objects, self.meta_info)
+        moved.batch._device = _usable_device(device)
+        return moved
+
     # Rows
 
     def __getitem__(self, index: Index) -> DataProto:
@@ -327,7 +349,7 @@ class DataProto:
             differing = {*first.batch} ^ {*chunk.batch} | {*first.non_tensor_batch} ^ {*chunk.non_tensor_batch}
             if differing:
                 raise ValueError(f"concat: chunk {i} and chunk 0 do not share the columns {sorted(differing)}")
-        result = DataProto(meta_info=_merged_meta("concat", chunks, on_meta_conflict))
+        result = first._like_this({}, {}, _merged_meta("concat", chunks, on_meta_conflict))
         for name in first.batch:
             result.batch[name] = columns.concat_rows(name, [chunk._table.tensors[name] for chunk in chunks])
         for name in first.non_tensor_batch:
@@ -343,7 +365,7 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
         """Only these columns and keys; None keeps all of a kind."""
-        return DataProto(
+        return self._like_this(
             _select_keys(self._table.tensors, batch_keys, "tensor column"),
             _select_keys(self._table.objects, non_tensor_batch_keys, "object column"),
             _select_keys(self.meta_info, meta_info_keys, "meta_info key"),
@@ -387,7 +409,7 @@ class DataProto:
         for new in mapping.values():
             if names.count(new) > 1:
                 raise ValueError(f"rename: two columns would be called {new!r}")
-        return DataProto(
+        return self._like_this(
             {mapping.get(name, name): column for name, column in self._table.tensors.items()},
             {mapping.get(name, name): column for name, column in self._table.objects.items()},
             self.meta_info,
@@ -412,11 +434,19 @@ class DataProto:
         return self._map(lambda column: columns.take_rows(column, rows))
 
     def _map(self, change: Callable[[StoredColumn], StoredColumn]) -> DataProto:
-        return DataProto(
+        return self._like_this(
             {name: change(column) for name, column in self._table.tensors.items()},
             {name: cast("Array", change(column)) for name, column in self._table.objects.items()},
             self.meta_info,
         )
+
+    def _like_this(
+        self, tensors: Mapping[str, StoredColumn], objects: Mapping[str, Array], meta_info: Mapping[str, Any]
+    ) -> DataProto:
+        """Other columns, on the same device."""
+        result = DataProto(tensors, objects, meta_info)
+        result.batch._device = self.batch._device
+        return result
 
     def _checked_rows(self, rows: Array) -> Array:
         """Row numbers >= 0, from row numbers or a mask."""
@@ -469,17 +499,26 @@ def _as_array(name: str, value: object) -> Array:
     return value
 
 
-def _to_tensor(array: Array) -> torch.Tensor:
+def _import_torch() -> Any:
     try:
         import torch
     except ImportError as error:
         raise ImportError(
             "reading batch[name] needs torch: pip install 'cadenza[torch]'; batch.numpy(name) does not"
         ) from error
+    return torch
+
+
+def _usable_device(device: str | int | torch.device) -> torch.device:
+    """The device, if this process can put a tensor there; torch's own error if it cannot."""
+    return cast("torch.device", _import_torch().empty(0, device=device).device)
+
+
+def _to_tensor(array: Array) -> torch.Tensor:
     if not array.flags.writeable or min(array.strides) < 0:
         # Buffers from Ray's object store are read-only, and torch would let its user write into them.
         array = array.copy()
-    return torch.from_numpy(array)
+    return cast("torch.Tensor", _import_torch().from_numpy(array))
 
 
 def _listing(head: str, stored: Mapping[str, StoredColumn]) -> str:

@@ -44,7 +44,7 @@ class _RunLengths:
 
 
 class Ragged:
-    """An immutable ragged column. `pad` fills the right of the padded view: 0 for ids, NaN for scores."""
+    """An immutable ragged column. `pad` fills the right of the padded view: 0 for ids, -1 for versions."""
 
     def __init__(self, values: Array, offsets: npt.ArrayLike, *, pad: float = 0) -> None:
         if values.ndim != 1:

@@ -99,6 +99,7 @@ TRAIN_BATCH = Schema(
             "traj_id": _ID,
             "env_ids": _ID,
             "step_scores": Column(("float32", "float64"), "ragged", ndim=2),
+            "turns": _ID,
             "episode_scores": _SCORE,
             "infer_logprobs": _tokens("float32", required=False),
             "versions": _tokens("int32", "int64", required=False),

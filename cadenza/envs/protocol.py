@@ -16,6 +16,7 @@ import numpy as np
 
 from cadenza.errors import EnvError
 from cadenza.off_loop import as_async, is_async
+from cadenza.scalars import as_number
 
 Outcome = tuple[Any, float, bool, bool, dict[str, Any]]
 """observation, reward, terminated, truncated, info: what a step returns."""
@@ -45,7 +46,7 @@ AnyEnv = Env | AsyncEnv
 class EnvType:
     """How to make and call the envs of one domain; looked up once, not for every episode."""
 
-    __slots__ = ("_args", "_factory", "_made_on_loop", "_on_loop", "name")
+    __slots__ = ("_args", "_factory", "_made_on_loop", "_on_loop", "has_told_of_endless", "name")
 
     def __init__(self, name: str, factory: Callable[..., Any], args: dict[str, Any]) -> None:
         self.name = name
@@ -54,6 +55,8 @@ class EnvType:
         step = getattr(factory, "step", None)
         self._made_on_loop = is_async(factory) if step is None else is_async(step)
         self._on_loop: dict[str, bool] = {}
+        self.has_told_of_endless = False
+        """The log has said that an episode does not end."""
 
     async def make(self) -> Any:
         """A new env. An async class, or an async function, makes it on the loop, everything else in a thread."""
@@ -81,6 +84,11 @@ class EnvType:
         return method if on_loop else as_async(method)
 
     def check_observation(self, observation: Any, where: str) -> Any:
+        if where == "reset" and _is_observation_and_info(observation):
+            raise EnvError(
+                f"env '{self.name}' reset returned (observation, info) as gymnasium's envs do; return the observation "
+                "alone, or run a gymnasium env by env: 'gymnasium' (cadenza.envs.adapters)"
+            )
         if isinstance(observation, np.ndarray):
             fits = observation.ndim == 1 and observation.dtype.kind in "iu"
         else:
@@ -98,18 +106,25 @@ class EnvType:
                 "return (observation, reward, terminated, truncated, info)"
             )
         observation, reward, terminated, truncated, info = outcome
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)):
-            try:
-                reward = float(reward)
-            except (TypeError, ValueError):
-                raise EnvError(f"env '{self.name}' step returned reward {_short(reward)}; return a number") from None
+        if type(reward) is not float:
+            number = as_number(reward)
+            if number is None:
+                raise EnvError(f"env '{self.name}' step returned reward {_short(reward)}; return a number or a bool")
+            reward = number
         if not math.isfinite(reward):
             raise EnvError(f"env '{self.name}' step returned reward {reward}; return a finite number")
+        for name, flag in (("terminated", terminated), ("truncated", truncated)):
+            if type(flag) is not bool and as_number(flag) is None:
+                raise EnvError(f"env '{self.name}' step returned {name} {_short(flag)}; return True or False")
         if not (terminated or truncated):
             self.check_observation(observation, "step")
         if info is not None and not isinstance(info, dict):
             raise EnvError(f"env '{self.name}' step returned info {_short(info)}; return a dict")
-        return observation, float(reward), bool(terminated), bool(truncated), info or {}
+        if info and (success := info.get("success")) is not None and as_number(success) is None:
+            raise EnvError(
+                f"env '{self.name}' step returned info['success'] {_short(success)}; say True or False, or leave it out"
+            )
+        return observation, reward, bool(terminated), bool(truncated), info or {}
 
 
 def _close_late(made: asyncio.Future[Any]) -> None:
@@ -119,6 +134,11 @@ def _close_late(made: asyncio.Future[Any]) -> None:
     close = getattr(made.result(), "close", None)
     if close is not None:
         asyncio.ensure_future(as_async(close)())  # noqa: RUF006 - nobody is left to wait for it
+
+
+def _is_observation_and_info(value: Any) -> bool:
+    """Whether this is a pair whose second is a dict; two chat messages are none, their dicts have a role."""
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict) and "role" not in value[1]
 
 
 def _short(value: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from cadenza.config import load_object
 from cadenza.errors import RewardError
 from cadenza.off_loop import as_async
+from cadenza.scalars import as_number
 
 Reward = Callable[[Any], Awaitable[float]]
 """`async reward(trajectory) -> float`."""
@@ -21,10 +22,9 @@ def as_reward(spec: str | Callable[..., Any]) -> Reward:
 
 def check_reward(value: Any, domain: str) -> float:
     """A reward as a finite float, or the error that says what is wrong with it."""
-    try:
-        reward = float(value)
-    except (TypeError, ValueError):
-        raise RewardError(f"the reward of domain '{domain}' returned {value!r}; return a number") from None
+    reward = as_number(value)
+    if reward is None:
+        raise RewardError(f"the reward of domain '{domain}' returned {value!r}; return a number or a bool")
     if not math.isfinite(reward):
         raise RewardError(f"the reward of domain '{domain}' returned {reward}; return a finite number")
     return reward

@@ -71,6 +71,7 @@ def collate(trajectories: Sequence[Trajectory]) -> DataProto:
         "versions": Ragged.from_runs(np.array(versions, np.int32), runs, offsets, pad=-1),
         "turn_ids": Ragged.from_runs(np.array(turn_ids, np.int32), runs, offsets, pad=-1),
         "step_scores": _step_scores([t for t, _, _ in rows]),
+        "turns": np.array([len(t.turns) for t, _, _ in rows], np.int64),
         "lengths": lengths,
         "response_lengths": lengths - prompt_lengths,
     }
@@ -94,10 +95,10 @@ def _scalars(trajectory: Trajectory, turns: list[Turn]) -> tuple[Any, ...]:
 
 
 def _step_scores(trajectories: list[Trajectory]) -> Ragged:
-    """What the env paid, turn by turn, for the whole trajectory of each row."""
+    """What the env paid, turn by turn, for the whole trajectory of each row; padded with 0 behind its `turns`."""
     counts = [len(trajectory.turns) for trajectory in trajectories]
     values = np.array([turn.reward for trajectory in trajectories for turn in trajectory.turns], np.float32)
-    return Ragged(values, np.concatenate(([0], np.cumsum(counts))), pad=float("nan"))
+    return Ragged(values, np.concatenate(([0], np.cumsum(counts))))
 
 
 def _contexts(turns: list[Turn]) -> list[tuple[int, list[Turn]]]:

@@ -8,9 +8,13 @@ from typing import Any
 
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import EnvError
+from cadenza.rollout.failures import logger
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import RolloutContext
 from cadenza.rollout.records import Trajectory
+
+ENDLESS_TURNS = 1000
+"""Turns of one episode after which the log says that it may never end."""
 
 
 class EnvHandle:
@@ -59,11 +63,23 @@ class EnvHandle:
             trajectory.info = info
         if len(trajectory.turns) >= self._shared.max_turns and not terminated:
             truncated = True
+        if len(trajectory.turns) == ENDLESS_TURNS and not terminated:
+            self._tell_of_endless()
         trajectory.terminated, trajectory.truncated = terminated, truncated
         self.done = terminated or truncated
         if self.done and isinstance(observation, str):
             trajectory.final = observation
         return observation
+
+    def _tell_of_endless(self) -> None:
+        """Say once for a domain that its episodes may never end."""
+        if not self._type.has_told_of_endless:
+            self._type.has_told_of_endless = True
+            logger.warning(
+                "%s of task '%s' has had %d turns, and the step of env '%s' has not returned terminated: it may never "
+                "end; max_turns is %d, lower it to end such episodes earlier",
+                self._attempt.key, self.trajectory.task.id, ENDLESS_TURNS, self._type.name, self._shared.max_turns,
+            )  # fmt: skip
 
     async def _call(self, stage: str, method: Callable[..., Any], *args: Any) -> Any:
         if self.trajectory.ended >= 0:

@@ -129,9 +129,16 @@ class EnvWorker:
         """Attempts that close their env."""
         self._leases = LeaseDeadlines(config.lease_seconds, self._expire)
         self._shared = RolloutContext(
-            sampler, codec, config.sampling, config.max_context, config.max_turns, self._leases, queue.ledger,
-            sampler.namespace(), slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
-        )  # fmt: skip
+            sampler=sampler,
+            codec=codec,
+            sampling=config.sampling,
+            max_context=config.max_context,
+            max_turns=config.max_turns,
+            leases=self._leases,
+            ledger=queue.ledger,
+            namespace=sampler.namespace(),
+            slice_tokens=slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
+        )
         queue.stop = self.stop
         queue.refill = self.fill
 
@@ -150,7 +157,7 @@ class EnvWorker:
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end its task."""
-        self._leases.drop(attempt)
+        self._leases.end(attempt)
         if not isinstance(attempt.runner, asyncio.Task):
             return
         coroutine = attempt.runner.get_coro()
@@ -174,9 +181,15 @@ class EnvWorker:
         task = attempt.group.task
         type = self._types[task.domain]
         trajectory = Trajectory(
-            attempt.id, task, attempt.group.id, attempt.member, attempt.number, attempt.slot,
-            sampling_key(self._seed, attempt), started=attempt.started,
-        )  # fmt: skip
+            id=attempt.id,
+            task=task,
+            group=attempt.group.id,
+            member=attempt.member,
+            attempt=attempt.number,
+            slot=attempt.slot,
+            seed=sampling_key(self._seed, attempt),
+            started=attempt.started,
+        )
         attempt.stage = "init"
         self._leases.renew(attempt)
         env: Any = None
@@ -208,7 +221,7 @@ class EnvWorker:
 
     async def _close_and_free_slot(self, attempt: Attempt, type: EnvType, env: Any, handle: EnvHandle | None) -> None:
         """Close the env and free the slot. Nobody interrupts this; it has deadlines of its own."""
-        self._leases.drop(attempt)
+        self._leases.end(attempt)
         self._closing.add(attempt)
         try:
             if env is not None and hasattr(env, "close"):
@@ -230,12 +243,15 @@ class EnvWorker:
             trajectory.score = trajectory.episode_score
             self._queue.put(attempt, trajectory)
             return
+        self._leases.score(attempt)
         try:
             trajectory.score = rewards.check_reward(await self._compute_reward(reward, trajectory), domain)
         except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
             self._fail(attempt, "reward", error)
             return
+        finally:
+            self._leases.end(attempt)
         if attempt.fate is None:
             self._queue.put(attempt, trajectory)
 

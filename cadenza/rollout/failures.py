@@ -38,6 +38,10 @@ class TrajectoriesLost(RolloutError):
     """Finished trajectories are gone with the node that kept them."""
 
 
+class NothingFinished(RolloutError):
+    """The tasks ran out, attempts failed, and not one group came of them."""
+
+
 class Stalled(RolloutError):
     """Work remains, but nothing is finished any more."""
 
@@ -50,6 +54,8 @@ class UserErrors:
         self.total = 0
         self.since_batch = 0
         self.by_origin: dict[str, int] = {}
+        self.first = ""
+        """The first one in words: where it was raised, its type and its text."""
 
     def add(self, origin: str, error: BaseException) -> None:
         """Count one, and show the first of its kind with its traceback."""
@@ -63,7 +69,9 @@ class UserErrors:
         self.total += 1
         self.since_batch += 1
         if not seen:
-            logger.error("%s raised; further ones are only counted\n%s", origin, trace())
+            text = trace()
+            self.first = self.first or f"{origin}: {_last_error(kind, text)}"
+            logger.error("%s raised; further ones are only counted\n%s", origin, text)
 
     def exceeded(self) -> ErrorBudget | None:
         """The error that ends the run, once more than `budget` were raised since the last batch."""
@@ -74,3 +82,10 @@ class UserErrors:
             f"user code raised {self.since_batch} times since the last batch, error_budget allows {self.budget}; "
             f"most often {worst} ({self.by_origin[worst]} times): mend it, or raise error_budget"
         )
+
+
+def _last_error(kind: str, trace: str) -> str:
+    """'ValueError: no board', of a traceback that ends with it. A long message is cut."""
+    lines = trace.rstrip().splitlines()
+    found = next((line for line in reversed(lines) if kind in line.partition(":")[0] and line[:1] != " "), kind)
+    return found if len(found) <= 300 else found[:297] + "..."

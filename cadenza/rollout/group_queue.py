@@ -32,12 +32,23 @@ from cadenza.observe.events import EventSink
 from cadenza.off_loop import as_async, with_deadline
 from cadenza.rollout import token_bundles
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
-from cadenza.rollout.failures import FilterLimit, RolloutError, SchedulerClosed, StalenessError, Stalled, UserErrors
+from cadenza.rollout.failures import (
+    FilterLimit,
+    NothingFinished,
+    RolloutError,
+    SchedulerClosed,
+    StalenessError,
+    Stalled,
+    UserErrors,
+    logger,
+)
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.tasks import Domains
 
 Mode = Literal["train", "val"]
+UNPUBLISHED_BATCHES = 3
+"""Batches of one version, beyond those that asynchrony allows, after which a warning says that none is published."""
 GroupFilter = Callable[[list[Trajectory]], Awaitable[bool]]
 
 
@@ -87,6 +98,11 @@ class GroupQueueManager:
         """Members after which extra ones may be called for."""
         self.base = 0
         """Groups that the batches of all versions before this one hold."""
+        self._consumed_before_version = 0
+        """Groups consumed when this version was published."""
+        self._consumed_before_epoch = self._failed_before_epoch = 0
+        """Groups consumed and attempts failed when this epoch of the tasks began."""
+        self._warned_unpublished = False
         self._demand: float | None = None
         """Groups that a waiting `take` still wants."""
         self._change: asyncio.Future[None] | None = None
@@ -189,6 +205,7 @@ class GroupQueueManager:
         if version == self.version:
             return
         self.version = version
+        self._consumed_before_version = self.consumed
         # Batches that were taken ahead of their version count for it; not more than the bound allows, or larger
         # batches than configured would count up for ever.
         per_batch = self.config.groups_per_batch
@@ -236,6 +253,8 @@ class GroupQueueManager:
             if not self.domains.exhausted or self._unconsumed.total() > ready:
                 return None
             groups = ready
+            if not groups:
+                self._raise_if_all_failed()
         elif not self._may_cut(groups):
             return None
         batch: list[Group] = []
@@ -248,7 +267,23 @@ class GroupQueueManager:
                 batch.append(group)
         self._end_surplus()
         self.errors.since_batch = 0
+        self._warn_if_never_published()
         return batch
+
+    def reset(self) -> None:
+        """Begin the next epoch: the same tasks in the same order. The ledger counts on; sampling randomness is keyed by
+        the task, so that the same weights write the same answers again. Refused while groups are open."""
+        if self._error is not None:
+            raise self._error
+        if groups := self.ledger.open_groups():
+            raise RolloutError(
+                f"reset begins the tasks anew, but {len(groups)} groups of this epoch are open, the oldest is "
+                f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
+            )
+        self.domains.restart()
+        self._consumed_before_epoch = self.consumed
+        self._failed_before_epoch = self.ledger.fates[Fate.FAILED]
+        self.refill()
 
     def lose_group(self, group: Group) -> None:
         """What members of an open group had finished is gone."""
@@ -282,6 +317,7 @@ class GroupQueueManager:
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
         self.version, self.consumed, self.base, self.started = version, consumed, base, consumed
+        self._consumed_before_version = consumed
         now = self._now()
         for group in groups:
             self.ledger.readmit(group)
@@ -301,9 +337,8 @@ class GroupQueueManager:
                     if attempt not in group.finished:
                         self.ledger.close(attempt, Fate.CANCELLED, "restart", now)
                 there = {attempt.member for attempt in group.finished}
-                is_late = len(there) >= self._extra_threshold or self._has_started_extra(group)
-                if is_late and self._initial_members < self._members:
-                    group.tries = (group.tries or {}) | {self._initial_members: 0.0}
+                is_late = len(there) >= self._extra_threshold or group.extra_begun
+                group.extra_begun = is_late and self._initial_members < self._members
                 wanted = self._members if is_late else self._initial_members
                 domain.pending.extend((group, member) for member in range(wanted) if member not in there)
 
@@ -361,6 +396,32 @@ class GroupQueueManager:
                 f"{self.config.max_staleness} batches ahead of a publication, or set staleness to 'drop'"
             )
 
+    def _raise_if_all_failed(self) -> None:
+        """The tasks ran out: raise if attempts failed and no group of this epoch was ever consumed. A task that fails
+        while others are consumed is retired, and no more is made of it."""
+        failed = self.ledger.fates[Fate.FAILED] - self._failed_before_epoch
+        if not failed or self.consumed > self._consumed_before_epoch:
+            return
+        causes = {cause: count for (fate, cause), count in self.ledger.causes.items() if fate is Fate.FAILED}
+        often = max(causes, key=lambda cause: causes[cause])
+        reason = f"The first error was {self.errors.first}" if self.errors.first else f"Most often: {often}"
+        raise NothingFinished(
+            f"the tasks ran out without one whole group: {failed} attempts failed. {reason}; mend it and run again "
+            "(the log has more of it, `why` tells of the attempts of a task)"
+        )
+
+    def _warn_if_never_published(self) -> None:
+        """Say once that batch after batch is taken of one version: the program may have forgotten to publish."""
+        batches = (self.consumed - self._consumed_before_version) // self.config.groups_per_batch
+        if self.mode == "val" or self._warned_unpublished or batches < self.config.max_staleness + UNPUBLISHED_BATCHES:
+            return
+        self._warned_unpublished = True
+        logger.warning(
+            "%d batches were taken of version %d, and no weights were published since: publish after each train step "
+            "(suspend, sampler.load_weights(version + 1), resume), or the policy that generates never learns",
+            batches, self.version,
+        )  # fmt: skip
+
     def _consume(self, group: Group, now: float) -> None:
         fate = Fate.TRAINED if self.mode == "train" else Fate.VALIDATED
         whole = all(attempt.state is AttemptState.FINISHED for attempt in group.finished)
@@ -401,15 +462,11 @@ class GroupQueueManager:
 
     def _start_extra_members(self, group: Group) -> None:
         """The group still waits for its last members: extra ones begin, before all others, and once."""
-        if group.state is GroupState.OPEN and self._error is None and not self._has_started_extra(group):
-            group.tries = (group.tries or {}) | {self._initial_members: 0.0}
+        if group.state is GroupState.OPEN and self._error is None and not group.extra_begun:
+            group.extra_begun = True
             pending = self.domains.all[group.task.domain].pending
             pending.extendleft((group, member) for member in range(self._members - 1, self._initial_members - 1, -1))
             self.refill()
-
-    def _has_started_extra(self, group: Group) -> bool:
-        """Whether its extra members have begun, where they begin late."""
-        return self._initial_members in (group.tries or ())
 
     def _on_group_whole(self, group: Group) -> None:
         """The group is whole: to the filter, if there is one."""

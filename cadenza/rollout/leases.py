@@ -1,15 +1,37 @@
-"""A slot's right to an attempt: it expires instead of hanging.
+"""A slot's right to an attempt: it expires instead of hanging. Long before that, an attempt that stands still is named.
 
 All leases are equally long, so renewing one moves it to the end of the queue and the first in the queue expires first:
-one timer for all of them, and a renewal costs a dict operation.
+one timer for all of them, and a renewal costs a dict operation. The watch over progress reads the same queue, and those
+of the attempts that wait without a lease: one more timer. The pause between two lines of the log doubles, so that
+envs whose steps always take long do not fill it.
+
+    renew: the env answered     ask: the model is asked, the sampler keeps the deadlines
+    score: the reward is computed, under its own deadline     end: nothing runs any more
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
+from cadenza.rollout.failures import logger
 from cadenza.rollout.ledger import Attempt, AttemptState
+
+NO_PROGRESS_SECONDS = 30.0
+"""After which an attempt is named in the log."""
+UNWATCHED_SECONDS = 86_400.0
+"""A lease of this length or more says that attempts may stand still: none is named."""
+
+
+class _Still(NamedTuple):
+    """An attempt that stands still."""
+
+    since: float
+    stage: str
+    attempt: Attempt
 
 
 class LeaseDeadlines:
@@ -20,26 +42,62 @@ class LeaseDeadlines:
         self._expire = expire
         self._deadlines: dict[Attempt, float] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._asked: dict[Attempt, float] = {}
+        """Attempts that wait for the model, and since when."""
+        self._scoring: dict[Attempt, float] = {}
+        """Attempts whose reward is computed, and since when."""
+        self._answered = -math.inf
+        """When the model last answered any of them."""
+        self._named: set[Attempt] = set()
+        """Attempts that the log has named or counted; each is told of once."""
+        self._has_told_of_model = False
+        self._pause = NO_PROGRESS_SECONDS
+        """Between the last line of the log and the next one."""
+        self._is_watching = seconds < UNWATCHED_SECONDS and logger.isEnabledFor(logging.WARNING)
+        self._watch: asyncio.TimerHandle | None = None
 
     def renew(self, attempt: Attempt) -> None:
         """There was progress: the whole time again. An attempt whose episode is over needs no lease."""
         if attempt.state is not AttemptState.RUNNING:
             return
         loop = asyncio.get_running_loop()
-        self._deadlines.pop(attempt, None)
-        self._deadlines[attempt] = loop.time() + self.seconds
+        now = loop.time()
+        if self._asked.pop(attempt, None) is not None:
+            self._answered = now
+        else:
+            self._deadlines.pop(attempt, None)
+        self._deadlines[attempt] = now + self.seconds
         if self._timer is None:
             self._timer = loop.call_later(self.seconds, self._expire_due)
+        if self._watch is None and self._is_watching:
+            self._watch = loop.call_later(NO_PROGRESS_SECONDS, self._name_those_that_stand_still)
 
-    def drop(self, attempt: Attempt) -> None:
-        """Somebody else keeps a deadline for it, or it is over."""
+    def ask(self, attempt: Attempt) -> None:
+        """The attempt waits for the model: the sampler keeps the deadlines until `renew`."""
+        if self._deadlines.pop(attempt, None) is not None:
+            self._asked[attempt] = asyncio.get_running_loop().time()
+
+    def score(self, attempt: Attempt) -> None:
+        """The attempt waits for its reward, which has a deadline of its own, until `end`."""
+        loop = asyncio.get_running_loop()
+        self._scoring[attempt] = loop.time()
+        if self._watch is None and self._is_watching:
+            self._watch = loop.call_later(NO_PROGRESS_SECONDS, self._name_those_that_stand_still)
+
+    def end(self, attempt: Attempt) -> None:
+        """Nothing of the attempt runs any more that could make progress."""
         self._deadlines.pop(attempt, None)
+        self._asked.pop(attempt, None)
+        self._scoring.pop(attempt, None)
+        self._named.discard(attempt)
 
     def close(self) -> None:
-        self._deadlines.clear()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for attempts in (self._deadlines, self._asked, self._scoring):
+            attempts.clear()
+        for timer in (self._timer, self._watch):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._watch = None
 
     def _expire_due(self) -> None:
         loop = asyncio.get_running_loop()
@@ -55,3 +113,50 @@ class LeaseDeadlines:
         for attempt in expired:
             if attempt.state is AttemptState.RUNNING:
                 self._expire(attempt)
+
+    def _name_those_that_stand_still(self) -> None:
+        """Name the oldest attempt without progress, and count the others."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        found, upcoming = self._find_still(now)
+        if found:
+            oldest = min(found, key=lambda still: still.since)
+            self._named.update(still.attempt for still in found)
+            self._has_told_of_model |= any(still.stage == "model" for still in found)
+            logger.warning("%s", self._describe(oldest, len(found) - 1, now))
+            upcoming = max(upcoming, now + self._pause)
+            self._pause *= 2
+        self._watch = None
+        if upcoming < math.inf:
+            self._watch = loop.call_at(upcoming, self._name_those_that_stand_still)
+
+    def _find_still(self, now: float) -> tuple[list[_Still], float]:
+        """Attempts without progress that were not told of, and when the next one may be due. Waiting for the model is
+        no news while it answers others, and is told once only, because long answers take long."""
+        found: list[_Still] = []
+        upcoming = math.inf
+        for stage, times in (("", self._deadlines), ("model", self._asked), ("reward", self._scoring)):
+            if stage == "model" and self._has_told_of_model:
+                continue
+            for attempt, time in times.items():  # oldest first
+                if attempt in self._named:
+                    continue
+                since = time if stage else time - self.seconds
+                due = (max(since, self._answered) if stage == "model" else since) + NO_PROGRESS_SECONDS
+                if due > now:
+                    upcoming = min(upcoming, due)
+                    break
+                found.append(_Still(since, stage or attempt.stage, attempt))
+        return found, upcoming
+
+    def _describe(self, still: _Still, others: int, now: float) -> str:
+        attempt, seconds = still.attempt, now - still.since
+        end = {
+            "model": "this is said once, long answers may take longer",
+            "reward": "reward_seconds bounds one call of a reward",
+        }.get(still.stage, f"it fails after lease_seconds {self.seconds:g}")
+        more = f" ({others} others make none either)" if others else ""
+        return (
+            f"{attempt.key} of task '{attempt.group.task.id}' makes no progress: in {still.stage} for {seconds:.0f} s"
+            f"{more}; {end}"
+        )

@@ -85,6 +85,7 @@ class Group:
         "begun",
         "cause",
         "closed",
+        "extra_begun",
         "fate",
         "finished",
         "id",
@@ -113,6 +114,8 @@ class Group:
         """Members that count, in the order in which they finished."""
         self.tries: dict[int, float] | None = None
         """Failed tries per member, those that speak against the task."""
+        self.extra_begun = False
+        """Its extra members have begun, where they begin late (`extra_after`)."""
         self.trained = -1
         """Version it was cut for."""
 

@@ -162,7 +162,7 @@ class Model:
             raise ContextFull(f"{context} tokens leave no room in max_context {self._shared.max_context}")
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        self._shared.leases.drop(attempt)  # from here to the answer the sampler keeps the deadlines
+        self._shared.leases.ask(attempt)  # from here to the answer the sampler keeps the deadlines
         self._busy = True
         try:
             answer = await self._generate_once(chunks, context, limit, 0)

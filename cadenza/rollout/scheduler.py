@@ -110,13 +110,14 @@ class RolloutScheduler:
 
     # -- the controller's calls ----------------------------------------------------------------------------------
 
-    async def get_batch(self, data: DataProto, batch_size: int) -> DataProto | None:
-        """The next `batch_size` trajectories in whole groups, for the newest published version; -1 is everything
-        until the tasks run out. The last batch may be short; None means that nothing was available."""
+    async def get_batch(self, data: DataProto | None = None, batch_size: int = -1) -> DataProto | None:
+        """Returns the next `batch_size` trajectories in whole groups, for the newest published version; -1 is
+        everything until the tasks run out. The last batch may be short; None means that nothing was available.
+        `data.meta_info["global_step"]` is a label that the batch keeps; without `data` the label is the version."""
         groups = self._group_count(batch_size)
-        step = data.meta_info.get("global_step")
-        if not isinstance(step, int):
-            raise ValueError(f"data.meta_info['global_step'] must be an int, got {step!r}")
+        labels = {} if data is None else data.meta_info
+        if data is not None and not isinstance(labels.get("global_step"), int):
+            raise ValueError(f"data.meta_info['global_step'] must be an int, got {labels.get('global_step')!r}")
         loop = asyncio.get_running_loop()
         asked, suspensions = loop.time(), self._suspensions
         await self._start()
@@ -137,9 +138,21 @@ class RolloutScheduler:
             self._uncollated = []
             for attempt in attempts:
                 attempt.trajectory = None
-            batch.meta_info.update(data.meta_info | {"version": cut[0].trained, "wait_seconds": loop.time() - asked})
+            version = cut[0].trained
+            batch.meta_info.update({"global_step": version, **labels, "version": version})
+            batch.meta_info["wait_seconds"] = loop.time() - asked
             batch.meta_info["metrics"] = self.metrics()
             return batch
+
+    async def reset(self) -> None:
+        """Begin the tasks anew, once `get_batch` has given all of them: the same tasks in the same order, for the next
+        validation or the next epoch of training. A batch that is being taken is awaited first; refused with
+        `RolloutError` while groups are open."""
+        await self._start()
+        async with self._batch_lock:
+            if self._uncollated:
+                raise RolloutError("reset while a batch is cut and was not handed over: call get_batch first")
+            self.queue.reset()
 
     async def suspend(self) -> None:
         """Close the gate; returns when no token is being generated, here and in whatever shares the sampler. It

@@ -75,6 +75,12 @@ class Domains:
     def exhausted(self) -> bool:
         return all(domain.exhausted for domain in self._list)
 
+    def restart(self) -> None:
+        """Follow the order of every domain from its beginning."""
+        for domain in self._list:
+            domain.drawn = domain.started = 0
+            domain.to_redraw.clear()
+
     def waiting(self) -> Domain | None:
         """The domain whose admitted group waits longest for a slot that it may have."""
         oldest: Domain | None = None

@@ -163,11 +163,11 @@ class AdvantageInputs:
 
     @cached_property
     def _steps(self) -> Tensor:
-        """[N, T] what each turn is paid, NaN where there is none"""
+        """[N, T] what each turn is paid, 0 where there is none"""
         steps = self.batch.batch["step_scores"]
         if self._moments is not None:
             steps = self._moments.normalise(steps, centre=False)
-        return reconcile_step_scores(steps, self._scores)
+        return reconcile_step_scores(steps, self.batch.batch["turns"], self._scores)
 
     def _tokens(self, name: str) -> Tensor:
         return self.rows.pad(self.rows.read(self.batch, name))

@@ -28,7 +28,6 @@ from cadenza.algorithms import (
 )
 from cadenza.algorithms.normalise import EPS
 
-NAN = float("nan")
 seeds = st.integers(0, 10**6)
 factors = st.sampled_from([0.0, 0.5, 0.9, 1.0])
 
@@ -258,9 +257,9 @@ def test_inputs_are_left_as_they_are() -> None:
 
 
 def test_turn_returns_are_rewards_to_go() -> None:
-    steps = tensor([[1.0, 0.0, 4.0], [2.0, 6.0, NAN], [NAN, NAN, NAN]])
-    close(turn_returns(steps, gamma=0.5), tensor([[2.0, 2.0, 4.0], [5.0, 6.0, NAN], [NAN, NAN, NAN]]))
-    close(turn_returns(steps), tensor([[5.0, 4.0, 4.0], [8.0, 6.0, NAN], [NAN, NAN, NAN]]))
+    steps = tensor([[1.0, 0.0, 4.0], [2.0, 6.0, 0.0], [0.0, 0.0, 0.0]])
+    close(turn_returns(steps, gamma=0.5), tensor([[2.0, 2.0, 4.0], [5.0, 6.0, 0.0], [0.0, 0.0, 0.0]]))
+    close(turn_returns(steps), tensor([[5.0, 4.0, 4.0], [8.0, 6.0, 0.0], [0.0, 0.0, 0.0]]))
 
 
 @given(seeds, st.integers(1, 5), factors)
@@ -274,7 +273,7 @@ def episodes(seed: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, turns = random_turns(seed, rows, 4)
     g = torch.Generator().manual_seed(seed + 1)
     steps = torch.randint(-1, 3, (rows, 4), generator=g).double()
-    steps = steps.masked_fill(torch.arange(4) > turns.max(1).values[:, None], NAN)
+    steps = steps.masked_fill(torch.arange(4) > turns.max(1).values[:, None], 0.0)
     return turns, steps, torch.randint(0, 2, (rows,), generator=g), torch.randint(0, 3, (rows, 4), generator=g)
 
 
@@ -283,7 +282,7 @@ def test_step_advantages_equal_a_slow_loop(seed: int, rows: int, over: str, divi
     turns, steps, groups, _ = episodes(seed, rows)
     result = step_advantages(steps, groups, turns, gamma=0.9, over=over, divide_by_std=divide)  # type: ignore[arg-type]
     returns = {
-        (row, turn): sum(0.9**k * step for k, step in enumerate(steps[row, turn:].tolist()) if not math.isnan(step))
+        (row, turn): sum(0.9**k * step for k, step in enumerate(steps[row, turn:].tolist()))
         for row in range(rows)
         for turn in range(int(turns[row].max()) + 1)
     }
@@ -306,7 +305,7 @@ def test_step_advantages_refuse_a_scope_that_they_do_not_know() -> None:
 @given(seeds, st.integers(1, 6), st.booleans(), st.sampled_from([0.0, 0.5, 1.0]))
 def test_gigpo_equals_a_slow_loop(seed: int, rows: int, divide: bool, weight: float) -> None:
     turns, steps, groups, anchors = episodes(seed, rows)
-    scores = steps.nansum(1)
+    scores = steps.sum(1)
     result = gigpo(scores, steps, anchors, groups, turns, gamma=0.9, step_weight=weight, divide_by_std=divide)
     returns: dict[tuple[int, int], float] = {}
     for row in range(rows):
@@ -329,7 +328,7 @@ def test_gigpo_equals_a_slow_loop(seed: int, rows: int, divide: bool, weight: fl
 
 def test_gigpo_tells_a_good_step_from_a_bad_one_in_the_same_state() -> None:
     """Both start in state 0; one goes on to the goal at once, the other takes a detour and arrives too."""
-    steps = tensor([[1.0, NAN], [0.0, 1.0]])
+    steps = tensor([[1.0, 0.0], [0.0, 1.0]])
     anchors = torch.tensor([[0, -1], [0, 1]])
     turns = torch.tensor([[0, 0, -1, -1], [0, -1, 1, 1]])
     result = gigpo(tensor(1, 1), steps, anchors, torch.tensor([0, 0]), turns, gamma=0.5, divide_by_std=False)
@@ -341,7 +340,7 @@ STEPWISE: dict[str, Callable[..., Tensor]] = {
     "batch": lambda turns, steps, groups, anchors, **kw: step_advantages(
         steps, groups, turns, gamma=0.9, over="batch", **kw
     ),
-    "gigpo": lambda turns, steps, groups, anchors, **kw: gigpo(steps.nansum(1), steps, anchors, groups, turns, **kw),
+    "gigpo": lambda turns, steps, groups, anchors, **kw: gigpo(steps.sum(1), steps, anchors, groups, turns, **kw),
 }
 
 
@@ -391,7 +390,7 @@ def test_a_whole_recipe_on_a_train_batch_of_two_turns() -> None:
     """REINFORCE++ from the columns of a batch whose last row fills it up."""
     turns = torch.tensor([[-1, 0, 0, -1, 1], [-1, 0, -1, -1, -1], [-1, -1, -1, -1, -1]])
     mask = turns >= 0
-    rewards = turn_rewards_to_tokens(tensor([[0.0, 1.0], [0.0, NAN], [0.0, 1.0]]), turns)
+    rewards = turn_rewards_to_tokens(tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 1.0]]), turns)
     result = reinforce_plus_plus(rewards, mask, eps=0.0)
     close(result, rows_to_tokens(tensor(0.5, -1.5, 0.0), mask))
 

@@ -54,7 +54,7 @@ def test_turns_that_are_in_other_rows_are_not_paid_here() -> None:
     assert turn_rewards_to_tokens(tensor([[3.0, 5.0, 7.0]]), turns).tolist() == [[0, 0, 5, 0]]
 
 
-def test_the_nan_of_turns_that_do_not_exist_reaches_no_token() -> None:
+def test_a_nan_of_turns_without_tokens_reaches_no_token() -> None:
     turns = torch.tensor([[-1, 0, -1], [-1, -1, -1]])
     values = tensor([[2.0, NAN], [NAN, NAN]])
     assert turns_to_tokens(values, turns).tolist() == [[0, 2, 0], [0, 0, 0]]
@@ -66,7 +66,7 @@ def test_a_row_value_is_on_its_masked_tokens_only() -> None:
 
 
 def test_what_a_turn_without_tokens_is_paid_goes_to_the_one_before_or_else_after() -> None:
-    steps = tensor([[1.0, 2.0, 4.0, 8.0, NAN]])
+    steps = tensor([[1.0, 2.0, 4.0, 8.0, 0.0]])
     assert rewards_to_written_turns(steps, torch.tensor([[-1, 1, 1, 3]])).tolist() == [[0, 7, 0, 8, 0]]
     close(rewards_to_written_turns(steps, torch.tensor([[0, 1, 2, 3]])), steps)
 
@@ -132,9 +132,14 @@ def test_a_batch_without_trained_tokens_has_no_tokens_by_trajectory() -> None:
 
 
 def test_settled_step_scores_add_up_to_the_score() -> None:
-    steps = tensor([[0.5, 1.0, NAN], [0.0, 0.0, 0.25], [NAN, NAN, NAN]])
-    settled = reconcile_step_scores(steps, tensor(4.0, 0.25, 1.0))
-    close(settled, tensor([[0.5, 3.5, NAN], [0.0, 0.0, 0.25], [NAN, NAN, NAN]]))
+    steps = tensor([[0.5, 1.0, 0.0], [0.0, 0.0, 0.25], [0.0, 0.0, 0.0]])
+    settled = reconcile_step_scores(steps, torch.tensor([2, 3, 0]), tensor(4.0, 0.25, 1.0))
+    close(settled, tensor([[0.5, 3.5, 0.0], [0.0, 0.0, 0.25], [0.0, 0.0, 0.0]]))
+
+
+def test_a_last_turn_that_the_env_paid_nothing_gets_the_whole_score() -> None:
+    steps = tensor([[0.0, 0.0, 0.0]])
+    assert reconcile_step_scores(steps, torch.tensor([2]), tensor([3.0])).tolist() == [[0.0, 3.0, 0.0]]
 
 
 @pytest.mark.parametrize("function", [turns_to_tokens, turn_rewards_to_tokens])

@@ -46,7 +46,8 @@ def train_batch() -> DataProto:
             "traj_group_id": ids,
             "traj_id": ids,
             "env_ids": ids,
-            "step_scores": Ragged.from_rows([[1.0], [0.0, 1.0]], dtype=np.float32, pad=np.nan),
+            "step_scores": Ragged.from_rows([[1.0], [0.0, 1.0]], dtype=np.float32),
+            "turns": np.array([1, 2]),
             "episode_scores": np.zeros(2, np.float32),
         }
     )
@@ -179,9 +180,42 @@ def test_a_ragged_column_reads_as_a_tensor_padded_to_its_longest_row() -> None:
     assert ids.dtype == torch.int32
 
 
-def test_step_scores_are_padded_with_nan() -> None:
-    scores = train_batch().batch["step_scores"]
-    assert scores.isnan().tolist() == [[False, True], [False, False]]
+def test_step_scores_are_padded_with_0_and_turns_tells_their_number() -> None:
+    batch = train_batch().batch
+    assert batch["step_scores"].tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    assert batch["turns"].tolist() == [1, 2]
+
+
+def test_a_batch_on_a_device_reads_there_and_leaves_the_first_where_it_is() -> None:
+    data = small()
+    moved = data.to("meta")
+    assert {tensor.device.type for tensor in moved.batch.values()} == {"meta"}
+    assert moved.batch["input_ids"].shape == (3, 3)
+    assert {tensor.device.type for tensor in data.batch.values()} == {"cpu"}
+    assert moved == data
+    assert {tensor.device.type for tensor in data.batch.to("meta").values()} == {"meta"}
+
+
+def test_rows_and_columns_of_a_batch_on_a_device_are_on_it_and_a_shipped_copy_is_not() -> None:
+    moved = small().to("meta")
+    chosen = [moved[1:], moved[[2, 0]], moved.select(["input_ids"]), moved.repeat(2), DataProto.concat([moved, moved])]
+    chosen += [moved.rename({"input_ids": "ids"}), moved.pad_to_multiple(2)[0]]
+    assert {tensor.device.type for data in chosen for tensor in data.batch.values()} == {"meta"}
+    shipped = pickle.loads(pickle.dumps(moved))
+    assert {tensor.device.type for tensor in shipped.batch.values()} == {"cpu"}
+
+
+def test_what_is_assigned_to_the_columns_on_a_device_stays_out_of_the_batch_they_came_from() -> None:
+    data = small()
+    columns = data.batch.to("meta")
+    columns["more"] = np.zeros(3, np.float32)
+    assert columns["more"].device.type == "meta"
+    assert "more" not in data.batch
+
+
+def test_a_device_that_does_not_exist_is_refused_at_once() -> None:
+    with pytest.raises(RuntimeError, match="warp"):
+        small().to("warp")
 
 
 def test_columns_of_the_same_tokens_have_the_same_width() -> None:

@@ -41,7 +41,7 @@ from cadenza import envs
 from cadenza.errors import InfrastructureError
 from cadenza.off_loop import with_deadline
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import SchedulerClosed
+from cadenza.rollout.failures import NothingFinished, SchedulerClosed
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.testing import FakeReplica
@@ -347,7 +347,8 @@ def test_close_is_called_after_an_exception(place: str) -> None:
 
     async def main() -> None:
         async with playing(env=env, tasks=2, max_attempts=2) as scheduler:
-            assert await get(scheduler, -1) is None
+            with pytest.raises(NothingFinished):
+                await get(scheduler, -1)
 
     simulate(main)
     assert called(env).count("init") == called(env).count("close") == 4
@@ -362,7 +363,8 @@ def test_close_is_called_after_an_exception_in_the_rollout() -> None:
 
     async def main() -> None:
         async with playing(env=env, rollout=play, tasks=2, max_attempts=1) as scheduler:
-            assert await get(scheduler, -1) is None
+            with pytest.raises(NothingFinished):
+                await get(scheduler, -1)
 
     simulate(main)
     assert called(env).count("init") == called(env).count("close") == 2
@@ -393,7 +395,8 @@ def test_close_is_called_when_the_lease_expires() -> None:
 
     async def main() -> None:
         async with playing(env=env, tasks=2, max_attempts=2, lease_seconds=10) as scheduler:
-            assert await get(scheduler, -1) is None
+            with pytest.raises(NothingFinished):
+                await get(scheduler, -1)
             await asyncio.sleep(1.0)
             assert len(env.opened) == len(env.closed) == 4
 
@@ -484,7 +487,8 @@ def test_an_env_that_lacks_a_method_is_closed_all_the_same() -> None:
 
     async def main() -> None:
         async with playing(env=Stepless, tasks=1, max_attempts=2) as scheduler:
-            assert await get(scheduler, -1) is None
+            with pytest.raises(NothingFinished):
+                await get(scheduler, -1)
 
     simulate(main)
     assert len(closed) == 2
@@ -787,7 +791,8 @@ def test_a_lease_that_expires_says_where(place: str) -> None:
 
     async def main() -> None:
         async with playing(env=Hangs, rollout=play, tasks=1, batch_size=1, max_attempts=1, lease_seconds=10) as s:
-            assert await get(s, 1) is None
+            with pytest.raises(NothingFinished):
+                await get(s, 1)
             [cause] = causes(s, Fate.FAILED)
             assert cause == f"{place}: lease expired"
             assert "no progress within lease_seconds 10" in s.why("toy/0")

@@ -528,6 +528,19 @@ def test_a_run_ends_with_its_tasks(tmp_path: Path) -> None:
     assert cadenza("eval", done.run, "--episodes", "4", "--checkpoint", "last", "--json").figures["version"] == 3
 
 
+def test_a_run_whose_every_attempt_raised_fails_and_names_the_first_error(tmp_path: Path) -> None:
+    Path("raising_lake.py").write_text(
+        "from cadenza.envs.frozenlake import FrozenLake\n"
+        "class Raising(FrozenLake):\n"
+        "    async def reset(self, seed):\n"
+        "        raise ValueError('no board')\n"
+    )
+    envs = {**TINY["envs"], "domains": {"lake": {"env": "raising_lake:Raising", "tasks": 3}}}
+    done = cadenza("train", config_file(tmp_path, envs=envs, warm_start=None))
+    assert done.code == 1
+    assert "The first error was reset of domain 'lake': ValueError: no board" in done.err.splitlines()[-1]
+
+
 # -- what can be trained -----------------------------------------------------------------------------------------------
 
 
@@ -787,7 +800,7 @@ def test_a_validation_without_episodes(tmp_path: Path) -> None:
     envs = {**TINY["envs"], "domains": {"lake": {"env": "ended_lake:Ended"}}}
     done = cadenza("train", config_file(tmp_path, envs=envs, warm_start=None, validation={"episodes": 2}))
     assert done.code == 1
-    assert "every task of it was given up" in done.err.splitlines()[-1]
+    assert "The first error was reset of domain 'lake': ValueError: no board" in done.err.splitlines()[-1]
     assert not (tmp_path / "runs" / "tiny").exists(), "a run that never began leaves nothing behind"
 
 

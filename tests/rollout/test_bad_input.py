@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from pydantic import ValidationError
 from cadenza import DataProto, GroupQueueManager, ResourceManager, RolloutScheduler, env
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import ErrorBudget, FilterLimit, SchedulerClosed, StalenessError
+from cadenza.rollout.failures import ErrorBudget, FilterLimit, NothingFinished, SchedulerClosed, StalenessError
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
@@ -452,6 +453,12 @@ BAD_STEPS = {
     "reward NaN": (lambda: ("", NAN, True, False, {}), "step returned reward nan; return a finite number"),
     "reward inf": (lambda: ("", INF, True, False, {}), "step returned reward inf; return a finite number"),
     "reward text": (lambda: ("", "lots", True, False, {}), "step returned reward 'lots'; return a number"),
+    "reward '1'": (lambda: ("", "1", True, False, {}), "step returned reward '1'; return a number or a bool"),
+    "terminated text": (lambda: ("", 1.0, "no", False, {}), "step returned terminated 'no'; return True or False"),
+    "success text": (
+        lambda: ("", 1.0, True, False, {"success": "yes"}),
+        r"step returned info\['success'\] 'yes'; say True or False, or leave it out",
+    ),
     "no observation": (lambda: (None, 0.0, False, False, {}), "step returned no observation; return text, messages"),
     "a number as observation": (lambda: (7, 0.0, False, False, {}), "step returned .*7.*; return text, messages"),
     "text as info": (lambda: ("", 1.0, True, False, "won"), "step returned info 'won'; return a dict"),
@@ -503,6 +510,134 @@ def test_an_env_whose_reset_returns_nothing_is_told_what_to_return(caplog: pytes
 
     simulate(main)
     assert "env 'toy' reset returned no observation; return text, messages or tokens" in caplog.text
+
+
+@pytest.mark.parametrize("observation", ["task", ["task"], np.array([1, 2]), {"board": 1}])
+def test_an_env_whose_reset_returns_what_gymnasium_s_do_is_told_so(
+    observation: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gym(OneStepEnv):
+        async def reset(self, seed: int) -> Any:
+            return observation, {"lives": 3}
+
+    async def main() -> None:
+        async with playing(env=Gym, tasks=2, max_attempts=1) as scheduler:
+            with pytest.raises(NothingFinished, match=r"rollout of domain 'toy': .*EnvError: env 'toy' reset"):
+                await get(scheduler, 4)
+
+    simulate(main)
+    assert "reset returned (observation, info) as gymnasium's envs do; return the observation alone" in caplog.text
+
+
+def test_two_chat_messages_in_a_tuple_are_an_observation() -> None:
+    class Polite(OneStepEnv):
+        async def reset(self, seed: int) -> Any:
+            return {"role": "system", "content": "be kind"}, {"role": "user", "content": f"task {seed}"}
+
+    async def main() -> None:
+        async with playing(env=Polite) as scheduler:
+            assert len(await got(scheduler, 4)) == 4
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("value", [True, 1, np.float32(1.0), np.bool_(True), np.array(1.0), Fraction(1)])
+def test_numbers_and_bools_of_python_and_numpy_are_rewards(value: Any) -> None:
+    async def step(seed: int, number: int) -> Any:
+        return "", value, value, np.bool_(False), {"success": value}
+
+    async def main() -> None:
+        async with playing(env=stepping(step)) as scheduler:
+            assert column(await got(scheduler, 4), "scores") == [1.0] * 4
+        async with playing(reward=lambda trajectory: value) as scheduler:
+            assert column(await got(scheduler, 4), "scores") == [1.0] * 4
+
+    simulate(main)
+
+
+# -- runs of which nothing comes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mode", ["train", "val"])
+@pytest.mark.parametrize("size", [4, -1])
+def test_tasks_that_all_failed_end_in_an_error_that_names_the_first_one(mode: str, size: int, workers: int) -> None:
+    async def step(seed: int, number: int) -> Any:
+        raise ValueError("no board")
+
+    async def main() -> None:
+        async with playing(env=stepping(step), tasks=3, mode=mode, batch_size=4, workers=workers) as scheduler:
+            for _ in range(2):
+                with pytest.raises(
+                    NothingFinished,
+                    match=r"9 attempts failed\. The first error was step of domain 'toy': ValueError: no board; mend",
+                ):
+                    await get(scheduler, size)
+            assert fates(scheduler) == {"failed": 9}
+
+    simulate(main)
+
+
+def test_a_task_that_fails_while_others_are_trained_is_no_error() -> None:
+    async def step(seed: int, number: int) -> Any:
+        if seed != 1:
+            raise ValueError("no board")
+
+    async def main() -> None:
+        async with playing(env=stepping(step), tasks=3, batch_size=1) as scheduler:
+            assert column(await got(scheduler, 1), "task_id") == ["toy/1"]
+            await publish(scheduler, 1)
+            assert await get(scheduler, 1) is None
+
+    simulate(main)
+
+
+def test_tasks_that_are_all_filtered_are_no_error() -> None:
+    async def main() -> None:
+        async with playing(tasks=3, group_filter=lambda trajectories: False) as scheduler:
+            assert await get(scheduler, 4) is None
+
+    simulate(main)
+
+
+def test_a_filter_that_always_raises_is_the_error_of_a_run_without_a_batch() -> None:
+    def broken(trajectories: Any) -> bool:
+        raise KeyError("verdict")
+
+    async def main() -> None:
+        async with playing(tasks=3, group_filter=broken) as scheduler:
+            with pytest.raises(NothingFinished, match="group_filter: KeyError: 'verdict'"):
+                await get(scheduler, 4)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 2.0])
+def test_a_program_that_never_publishes_is_told_once(alpha: float, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with playing(alpha=alpha) as scheduler:
+            for _ in range(2 + int(alpha)):
+                await got(scheduler, 4)
+            assert "published" not in caplog.text
+            for _ in range(5):
+                await got(scheduler, 4)
+
+    simulate(main)
+    assert caplog.text.count("batches were taken of version 0, and no weights were published since") == 1
+
+
+def test_a_program_that_takes_its_batches_in_pieces_and_publishes_is_told_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with playing(batch_size=4) as scheduler:
+            for version in range(1, 6):
+                for _ in range(4):
+                    await got(scheduler, 1)
+                await publish(scheduler, version)
+
+    simulate(main)
+    assert "published" not in caplog.text
 
 
 def test_an_env_without_step_ends_the_run_with_the_name_of_the_method() -> None:
@@ -585,13 +720,14 @@ def test_a_task_that_always_fails_is_retired_and_another_takes_its_place() -> No
     simulate(main)
 
 
-def test_when_every_task_fails_there_is_no_batch_and_why_tells() -> None:
+def test_when_every_task_fails_why_tells() -> None:
     async def fail(seed: int, number: int) -> None:
         raise ValueError("broken")
 
     async def main() -> None:
         async with playing(env=stepping(fail), tasks=3, group_size=2, max_attempts=2) as scheduler:
-            assert await get(scheduler, -1) is None
+            with pytest.raises(NothingFinished):
+                await get(scheduler, -1)
             assert fates(scheduler).keys() == {"failed", "cancelled"}
             assert "task retired" in scheduler.why("toy/2")
 
@@ -677,7 +813,8 @@ def test_a_first_prompt_beyond_max_context_retires_its_task_at_once_and_names_th
 
     async def main() -> None:
         async with playing(env=Long, max_context=50, error_budget=0, tasks=4) as scheduler:
-            assert await get(scheduler, 4) is None
+            with pytest.raises(NothingFinished, match=r"4 attempts failed\. Most often: rollout: ContextFull"):
+                await get(scheduler, 4)
             assert fates(scheduler) == {"failed": 4}
             assert "max_context 50" in scheduler.why("toy/0")
 
@@ -705,6 +842,7 @@ BAD_VERDICTS = {
     "None": (None, "returned None; return"),
     "NaN": (NAN, "returned nan; return"),
     "text": ("good", "returned 'good'; return"),
+    "a number as text": ("1", "the reward of domain 'toy' returned '1'; return a number or a bool"),
     "infinity": (INF, "returned inf; return"),
 }
 
@@ -884,3 +1022,125 @@ def test_a_first_prompt_beyond_max_context_retires_its_task_at_once() -> None:
             assert scheduler.metrics()["errors/user_code"] == 0
 
     simulate(main)
+
+
+# -- attempts that stand still -----------------------------------------------------------------------------------------
+
+
+def hanging(place: str) -> type:
+    """An env that hangs there in its first task."""
+
+    class Hanging(OneStepEnv):
+        async def reset(self, seed: int) -> str:
+            self.seed = seed
+            if place == "reset" and seed == 0:
+                await asyncio.sleep(FOREVER)
+            return f"task {seed}"
+
+        async def step(self, action: str) -> Any:
+            if place == "step" and self.seed == 0:
+                await asyncio.sleep(FOREVER)
+            return "", 1.0, True, False, {}
+
+    return Hanging
+
+
+def still(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What the log says of attempts without progress."""
+    return [record.getMessage() for record in caplog.records if "makes no progress" in record.getMessage()]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("place", ["reset", "step"])
+def test_an_attempt_that_hangs_is_named_once_long_before_its_lease_ends(
+    place: str, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with playing(env=hanging(place), batch_size=4, slots=4, workers=workers, max_attempts=1) as scheduler:
+            await got(scheduler, 4)
+            await asyncio.sleep(29.0)
+            assert len(still(caplog)) <= 1
+            await asyncio.sleep(200.0)
+
+    simulate(main)
+    [line] = still(caplog)
+    assert re.match(rf"g0\.0#0 of task 'toy/0' makes no progress: in {place} for 3\d s; it fails after lease_", line)
+
+
+def test_a_rollout_and_a_reward_that_hang_are_named_too(caplog: pytest.LogCaptureFixture) -> None:
+    async def play(task: Task, env: EnvHandle, model: Model) -> None:
+        await model.chat(await env.reset(task.seed))
+        await asyncio.sleep(100.0 if task.seed == 0 else 0.0)
+
+    async def judge(trajectory: Any) -> float:
+        await asyncio.sleep(100.0)
+        return 1.0
+
+    async def main() -> None:
+        async with playing(rollout=play, reward=judge, tasks=1, mode="val", batch_size=1) as scheduler:
+            await got(scheduler, 1)
+
+    simulate(main)
+    rollout, reward = still(caplog)
+    assert "g0.0#0 of task 'toy/0' makes no progress: in rollout for 30 s; it fails after" in rollout
+    assert "g0.0#0 of task 'toy/0' makes no progress: in reward for 30 s; reward_seconds bounds" in reward
+
+
+def test_a_thousand_attempts_that_hang_are_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def step(seed: int, number: int) -> None:
+        await asyncio.sleep(FOREVER)
+
+    async def main() -> None:
+        async with playing([fake(lambda r: 1.0 + r.session % 7)], env=stepping(step), batch_size=1000, slots=1000) as s:
+            await s.resume()
+            await asyncio.sleep(500.0)
+
+    simulate(main)
+    lines = still(caplog)
+    assert len(lines) <= 2
+    assert sum(int(re.search(r"\((\d+) others", line)[1]) + 1 for line in lines) == 1000  # type: ignore[index]
+
+
+def test_a_model_that_answers_nobody_is_told_once_and_one_that_is_slow_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        slow_for_one = fake(lambda request: 90.0 if request.session == 0 else 3.0)
+        async with playing([slow_for_one], batch_size=100, slots=4) as scheduler:
+            await got(scheduler, 100)
+        assert still(caplog) == []
+        async with playing([fake(200.0)], batch_size=8, slots=4) as scheduler:
+            await got(scheduler, 8)
+
+    simulate(main)
+    [line] = still(caplog)
+    assert "in model for 30 s (3 others make none either); this is said once" in line
+
+
+def test_envs_whose_steps_always_take_long_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with playing(env=chain(100, 40.0), batch_size=64, slots=64) as scheduler:
+            await got(scheduler, 64)
+            for version in range(1, 10):
+                await publish(scheduler, version)
+                await got(scheduler, 64)
+            assert now() > 40_000
+
+    simulate(main)
+    assert 1 <= len(still(caplog)) <= 12
+
+
+def test_attempts_that_make_progress_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with playing(env=chain(10, 25.0), batch_size=4) as scheduler:
+            await got(scheduler, 4)
+
+    simulate(main)
+    assert still(caplog) == []
+
+
+def test_an_env_that_never_ends_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with playing([fake(0.0, tokens=1)], env=chain(5000), batch_size=2, max_turns=1200) as scheduler:
+            assert column(await got(scheduler, 2), "turns") == [1200, 1200]
+
+    simulate(main)
+    assert caplog.text.count("has had 1000 turns, and the step of env 'toy' has not returned terminated") == 1

@@ -45,7 +45,7 @@ from cadenza.data.schema import TRAIN_BATCH
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Request
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import FilterLimit, SchedulerClosed, Stalled
+from cadenza.rollout.failures import FilterLimit, NothingFinished, RolloutError, SchedulerClosed, Stalled
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task, Trajectory
 from cadenza.simulation.virtual_cluster.cost import CostModel
@@ -92,6 +92,45 @@ def test_a_synchronous_program_trains_only_what_the_newest_version_wrote() -> No
                 written = {v for row in rows(batch, "versions") for v in row.tolist()}
                 assert written == {-1, version}
             assert scheduler.metrics()["staleness/max"] == 0
+
+    simulate(main)
+
+
+def test_without_data_the_step_of_a_batch_is_its_version() -> None:
+    async def main() -> None:
+        async with playing(batch_size=4, group_size=2) as scheduler:
+            batch = await scheduler.get_batch(batch_size=4)
+            assert batch is not None
+            assert (batch.meta_info["global_step"], batch.meta_info["version"]) == (0, 0)
+            await publish(scheduler, 7)
+            batch = await scheduler.get_batch(batch_size=4)
+            assert batch is not None
+            assert (batch.meta_info["global_step"], batch.meta_info["version"]) == (7, 7)
+
+    simulate(main)
+
+
+def test_without_data_and_size_get_batch_gives_everything_until_the_tasks_run_out() -> None:
+    async def main() -> None:
+        async with playing(tasks=6, mode="val", batch_size=1) as scheduler:
+            assert len(await scheduler.get_batch() or ()) == 6
+
+    simulate(main)
+
+
+def test_step_scores_of_episodes_of_different_lengths_add_up_and_turns_counts_them() -> None:
+    async def step(seed: int, number: int) -> Any:
+        lengths[seed] = lengths.get(seed, 0) + 1
+        return "go on", 0.5, lengths[seed] > seed, False, {}
+
+    lengths: dict[int, int] = {}
+
+    async def main() -> None:
+        async with playing(env=stepping(step), tasks=3, mode="val", batch_size=1) as scheduler:
+            batch = await got(scheduler, -1)
+            assert sorted(column(batch, "turns")) == [1, 2, 3]
+            assert batch.batch["step_scores"].sum(1).tolist() == column(batch, "episode_scores")
+            assert [0.5 * n for n in column(batch, "turns")] == column(batch, "episode_scores")
 
     simulate(main)
 
@@ -1603,5 +1642,78 @@ def test_a_version_that_is_published_while_the_scheduler_starts_counts_when_it_h
                 heard(1)
             await starting
             assert (await got(scheduler, 4)).meta_info["version"] == 1
+
+    simulate(main)
+
+
+# -- the same tasks again ----------------------------------------------------------------------------------------------
+
+
+def test_a_validation_can_be_asked_again_for_the_same_tasks() -> None:
+    async def main() -> None:
+        async with playing(tasks=6, mode="val", batch_size=1) as scheduler:
+            first = await got(scheduler, -1)
+            assert await get(scheduler, -1) is None
+            await scheduler.reset()
+            await publish(scheduler, 1)
+            second = await got(scheduler, -1)
+            assert column(first, "task_id") == column(second, "task_id")
+            assert not set(column(first, "traj_id")) & set(column(second, "traj_id"))
+            assert second.meta_info["version"] == 1
+            assert await get(scheduler, -1) is None
+            assert fates(scheduler) == {"validated": 12}
+
+    simulate(main)
+
+
+def test_finite_tasks_can_be_trained_for_several_epochs() -> None:
+    async def main() -> None:
+        async with playing(tasks=3, batch_size=4, group_size=2, alpha=1) as scheduler:
+            seen: list[str] = []
+            version = 0
+            for _ in range(3):
+                while (batch := await get(scheduler, 4)) is not None:
+                    seen += column(batch, "task_id")[::2]
+                    version += 1
+                    await publish(scheduler, version)
+                await scheduler.reset()
+            assert seen == ["toy/0", "toy/1", "toy/2"] * 3
+            assert scheduler.metrics()["staleness/max"] <= 1
+
+    simulate(main)
+
+
+def test_reset_is_refused_while_groups_are_open() -> None:
+    async def main() -> None:
+        async with playing(tasks=6, batch_size=2, alpha=1) as scheduler:
+            await got(scheduler, 2)
+            with pytest.raises(RolloutError, match="2 groups of this epoch are open, the oldest is g2 of task"):
+                await scheduler.reset()
+            await publish(scheduler, 1)
+            assert column(await got(scheduler, 2), "task_id") == ["toy/2", "toy/3"]
+
+    simulate(main)
+
+
+def test_reset_awaits_the_batch_that_is_being_taken() -> None:
+    async def main() -> None:
+        async with playing(tasks=4, mode="val", batch_size=1) as scheduler:
+            batch, _ = await asyncio.gather(got(scheduler, -1), scheduler.reset())
+            assert len(batch) == len(await got(scheduler, -1)) == 4
+
+    simulate(main)
+
+
+def test_an_epoch_that_fails_as_a_whole_is_an_error_also_after_one_that_was_trained() -> None:
+    async def step(seed: int, number: int) -> Any:
+        if number:
+            raise ValueError("worn out")
+
+    async def main() -> None:
+        async with playing(env=stepping(step), tasks=2, mode="val", batch_size=1) as scheduler:
+            assert len(await got(scheduler, -1)) == 2
+            await scheduler.reset()
+            with pytest.raises(NothingFinished, match="ValueError: worn out"):
+                await get(scheduler, -1)
 
     simulate(main)

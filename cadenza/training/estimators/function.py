@@ -28,7 +28,7 @@ class FunctionEstimator(AdvantageEstimator):
         seen, result = inputs.batch.select(), inputs.batch.select()
         if inputs.config.shapes_scores:
             seen.batch["scores"] = inputs.scores
-            seen.batch.assign_like("step_scores", inputs.steps, "step_scores", pad=float("nan"))
+            seen.batch.assign_like("step_scores", inputs.steps, "step_scores")
         advantages = self.function(seen)
         if isinstance(advantages, Tensor | np.ndarray) and advantages.ndim > 1:
             result.batch.assign_like("advantages", advantages, "input_ids")
