@@ -57,6 +57,12 @@ class WarmStartConfig(Config):
     """Episodes come from seeds of their own."""
     trainer: SupervisedConfig = SupervisedConfig()
 
+    @model_validator(mode="after")
+    def _trains_as_the_actor(self) -> WarmStartConfig:
+        if self.trainer.strategy != type(self.trainer).model_fields["strategy"].default:
+            raise ValueError("trainer.strategy does nothing: a warm start trains with actor.strategy: remove it")
+        return self
+
 
 class ValidationConfig(Config):
     """What is measured during training, on tasks that are not trained."""

@@ -45,7 +45,7 @@ from cadenza.training.checkpoint import TrainingState
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss
 from cadenza.training.packing import PackedRows
 from cadenza.training.settings import refuse_unused
-from cadenza.training.strategy import ParallelStrategy, StrategyName
+from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
 from cadenza.training.update_metrics import UpdateMetrics
 
@@ -56,7 +56,6 @@ PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 class ActorConfig(LearnerConfig):
     """How the policy learns from a batch."""
 
-    strategy: StrategyName = "torch"
     temperature: float = Field(default=1.0, gt=0)
     """That of the sampler, so that logprobs are those of the distribution that was sampled from. What top-p or top-k
     cut off is not: their logprobs differ from these, and `correction` sees it as a mismatch."""

@@ -29,14 +29,13 @@ from cadenza.training.checkpoint import TrainingState
 from cadenza.training.forward import evaluating
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss
 from cadenza.training.packing import PackedRows
-from cadenza.training.strategy import ParallelStrategy, StrategyName
+from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
 
 
 class CriticConfig(LearnerConfig):
     """How the critic learns from a batch."""
 
-    strategy: StrategyName = "torch"
     value_clip: float | None = Field(default=0.2, gt=0)
     """How far a value may move from the old one before moving gains nothing; None does not bound it."""
 

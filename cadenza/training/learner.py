@@ -31,7 +31,7 @@ from cadenza.training.offload import Offloaded
 from cadenza.training.optim import NonFiniteGradient, OptimConfig, Optimizer
 from cadenza.training.packing import PackedRows, Packing
 from cadenza.training.settings import refuse_unused
-from cadenza.training.strategy import ParallelStrategy, Precision, assign_ranks
+from cadenza.training.strategy import ParallelStrategy, Precision, StrategyName, assign_ranks
 from cadenza.training.token_rows import Array, TokenRows
 
 
@@ -48,6 +48,8 @@ class LearnerConfig(OptimConfig):
     packing: Packing | Literal["auto"] = "auto"
     """How rows share a pass (packing.py); 'auto' takes the fastest that the model can do."""
     precision: Precision = "fp32"
+    strategy: StrategyName = "torch"
+    """How ranks train one model together: 'torch', 'fsdp2', or 'module:name' of a strategy of one's own."""
     aggregation: Aggregation = "token_mean"
     """How the losses of the tokens become one number."""
     constant_length: int | None = Field(default=None, gt=0)
