@@ -14,18 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizer_cases import CHATML, byte_tokenizer
 
 from cadenza.inference.codec import CHARACTERS, END, UNKNOWN, TemplateError, TextCodec, TokenizerNotFound, load_codec
 
 BOARD = "P...\n.O.O\n...O\nO..G\n"
 
-CHATML = (
-    "{% for m in messages %}"
-    "{% if loop.first and m['role'] != 'system' %}<|start|>system\nBe kind.<|end|>\n{% endif %}"
-    "<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
-)
 INSTRUCT = (  # spaces around answers, no generation prompt of its own, content stripped, no system role
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'user' %}[INST] {{ m['content'] | trim }} [/INST]"
@@ -57,22 +51,6 @@ OTHER_END = (  # the last answer ends otherwise than those before
 )
 NO_END = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 MUTE = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
-
-
-def byte_tokenizer(template: str | None = None) -> Any:
-    """Bytes and three merges, so that a text has more than one tokenisation."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    merges = [("R", "i"), ("g", "h"), ("gh", "t")]
-    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in merges)]
-    backend = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>"]})
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.fixture

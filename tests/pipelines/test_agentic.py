@@ -39,7 +39,7 @@ from pipeline_cases import (
     until,
     weights,
 )  # fmt: skip
-from test_codec import CHATML, byte_tokenizer
+from tokenizer_cases import CHATML, byte_tokenizer
 
 from cadenza import DataProto
 from cadenza.errors import EnvError

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_cases import ask, greedy, prompt, tiny
 from pipeline_cases import TINY, cadenza, column, config_file, distance, lines, texts, trained
-from test_torch_engine import ask, greedy, prompt, tiny
 from torch import Tensor
 
 from cadenza.cluster import PlacementError, ResourceManager
