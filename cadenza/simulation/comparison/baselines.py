@@ -7,7 +7,6 @@
                  samples, which continue after a new prefill; the oldest whole groups are trained (AReaL)
     group-queue  a queue per group of envs, in order, one group per queue and round; an update discards the turns under
                  way; redundant groups are dropped above the bound; envs stick to replicas (ROLL, asynchronous)
-
 Each of them retries an env that fails, and none is charged for its own bookkeeping.
 """
 

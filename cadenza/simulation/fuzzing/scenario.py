@@ -8,12 +8,13 @@ multiples of a grid, so that many events happen at the same instant.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
+from cadenza.simulation.fuzzing.deadlines import DEADLINES
+from cadenza.simulation.fuzzing.keyed_random import hash64
 from cadenza.simulation.virtual_cluster.faults import Fault, draw_faults
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0, 4.0)
@@ -33,41 +34,6 @@ Size = Literal["same", "double", "twice", "halves"]
 Staleness = Literal["wait", "drop"]
 FilterKind = Literal["none", "instant", "slow", "off_loop"]
 RewardForm = Literal["none", "async", "sync"]
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Deadlines of every simulated scheduler in seconds: short, and far enough apart to tell which one expired."""
-
-    lease: float = 20.0
-    reward: float = 8.0
-    close: float = 3.0
-    stall: float = 400.0
-    control: float = 5.0
-    load: float = 6.0
-    heartbeat: float = 4.0
-    strikes: int = 3
-
-    @property
-    def fault(self) -> float:
-        """Seconds that one fault may cost: one of these deadlines notices it."""
-        health = self.heartbeat * (self.strikes + 3)
-        return self.lease + self.close + health + 2 * self.control + 2 * self.load + 3 * self.reward
-
-
-DEADLINES = Deadlines()
-MASK64 = (1 << 64) - 1
-
-
-def hash64(*values: int) -> int:
-    """Return 64 random bits that depend on nothing but the values."""
-    x = 0
-    for value in values:
-        x = ((x ^ value) + 0x9E3779B97F4A7C15) & MASK64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
-        x ^= x >> 31
-    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,22 +383,3 @@ def _resizes(rng: Random, replicas: int, protected: int) -> tuple[Resize, ...]:
         )
         for _ in range(rng.choice((1, 1, 2)))
     )
-
-
-def latency(seconds: float, grid: float, *key: int) -> float:
-    """Return a random time with this mean, the same for the same key: exponential, rounded to the grid if there is one."""
-    if not seconds:
-        return 0.0
-    drawn = -math.log(1.0 - (hash64(*key) >> 12) / (1 << 52)) * seconds
-    drawn = min(drawn, 5 * seconds)
-    return round(drawn / grid) * grid if grid else drawn
-
-
-def length_of(scenario: Scenario) -> Callable[[Any], int]:
-    """Return the function that draws the tokens of a whole turn from the seed of its request."""
-    mean = scenario.length
-
-    def length(request: Any) -> int:
-        return 1 + int(min(-math.log(1.0 - (hash64(request.seed) >> 12) / (1 << 52)) * mean, 5 * mean))
-
-    return length

@@ -97,7 +97,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if when > self._max_time:
             raise VirtualTimeout(f"virtual time would pass {self._max_time} s\n{self.who_waits()}")
         self._now = max(self._now, when)
-        self._clock_resolution = math.ulp(self._now)  # late in a run a smaller resolution would not change the sum
+        self._clock_resolution = math.ulp(self._now)  # with a smaller one a timer that is due would not fire
 
     def run_in_executor(  # type: ignore[override]  # typeshed binds args to func by a TypeVarTuple
         self, executor: Any, func: Callable[..., T], *args: Any
