@@ -18,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cadenza.data import DataProto
-from cadenza.observe.display import Display, curve
+from cadenza.observe.curve import curve
+from cadenza.observe.display import Display
 from cadenza.observe.report import write_report
 from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.off_loop import as_async

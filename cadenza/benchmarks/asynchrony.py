@@ -1,8 +1,8 @@
-"""Asynchronous against synchronous training: the samples and the wall time that the same success takes.
+"""`cadenza bench asynchrony`: the samples and the wall time to the same success, asynchronous against synchronous.
 
-FrozenLake 4x4, for each seed once with alpha 0 and once with alpha 1, until the success in validation reaches 90 %. In
-the second half every step of an env takes time, as a game server or a tool would: then a synchronous run waits for its
-envs, and an asynchronous one trains meanwhile.
+FrozenLake 4x4 is trained for each seed once with alpha 0 and once with alpha 1, until the success in validation reaches
+90 %. In the second half every step of an env takes time, as with a game server or a tool: a synchronous run waits for
+its envs, and an asynchronous one trains meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cadenza.run.config_file import build_config
 
 TARGET = 0.9
 LATENCY = 0.03
-"""Mean seconds of a step of a slow env; each is drawn from an exponential distribution."""
+"""Mean seconds of a step of a slow env, exponentially distributed."""
 LAKE = {"env": "frozenlake", "env_args": {"map": "4x4", "max_steps": 16}}
 CONFIG: dict[str, Any] = {
     "name": "asynchrony",
@@ -60,16 +60,17 @@ class SlowLake(FrozenLake):
 
 
 class AsynchronyResult(NamedTuple):
-    """One run."""
+    """The cost of one run to the target."""
 
     samples: int
+    """Trajectories trained."""
     seconds: float
-    """From the first validation, which comes after the warm start, to the last."""
+    """Seconds from the first validation, after the warm start, to the last."""
     success: float
 
 
 def run(seed: int, alpha: float, slow: bool) -> AsynchronyResult:
-    """Train until the target; validation is always on the fast env, so that it takes the same time on both sides."""
+    """Train until the target. Validation always uses the fast env, so it takes the same time on both sides."""
     overrides = [f"seed={seed}", f"rollout.alpha={alpha}"]
     if slow:
         overrides.append(f"envs.domains.lake.env={__name__}:SlowLake")
@@ -82,7 +83,7 @@ def run(seed: int, alpha: float, slow: bool) -> AsynchronyResult:
 
 
 def asynchrony(json: bool, seeds: int = 5) -> int:
-    """Print the table; 0 if everything reached the target."""
+    """Print the table; returns 0 if every run reached the target."""
     rows = [(seed, slow, run(seed, 0.0, slow), run(seed, 1.0, slow)) for slow in (False, True) for seed in range(seeds)]
     fast = [(sync.samples, other.samples) for _, slow, sync, other in rows if not slow]
     walls = [sync.seconds / other.seconds for _, slow, sync, other in rows if slow]

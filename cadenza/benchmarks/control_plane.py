@@ -1,8 +1,8 @@
-"""What the control plane costs: CPU time and memory per unit, in one process.
+"""`cadenza bench control-plane`: CPU time and memory of the control plane per trajectory, token and route.
 
-The replicas and envs here only answer, so that the time is the scheduler's own: admission, env calls, routing,
-recording, groups, the ledger, the cut and the collation. CPU time and not wall time, since other programs run too;
-each figure is the best of some repeats, and memory is measured in a process of its own.
+The replicas and envs only answer, so the time is the scheduler's own: admission, env calls, routing, recording, groups,
+the ledger, the cut and the collation. It is CPU time, because other programs run too; each figure is the best of some
+repeats, and memory is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ TARGETS = {
     "bytes_per_trajectory": 4096.0,
     "bytes_per_token": 10.0,
 }
-"""What the figures must stay under; `get_batch_512x4096_ms` under 2x `copy_512x4096_ms` + 5."""
+"""Upper limits of the figures; that of `get_batch_512x4096_ms` is 2x `copy_512x4096_ms` + 5."""
 
 
 class BenchReplica:
-    """Answers without work, oldest first, and keeps about `hold` requests in flight."""
+    """A replica that answers without work, oldest request first, and keeps about `hold` requests in flight."""
 
     def __init__(self, device: int, tokens: int, hold: int) -> None:
         self.name = f"bench{device}"
@@ -60,7 +60,7 @@ class BenchReplica:
         self.kv_capacity = 1 << 40
         self.in_flight: deque[asyncio.Future[Generation]] = deque()
         self.held = 0
-        """Second turns, which are never answered."""
+        """Requests of second turns, which are never answered."""
         self._hold = hold
         self._tokens = tokens
         self._version = 0
@@ -81,7 +81,7 @@ class BenchReplica:
             asyncio.get_running_loop().call_later(0.001, self._answer)
 
     def _answer(self) -> None:
-        """One tick: what is above `hold` is answered, and at least a little."""
+        """Answer the requests above `hold`, and at least 64."""
         version, count = self._version, self._tokens
         for _ in range(min(len(self.in_flight), max(len(self.in_flight) - self._hold, 64))):
             future = self.in_flight.popleft()
@@ -114,7 +114,17 @@ class BenchReplica:
         return
 
     async def stats(self) -> ReplicaStats:
-        return ReplicaStats(self._version, len(self.in_flight), 0, time.monotonic_ns(), False, 0, 0, 0, 0)
+        return ReplicaStats(
+            version=self._version,
+            running=len(self.in_flight),
+            waiting=0,
+            progress=time.monotonic_ns(),
+            paused=False,
+            kv_tokens=0,
+            kv_capacity=0,
+            generated=0,
+            prefilled=0,
+        )
 
     def kill(self, cause: str) -> None:
         return
@@ -136,7 +146,7 @@ class OneTurnEnv:
 
 
 class TwoTurnEnv(OneTurnEnv):
-    """Its second turn is where a trajectory is held, with the tokens of the first."""
+    """An env of two turns; its trajectories wait in the second turn with the tokens of the first."""
 
     __slots__ = ("_turns",)
 
@@ -169,7 +179,7 @@ class SchedulerBench:
         self.scheduler = RolloutScheduler(config, envs, self.cluster.resources, self.cluster)
 
     async def step(self) -> DataProto:
-        """One batch and one published version."""
+        """Take one batch and publish one version."""
         batch = await self.scheduler.get_batch(DataProto(meta_info={"global_step": self.version}), self.batch)
         self.version += 1
         await self.cluster.sampler.load_weights(self.version)
@@ -183,11 +193,11 @@ class SchedulerBench:
 
 
 def us_per_trajectory(in_flight: int, batches: int, batch: int = 1024) -> float:
-    """CPU per one-turn trajectory of 64 + 64 tokens, from admission to the batch."""
+    """Return the CPU time of a one-turn trajectory of 64 + 64 tokens, from admission to the batch."""
 
     async def main() -> float:
         bench = SchedulerBench(in_flight, batch, alpha=in_flight // batch + 1, hold=in_flight // REPLICAS * 3 // 4)
-        for _ in range(2 + in_flight // batch):  # until every trajectory that counts started in a full pipe
+        for _ in range(2 + in_flight // batch):  # until every counted trajectory started with all slots busy
             await bench.step()
         start = time.process_time()
         for _ in range(batches):
@@ -200,7 +210,7 @@ def us_per_trajectory(in_flight: int, batches: int, batch: int = 1024) -> float:
 
 
 def us_per_route(sessions: int, calls: int = 100_000) -> float:
-    """CPU per routing decision and its release, with `sessions` in flight on 64 replicas."""
+    """Return the CPU time of a routing decision and its release, with `sessions` in flight on 64 replicas."""
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
@@ -228,12 +238,12 @@ def us_per_route(sessions: int, calls: int = 100_000) -> float:
 
 
 def get_batch_ms(rows: int = 512, tokens: int = 4096) -> tuple[float, float]:
-    """CPU until every named column of a ready batch is a tensor; and to allocate and fill the same bytes."""
+    """Return the CPU time until every named column of a ready batch is a tensor, and to fill as many bytes."""
 
     async def main() -> tuple[float, float]:
         bench = SchedulerBench(rows, rows, alpha=1.0, hold=0, prompt=tokens // 2, tokens=tokens // 2)
         best = copied = float("inf")
-        for _ in range(20):  # of both the least: what is more is the machine's
+        for _ in range(20):  # the least of both counts: the rest is noise of the machine
             await bench.step()
             await _until(lambda: bench.scheduler.ledger.live >= rows and not bench.scheduler.metrics()["slots/busy"])
             gc.collect()
@@ -261,7 +271,7 @@ def get_batch_ms(rows: int = 512, tokens: int = 4096) -> tuple[float, float]:
 
 
 def resident_bytes(tokens: int, env: type, in_flight: int) -> float:
-    """Resident memory per trajectory that waits for an answer: to its first prompt, of one token, or, with
+    """Return the resident memory of a trajectory that waits for an answer: to its first prompt of one token or, with
     `TwoTurnEnv`, to its second prompt after a response of `tokens` tokens."""
 
     async def main() -> float:
@@ -282,7 +292,7 @@ def resident_bytes(tokens: int, env: type, in_flight: int) -> float:
 
 
 async def _until(ready: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Look every millisecond: nothing here has an event of its own to wait for."""
+    """Poll every millisecond: the condition has no event to wait for."""
     async with asyncio.timeout(seconds):
         while not ready():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
@@ -294,13 +304,13 @@ def _resident() -> int:
 
 
 def _alone(function: Callable[..., Any], *args: Any) -> Any:
-    """Call it in a fresh process, so that no figure sees what another one left behind."""
+    """Call a function in a fresh process, so that no measurement affects another."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, args)
 
 
 def measure() -> dict[str, float]:
-    """All figures."""
+    """Measure all figures."""
     large, small = (_alone(resident_bytes, tokens, TwoTurnEnv, 20_000) for tokens in (4160, 64))
     get_batch, copy = _alone(get_batch_ms)
     return {
@@ -315,7 +325,7 @@ def measure() -> dict[str, float]:
 
 
 def control_plane(json: bool = False) -> int:
-    """Print the figures; 1 when one of them misses its target."""
+    """Print the figures; returns 1 when one of them misses its target."""
     figures = measure()
     targets = TARGETS | {"get_batch_512x4096_ms": 2 * figures["copy_512x4096_ms"] + 5}
     if json:

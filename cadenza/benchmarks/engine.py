@@ -4,9 +4,9 @@
     cadenza bench engine --json     one line of JSON
 
 All write the same 32 responses of a 1M-parameter Llama: prompts and responses of 8 to 128 tokens each, drawn once, at
-temperature 1 and on one thread. Only tokens that were asked for count: a padded batch goes on until its longest
-response is complete. Times are CPU times of the whole process, the best of a few rounds; the ways alternate, so that
-a busy machine is busy for all of them.
+temperature 1 and on one thread. Only requested tokens count: a padded batch continues until its longest response is
+complete. Times are CPU times of the whole process, the best of a few rounds; the ways alternate, so that the load of
+the machine is the same for all of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ REQUESTS, SHORTEST, LONGEST, VOCAB = 32, 8, 128, 512
 SAMPLING = Sampling()
 ROUNDS = 5
 SLOW_ROUNDS = 2
-"""Of those that take seconds."""
+"""Rounds of the ways that take seconds."""
 PAGES = {"page_size": 32, "num_blocks": 512, "max_batch_tokens": 512}
-"""The cache of `generate_batch`; what it takes on its own is most of the memory, which costs it most of the time."""
+"""Cache of `generate_batch`; by default it takes most of the memory, which costs most of its time."""
 TARGETS = {"sequential_ratio": 3.0, "padded_ratio": 1.3}
 
 
@@ -48,7 +48,7 @@ def make_model() -> Any:
 
 
 class EngineWorkload:
-    """The same requests for everybody."""
+    """The requests, the same for every way to generate."""
 
     def __init__(self, model: Any, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ class EngineWorkload:
         self.model.generate(ids, attention_mask=mask, max_new_tokens=max(self.lengths), **self.options)
 
     def continuous(self) -> None:
-        """`generate_batch`: every request until the longest is complete, for it knows one length for all."""
+        """`generate_batch`, which has one length for all requests: each runs until the longest is complete."""
         transformers: Any = import_module("transformers")
         length = max(self.lengths)
         self.model.generate_batch(
@@ -89,7 +89,7 @@ class EngineWorkload:
         )
 
     def engine(self) -> None:
-        """Ours, through the replica protocol, with a logprob for every token."""
+        """The embedded engine, through the replica protocol, with a logprob for every token."""
         if self._replica is None:
             self._replica = TorchReplica(self.model, eos_token_ids=(), max_running=REQUESTS)
         replica = self._replica
@@ -105,16 +105,20 @@ class EngineWorkload:
             self._replica.close()
 
     def _requests(self) -> list[Request]:
-        """New sessions every time: nothing is cached from the last round."""
+        """Make requests of new sessions, so that nothing is cached from the last round."""
         requests = []
         for prompt, length in zip(self.prompts, self.lengths, strict=True):
             id = self._ids = self._ids + 1
-            requests.append(Request(id, (prompt,), len(prompt), length, SAMPLING, 7919 * id, 0, id, id, 0))
+            request = Request(
+                id=id, chunks=(prompt,), context=len(prompt), max_tokens=length, sampling=SAMPLING, seed=7919 * id,
+                offset=0, session=id, group=id, epoch=0,
+            )  # fmt: skip
+            requests.append(request)
         return requests
 
 
 def measure() -> dict[str, float]:
-    """Tokens per CPU second of every way."""
+    """Measure the tokens per CPU second of every way."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -131,7 +135,7 @@ def measure() -> dict[str, float]:
             for round in range(ROUNDS):
                 for name, (run, rounds) in ways.items():
                     if round == 0 and run is not workload.sequential:
-                        run()  # a first call pays for itself
+                        run()  # the first call initialises things
                     if round < rounds:
                         start = time.process_time()
                         run()
@@ -143,7 +147,7 @@ def measure() -> dict[str, float]:
 
 
 def engine(json: bool = False) -> int:
-    """Print the figures; 1 when a ratio misses its target."""
+    """Print the figures; returns 1 when a ratio misses its target."""
     speeds = measure()
     ours = speeds["cadenza"]
     figures = {

@@ -1,4 +1,4 @@
-"""A Ray of its own for a measurement, and replicas on it that take the time of a cost model, on the wall clock."""
+"""A private Ray for a measurement, and replicas on it that take the times of a cost model on the wall clock."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB = 1000
 
 @contextmanager
 def own_ray(cpus: int) -> Iterator[Any]:
-    """Ray, started for this process and ended with it."""
+    """Start a Ray for this process, and stop it at the end."""
     try:
         ray: Any = import_module("ray")
     except ImportError as error:
@@ -32,10 +32,10 @@ def own_ray(cpus: int) -> Iterator[Any]:
 
 
 class PacedWorker(ReplicaWorker):
-    """An engine that takes its time from the cost model. It is made on the loop whose time that is."""
+    """A worker whose replica takes its times from the cost model; `describe` makes it on the loop that it runs on."""
 
     def __init__(self, cost: CostModel, length: Callable[[Request], int], load_seconds: float) -> None:
-        """Nothing can be asked of it before `describe`."""
+        """Keep the arguments: no other call works before `describe`."""
         self._replica_args = cost, length, load_seconds
 
     @dispatch("rank_zero")
@@ -50,7 +50,7 @@ class PacedWorker(ReplicaWorker):
 async def paced_replicas(
     count: int, cost: CostModel, length: Callable[[Request], int], *, load_seconds: float = 0.0
 ) -> AsyncIterator[list[RemoteReplica]]:
-    """So many, each in a process of its own. `length` is that of `SimReplica`, and must pickle."""
+    """Start `count` replicas, each in a process of its own. `length` is that of `SimReplica`, and must pickle."""
     resources = ResourceManager.on_ray()
     placements = resources.place({"inference": f"0-{count - 1}"})["inference"].replicas()
     init: dict[str, Any] = {"cost": cost, "length": length, "load_seconds": load_seconds}

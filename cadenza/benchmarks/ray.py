@@ -1,9 +1,9 @@
-"""What rollouts on Ray cost: CPU time of the whole process tree per trajectory and per turn, and the time of a batch.
+"""`cadenza bench ray`: CPU time of rollouts on Ray per trajectory and per turn, and the time of a batch.
 
-The replicas and envs here only answer, so that the time is ours and Ray's own. Counted is the CPU time, user and
-system, of this process and all of its descendants: the controller, the scheduler, the sampler, the env workers, the
-replicas, and Ray's own processes (raylet, GCS, agents). Nothing is subtracted. Start-up and the first batches are not
-part of a figure; what the start took is told beside them.
+The replicas and envs only answer, so the time is that of Cadenza and of Ray. It is the CPU time, user and system, of
+this process and all of its descendants: the controller, the scheduler, the sampler, the env workers, the replicas, and
+Ray's own processes (raylet, GCS, agents). Nothing is subtracted. Start-up and the first batches do not count; the CPU
+time of the start is a figure of its own.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ TARGETS = {
     "cpu_ms_per_trajectory_4096": 2.5,
     "get_batch_512x4096_ms": 150.0,
 }
-"""What the figures must stay under."""
+"""Upper limits of the figures."""
 TURNS_TARGET = 400.0
-"""What `turns_per_cpu_second` must reach."""
+"""Lower limit of `turns_per_cpu_second`."""
 
 
 class InstantReplica(BenchReplica):
-    """A replica that has the answer at once."""
+    """A replica that answers at once."""
 
     def __init__(self, number: int, devices: tuple[int, ...], tokens: int) -> None:
         super().__init__(number, tokens, hold=0)
@@ -59,14 +59,14 @@ class InstantReplica(BenchReplica):
 
 
 class InstantWorker(ReplicaWorker):
-    """The same as a worker."""
+    """A worker with an `InstantReplica`."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(InstantReplica(self.place.rank, self.place.devices, tokens))
 
 
 class FixedTurnsEnv:
-    """An env of so many turns, with a prompt of its own for each."""
+    """An env with a fixed number of turns, each with a prompt of its own."""
 
     def __init__(self, turns: int) -> None:
         self._left = turns
@@ -106,7 +106,7 @@ class RaySchedulerBench:
         asyncio.run(self._service.sampler.load_weights(self._version))
 
     def cpu_seconds(self, batches: int) -> float:
-        """Of the whole tree, for so many batches and their publishing, after two more."""
+        """Return the CPU time of the process tree for `batches` batches and updates, after two that do not count."""
         for _ in range(2):
             self.get_batch()
             self.publish()
@@ -117,7 +117,7 @@ class RaySchedulerBench:
         return tree_cpu_seconds() - before
 
     def ready(self) -> None:
-        """Wait until the next batch lies there."""
+        """Wait until the next batch is complete."""
         for _ in range(1200):
             metrics = self._ray.get(self.scheduler.metrics.remote())
             if metrics["attempts/live"] >= BATCH and not metrics["slots/busy"]:
@@ -134,7 +134,7 @@ class RaySchedulerBench:
 
 
 def tree_cpu_seconds() -> float:
-    """CPU time of this process and its descendants, the dead ones included where somebody waited for them."""
+    """Return the CPU time of this process and its descendants, including dead ones that their parent waited for."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
@@ -153,7 +153,7 @@ def tree_cpu_seconds() -> float:
 
 
 def get_batch_ms(bench: RaySchedulerBench, repeats: int = 5) -> float:
-    """Wall time from the call until every named column of a ready batch is a tensor in the controller; the median."""
+    """Return the median wall time from the call until every named column of a ready batch is a tensor."""
     times = []
     for _ in range(repeats):
         bench.ready()
@@ -169,7 +169,7 @@ def get_batch_ms(bench: RaySchedulerBench, repeats: int = 5) -> float:
 
 @contextmanager
 def benches(ray: Any) -> Iterator[Callable[[int, int], RaySchedulerBench]]:
-    """Makes benches, one after the other."""
+    """Yield a function that makes a bench, and closes the one before."""
     made: list[RaySchedulerBench] = []
 
     def make(tokens: int, turns: int) -> RaySchedulerBench:
@@ -186,7 +186,7 @@ def benches(ray: Any) -> Iterator[Callable[[int, int], RaySchedulerBench]]:
 
 
 def measure(batches: int = 12) -> dict[str, float]:
-    """All figures, in one Ray of this process."""
+    """Measure all figures in one Ray of this process."""
     with own_ray(REPLICAS) as ray:
         figures: dict[str, float] = {"startup_cpu_seconds": tree_cpu_seconds()}
         with benches(ray) as make:
@@ -199,7 +199,7 @@ def measure(batches: int = 12) -> dict[str, float]:
 
 
 def ray(json: bool = False) -> int:
-    """Print the figures; 1 when one of them misses its target."""
+    """Print the figures; returns 1 when one of them misses its target."""
     figures = measure()
     targets = {name: f"<= {value:,.1f}" for name, value in TARGETS.items()}
     targets["turns_per_cpu_second"] = f">= {TURNS_TARGET:,.0f}"

@@ -1,8 +1,8 @@
-"""`cadenza bench schedule`: what ideas of the schedule gain in real processes, beside what the simulation says.
+"""`cadenza bench schedule`: the gain of scheduling ideas in real processes, beside the prediction of the simulation.
 
-Every replica is a process on Ray, the clock is the wall clock, and the scheduler and the program around it are those of
-the strategy `cadenza`. What a GPU would do is slept: replicas and trainer take the times of the cost model, divided by
-SPEED. So messages, processes and their delays are real, and no figure depends on what a CPU can compute.
+Every replica is a process on Ray, the clock is the wall clock, and the scheduler and its program are those of the
+strategy `cadenza`. Replicas and trainer sleep for the times of the cost model, divided by SPEED. So messages, processes
+and their delays are real, and no figure depends on the speed of the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cadenza.simulation.comparison.strategy import StrategySettings, run_trainin
 from cadenza.simulation.comparison.workloads import TRAIN_SECONDS_PER_TOKEN, Workload, find_workload
 
 SPEED = 50.0
-"""Seconds of the cost model in one of the wall clock."""
+"""Seconds of the cost model per second of the wall clock."""
 GPUS = 8
 SEEDS = (0, 1)
 WHOLE = StrategySettings(train_gpus=1, balance_seconds=0.0)
@@ -40,7 +40,7 @@ WHOLE = StrategySettings(train_gpus=1, balance_seconds=0.0)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCase:
-    """A workload on GPUS GPUs, and the settings that are tried on it."""
+    """A workload on GPUS GPUs, and the settings to compare on it."""
 
     workload: Workload
     alpha: float
@@ -51,7 +51,7 @@ class ScheduleCase:
 
 CASES = (
     ScheduleCase(
-        # One trainer is faster than the others' by as much as makes it the share that 5 of 32 are.
+        # The one training GPU is faster by a factor that makes it the share of 5 in 32.
         replace(find_workload(f"W2x{GPUS}"), train_seconds=TRAIN_SECONDS_PER_TOKEN * (1 / GPUS) / (5 / 32)),
         alpha=1.0,
         steps=12,
@@ -74,7 +74,7 @@ CASES = (
 
 
 def sped_up(workload: Workload, speed: float) -> Workload:
-    """The same in less time."""
+    """Return the workload with all its times divided by `speed`."""
     cost = workload.cost
     faster = replace(cost, a=cost.a / speed, b=cost.b / speed, c=cost.c / speed, p=cost.p / speed)
     return replace(
@@ -86,8 +86,8 @@ def sped_up(workload: Workload, speed: float) -> Workload:
 
 
 class RayCadenzaStrategy(CadenzaStrategy):
-    """The strategy, with its replicas in processes of their own. An episode is one answer, whose length stands at the
-    beginning of its prompt."""
+    """The strategy `cadenza` with its replicas in processes of their own. An episode is one answer; the first token of
+    its prompt is the length of that answer."""
 
     async def _make_replicas(self) -> Sequence[Replica]:
         self._stack = AsyncExitStack()
@@ -107,7 +107,7 @@ class RayCadenzaStrategy(CadenzaStrategy):
         await self._stack.aclose()
 
     def totals(self) -> UsageTotals:
-        """Tokens are counted when they come."""
+        """Count the tokens that the ledger has: remote replicas do not report theirs."""
         return replace(super().totals(), generated=sum(self.scheduler.ledger.tokens.values()))
 
 
@@ -116,7 +116,7 @@ def _length(request: Request) -> int:
 
 
 def measured(case: ScheduleCase, idea: str, seed: int) -> RunFigures:
-    """A real run, in the seconds of the cost model."""
+    """Measure a real run; its times are converted to seconds of the cost model."""
     fast, settings = sped_up(case.workload, SPEED), case.ideas[idea]
     settings = replace(settings, balance_seconds=settings.balance_seconds / SPEED)
     strategy = RayCadenzaStrategy(fast, trace_of(fast, seed), case.alpha, settings)
@@ -125,12 +125,12 @@ def measured(case: ScheduleCase, idea: str, seed: int) -> RunFigures:
 
 
 def simulated(case: ScheduleCase, idea: str, seed: int) -> RunFigures:
-    """The same under the virtual clock."""
+    """Simulate the same run under the virtual clock."""
     return Trial(case.workload, "cadenza", case.alpha, seed, case.ideas[idea], case.steps, case.warm_up).run()
 
 
 def schedule(json: bool) -> int:
-    """Print what was found."""
+    """Print the comparison; returns the exit code."""
     everything: dict[str, dict[str, Any]] = {}
     with own_ray(GPUS):
         for case in CASES:

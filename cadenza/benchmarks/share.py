@@ -1,13 +1,13 @@
 """`cadenza bench share`: replicas leave and come back under load, on Ray.
 
-Four replicas in processes of their own, each with many requests in flight. Again and again one of them is shrunk away
-and brought back, as it is for a train step on its device. The engines take the time of a cost model, on the wall clock,
-and every token follows from the seed of its turn and its place, so that a token that is lost, wrong or written twice is
-found. What is measured:
+Four replicas run in processes of their own, each with many requests in flight. One of them repeatedly leaves by a
+shrink and comes back by an expand, as for a train step on its device. The engines take the times of a cost model on the
+wall clock, and every token follows from the seed of its turn and its position, so the benchmark finds a token that is
+lost, wrong or written twice. It measures:
 
-- turns that were in flight on the other replicas while one left or came, against those that saw no change, in one run;
-- how long a shrink takes, and until the last request that moved has found its place;
-- what moving costs the requests themselves: the prefill of their context, which the replica that takes them computes.
+- turns in flight on the other replicas while one left or came, against those that saw no change, in one run;
+- the time of a shrink, and the time until the last moved request runs on another replica;
+- the cost of a move for the request: the prefill of its context on the new replica.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ class QuestionEnv:
 
 
 class ReplicaChange(NamedTuple):
-    """A replica left or came."""
+    """One shrink or expand."""
 
     kind: str
     began: float
     ended: float
     moved: int
+    """Requests that it moved."""
 
 
 class ObservedTurn(NamedTuple):
@@ -64,13 +65,13 @@ class ObservedTurn(NamedTuple):
     asked: float
     answered: float
     first: str
-    """The replica that had it first."""
+    """Name of the replica that got its first request."""
     interruptions: int
     is_exact: bool
 
 
 def measure(turns: int = TURNS, in_flight: int = IN_FLIGHT, period: float = PERIOD) -> dict[str, Any]:
-    """All figures, in one Ray of this process."""
+    """Measure all figures in one Ray of this process."""
     with own_ray(REPLICAS):
         return asyncio.run(_measured(turns, in_flight, period))
 
@@ -109,7 +110,7 @@ async def _measured(turns: int, in_flight: int, period: float) -> dict[str, Any]
 
 
 async def _under_load(scheduler: RolloutScheduler, turns: int, period: float) -> list[ReplicaChange]:
-    """Let the last replica leave and come back until all turns are answered."""
+    """Shrink and expand the last replica until all turns are answered; returns the changes."""
     loop, changes = asyncio.get_running_loop(), list[ReplicaChange]()
     batch = asyncio.ensure_future(scheduler.get_batch(DataProto(meta_info={"global_step": 0}), turns))
     device, kind = [REPLICAS - 1], "shrink"
@@ -151,7 +152,7 @@ def _figures(
     turns: int,
 ) -> dict[str, Any]:
     leaving = f"paced-{REPLICAS - 1}"
-    warm = min(turn.answered for turn in seen)  # before it the first calls of everything
+    warm = min(turn.answered for turn in seen)  # turns before it include the first calls of everything
     stayed = [turn for turn in seen if turn.first != leaving and not turn.interruptions and turn.asked >= warm]
     saw = [any(turn.asked < c.ended and turn.answered > c.began for c in changes) for turn in stayed]
     calm = [turn.answered - turn.asked for turn, did in zip(stayed, saw, strict=True) if not did]
@@ -179,7 +180,7 @@ def _figures(
 
 
 def _settled(change: ReplicaChange, events: list[Event]) -> float:
-    """Seconds from the beginning of a shrink until the last request that it interrupted was sent elsewhere."""
+    """Return the seconds from the start of a shrink until the last interrupted request was sent to another replica."""
     waiting, last = set[str](), change.began
     for event in events:
         if event.time < change.began:
@@ -200,7 +201,7 @@ def _quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def share(as_json: bool) -> int:
-    """Measure and show; 1 when a request was lost, or a token was wrong or written twice."""
+    """Measure and print; returns 1 when a request was lost, or a token was wrong or written twice."""
     figures = measure()
     if as_json:
         print(json.dumps(figures))

@@ -1,15 +1,14 @@
-"""The simulation against reality: one real run is measured, and another one is predicted from it.
+"""`cadenza bench simulator`: the simulation against reality. One real run is measured, another is predicted from it.
 
-A tiny policy is trained by the pipeline itself, engine and trainer in this process. The first run of a case is the
-calibration: its directory says what a decode step, a token of prefill and a trained token cost, how long the answers
-are and how long the envs took (`rollout/trace.py`). From that alone the simulation predicts the step time of a run with
-another batch, other slots and other envs, which is then made and measured. The learning rate is next to nothing,
-so that both runs write answers of the same lengths: what is checked is the simulation, and not whether learning can be
-foreseen.
+The pipeline trains a tiny policy, with engine and trainer in this process. The first run of a case is the calibration:
+its directory holds the costs of a decode step, of a token of prefill and of a trained token, the lengths of the answers
+and the times of the envs (`rollout/trace.py`). From these alone the simulation predicts the step time of a run with
+another batch, other slots and other envs, which is then measured. The learning rate is close to 0, so that both runs
+write answers of the same lengths: the benchmark checks the simulation, and not the progress of learning.
 
-Calibrations and measured runs alternate (C M C M C M C). A measured run is predicted from the calibrations before and
-after it, by the mean of the two predictions, and the median of the errors counts: a machine that does other work too is
-not the same machine for two runs. How long the event loop waited for a CPU is told besides.
+Calibrations and measured runs alternate (C M C M C M C). The prediction for a measured run is the mean of the
+predictions from the calibrations before and after it, and the median of the errors counts, because a machine with other
+work is never equally fast in two runs. The output also shows how long the event loop waited for a CPU.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ STEPS, WARM_UP = 12, 4
 ROUNDS = 3
 """Measured runs of a case."""
 SEEDS = 3
-"""Of the simulation: orders in which the recorded groups come."""
+"""Seeds of the simulation, each another order of the recorded groups."""
 
 
 class ConversationEnv:
-    """A conversation of some turns whose every step takes time, as a game server or a tool would."""
+    """A conversation of some turns; every step takes time, as with a game server or a tool."""
 
     def __init__(self, turns: int, latency: float) -> None:
         self._turns = turns
@@ -61,7 +60,7 @@ class ConversationEnv:
         if self._latency:
             await asyncio.sleep(random.expovariate(1 / self._latency))
         self._turns -= 1
-        reward = sum(map(ord, action)) % 97 / 97  # all differ, so that no row is left out of the training
+        reward = sum(map(ord, action)) % 97 / 97  # the rewards differ, so that training uses every row
         return "go on: ", reward, self._turns == 0, False, {}
 
 
@@ -72,12 +71,12 @@ class RunSetup:
     batch: int
     slots: int
     latency: float = 0.0
-    """Mean seconds of a step of the env; each is drawn from an exponential distribution."""
+    """Mean seconds of a step of the env, exponentially distributed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionCase:
-    """A kind of run: one setup is measured to calibrate, the other one is predicted."""
+    """A kind of run: one setup is measured for calibration, the other one is predicted."""
 
     name: str
     alpha: float
@@ -96,12 +95,12 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was predicted for a run, and what came."""
+    """The predicted and the measured step time of a run."""
 
     measured_step_seconds: float
     predicted_step_seconds: float
     cpu_wait: float
-    """Share of the time for which the event loop was ready and had no CPU: how busy the machine was otherwise."""
+    """Share of the time for which the event loop was ready and had no CPU: the load by other programs."""
 
     @property
     def error(self) -> float:
@@ -112,7 +111,7 @@ class Comparison:
 
 
 def run(case: PredictionCase, setup: RunSetup, seed: int, out: Path) -> float:
-    """Make a real run in this directory; its mean step in seconds, without the first ones."""
+    """Make a real run in this directory; returns its mean step in seconds, without the first steps."""
     config = build_config(
         {
             "name": "run",
@@ -145,7 +144,7 @@ def run(case: PredictionCase, setup: RunSetup, seed: int, out: Path) -> float:
 
 
 def predict(calibrated: Workload, case: PredictionCase, setup: RunSetup) -> float:
-    """The step in seconds of a run with another setup."""
+    """Predict the step in seconds of a run with another setup."""
     ratio = setup.latency / case.calibration.latency if case.calibration.latency else 1.0
     workload = replace(
         calibrated,
@@ -163,7 +162,7 @@ def _slower(episode: TraceEpisode, ratio: float) -> TraceEpisode:
 
 
 def compare(case: PredictionCase, out: Path) -> list[Comparison]:
-    """Every measured run, and what the calibrations before and after it predict, ordered by error."""
+    """Compare every measured run with the predictions from the calibrations around it; ordered by error."""
     runs: list[tuple[float, float]] = []
     predictions: list[float] = []
     for round in range(ROUNDS + 1):
@@ -182,7 +181,7 @@ def compare(case: PredictionCase, out: Path) -> list[Comparison]:
 
 
 def _cpu_wait() -> float:
-    """Seconds for which the thread of the event loop has waited for a CPU; 0 where the system does not say."""
+    """Return the seconds for which the event loop's thread has waited for a CPU; 0 where the system has no count."""
     try:
         return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -190,7 +189,7 @@ def _cpu_wait() -> float:
 
 
 def simulator(json: bool) -> int:
-    """Print what was found; 0 if every prediction is within the tolerance, in the median of its rounds."""
+    """Print the comparison; returns 0 if the median error of every case is within the tolerance."""
     console = Console(highlight=False)
     cases: dict[str, Any] = {}
     typical: list[Comparison] = []

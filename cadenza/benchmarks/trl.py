@@ -4,9 +4,9 @@
     cadenza bench trl --json     one line of JSON
 
 Both train the same 1M-parameter Llama from the same weights on the same prompts with the same reward, batch, optimizer
-and number of samples, in float32 and on one thread, each in a process of its own; they alternate, so that a busy
-machine is busy for both. TRL has an environment of its own, which is made here when it is missing. docs/trl.md tells
-what is equal and what is not.
+and number of samples, in float32 and on one thread, each in a process of its own; they alternate, so that the load of
+the machine is the same for both. TRL has a virtual environment of its own, which is made when it is missing.
+docs/trl.md lists what is equal and what is not.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ HERE = Path(__file__).parent
 TRL_VENV = Path(sys.prefix).parent / ".venv-trl"
 ROUNDS = 3
 LAST = 20
-"""Steps at the end over which the reward is averaged."""
+"""Last steps over which the reward is averaged."""
 TARGETS = {"short": 2.0, "long": 1.3}
 NOISE = 0.05
-"""How far the rewards reached may be apart."""
+"""Largest difference between the rewards of the two sides."""
 
 
 # -- Cadenza's side ----------------------------------------------------------------------------------------------------
 
 
 class WritingEnv:
-    """The task as an env: a prompt, an answer, a reward."""
+    """The task as an env of one turn."""
 
     def __init__(self, task: str) -> None:
         self._task = TASKS[task]
@@ -56,7 +56,7 @@ class WritingEnv:
 
 
 def settings(bench_run: BenchRun) -> dict[str, Any]:
-    """The config of the run."""
+    """Return the config of the run."""
     task, size = TASKS[bench_run.task], bench_run.batch_size
     return {
         "preset": "grpo",
@@ -89,7 +89,7 @@ def settings(bench_run: BenchRun) -> dict[str, Any]:
 
 
 def train(bench_run: BenchRun) -> BenchRunResult:
-    """Run the pipeline."""
+    """Run the pipeline; returns its figures."""
     from cadenza import __version__
     from cadenza.observe.run import RunDirectory
     from cadenza.pipelines.agentic import AgenticPipeline
@@ -112,15 +112,15 @@ def train(bench_run: BenchRun) -> BenchRunResult:
 
 
 def run_here() -> None:
-    """What the child process of Cadenza's side does."""
+    """Run Cadenza's side in a child process: the run comes from stdin, the result goes to stdout."""
     train(BenchRun(**jsonlib.load(sys.stdin))).print()
 
 
-# -- where both begin --------------------------------------------------------------------------------------------------
+# -- the common start --------------------------------------------------------------------------------------------------
 
 
 def warm_start(task: BenchTask, directory: Path, *, updates: int = 150) -> None:
-    """A model that knows the form of an answer and a little of the task."""
+    """Train and save a model that knows the form of an answer and a little of the task."""
     import torch
 
     from cadenza.inference.codec import load_codec
@@ -148,7 +148,7 @@ def warm_start(task: BenchTask, directory: Path, *, updates: int = 150) -> None:
 
 
 def trl_python(venv: Path = TRL_VENV) -> Path:
-    """The interpreter of TRL's environment, which is made when it is not there."""
+    """Return the interpreter of TRL's virtual environment, which is made when it is missing."""
     python, done = venv / "bin" / "python", venv / ".done"
     if not done.exists():
         print(f"installing TRL into {venv}", file=sys.stderr)
@@ -175,7 +175,7 @@ def ran(command: list[str], bench_run: BenchRun) -> BenchRunResult:
 
 
 def compare(task: BenchTask, rounds: int, directory: Path) -> dict[str, Any]:
-    """All sides alternately; the figures of the task."""
+    """Run all sides alternately; returns the figures of the task."""
     ours = [sys.executable, "-c", "from cadenza.benchmarks.trl import run_here; run_here()"]
     theirs = [str(trl_python()), "-P", str(HERE / "trl_side.py")]
     sides: dict[str, tuple[list[str], dict[str, Any]]] = {
@@ -204,7 +204,7 @@ def compare(task: BenchTask, rounds: int, directory: Path) -> dict[str, Any]:
 
 
 def figures(runs: list[BenchRunResult]) -> dict[str, Any]:
-    """Of one side. The time is the least of all rounds, for what is more is the machine's; the rest is their mean."""
+    """Return the figures of one side: the least time of all rounds, since the rest is noise, and means of the others."""
     first, batch_size = BenchRun.warm_up - 1, BenchRun.groups * BenchRun.group_size
 
     def per_sample(marks: list[float]) -> float:
@@ -228,7 +228,7 @@ def figures(runs: list[BenchRunResult]) -> dict[str, Any]:
 
 
 def trl(json: bool = False, rounds: int = ROUNDS) -> int:
-    """Print the figures; 1 when a ratio misses its target, or TRL reaches more reward."""
+    """Print the figures; returns 1 when a ratio misses its target, or TRL reaches more reward."""
     with tempfile.TemporaryDirectory() as directory:
         found = {name: compare(task, rounds, Path(directory)) for name, task in TASKS.items()}
     if json:
@@ -239,7 +239,7 @@ def trl(json: bool = False, rounds: int = ROUNDS) -> int:
 
 
 def missed(name: str, task: Mapping[str, Any]) -> bool:
-    """Whether a task is not what was promised."""
+    """Whether a task misses its target, in time or in reward."""
     behind = task["trl"]["reward_last"] - task["cadenza"]["reward_last"]
     return bool(task["ratio"] < TARGETS[name] or behind > NOISE)
 

@@ -1,9 +1,9 @@
 """The task of `cadenza bench trl`, and the side of it that TRL runs.
 
-    .venv-trl/bin/python -P trl_side.py < plan.json      the last line that it prints is the result, as JSON
+    .venv-trl/bin/python -P trl_side.py < run.json       the last line that it prints is the result, as JSON
 
-TRL has an environment of its own, so nothing of Cadenza is imported here, and nothing heavy before a run begins. `-P`
-keeps this directory off the path, where `trl` would mean the module next to this one.
+TRL has a virtual environment of its own, so this module imports nothing of Cadenza, and nothing heavy before a run
+begins. `-P` keeps this directory off the path, where `trl` would mean the module next to this one.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 
 LETTERS = "abcdefghijklmnop"
 KNOWN = 0.3
-"""How often a letter, or the length, is right in the examples of the warm start: where both sides begin."""
+"""Share of the letters, and of the lengths, that are right in the examples of the warm start."""
 LONG = 64
 
 
 @cache
 def drawn(seed: int) -> tuple[str, int]:
-    """A letter, and how often it is to be written in a short answer."""
+    """Draw a letter, and how often a short answer has to repeat it."""
     rng = random.Random(seed)
     return rng.choice(LETTERS), rng.randint(3, 7)
 
 
 @dataclass(frozen=True)
 class BenchTask:
-    """A single-turn task with a verifiable reward: to write a letter as often as the prompt says."""
+    """A single-turn task with a verifiable reward: write a letter as often as the prompt says."""
 
     name: str
     max_tokens: int
@@ -46,18 +46,18 @@ class BenchTask:
         return f"Write {letter} {times} times: " if self.name == "short" else f"Write {letter}: "
 
     def answer(self, prompt: str) -> str:
-        """What is asked for."""
+        """Return the right answer to a prompt."""
         words = prompt.split()
         return words[1] * int(words[2]) if self.name == "short" else words[1][0] * LONG
 
     def reward(self, prompt: str, answer: str) -> float:
-        """Share of the places that are as they should be."""
+        """Return the share of positions with the right letter."""
         expected = self.answer(prompt)
         same = sum(a == b for a, b in zip(expected, answer, strict=False))
         return same / max(len(expected), len(answer))
 
     def example(self, prompt: str, rng: random.Random) -> str:
-        """An answer of the right form; its length, and each of its letters, is sometimes right and else random."""
+        """Return an answer of the right form: its length and each letter are right with probability KNOWN."""
         expected = self.answer(prompt)
         length = rng.randint(3, 7) if self.name == "short" and rng.random() >= KNOWN else len(expected)
         return "".join(expected[0] if rng.random() < KNOWN else rng.choice(LETTERS) for _ in range(length))
@@ -78,7 +78,7 @@ class BenchRun:
     seed: int
     steps: int
     groups: int = 8
-    """Prompts of a batch."""
+    """Groups (prompts) of a batch."""
     group_size: int = 8
     lr: float = 5e-4
     betas: tuple[float, float] = (0.9, 0.999)
@@ -86,7 +86,7 @@ class BenchRun:
     warm_up: int = 3
     """First steps whose time does not count."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of the trainer, beyond these."""
+    """Further options of the trainer."""
 
     @property
     def batch_size(self) -> int:
@@ -94,13 +94,13 @@ class BenchRun:
 
     @property
     def first_seed(self) -> int:
-        """Of the prompts."""
+        """First seed of the prompts."""
         return self.seed * 1_000_000
 
 
 @dataclass
 class BenchRunResult:
-    """What a run says of itself: a value for every step."""
+    """The figures of a run: a value for every step."""
 
     rewards: list[float] = field(default_factory=list)
     tokens: list[float] = field(default_factory=list)
@@ -112,7 +112,7 @@ class BenchRunResult:
     versions: dict[str, str] = field(default_factory=dict)
 
     def mark(self) -> None:
-        """A step is done."""
+        """Record the CPU and wall time at the end of a step."""
         self.cpu.append(cpu_seconds())
         self.wall.append(time.monotonic())
 
@@ -122,13 +122,13 @@ class BenchRunResult:
 
 
 def cpu_seconds() -> float:
-    """Of this process, all its threads, and its children that have ended."""
+    """Return the CPU time of this process, all its threads, and its children that have ended."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def settings(bench_run: BenchRun, task: BenchTask) -> dict[str, Any]:
-    """The arguments of GRPOConfig: the same algorithm, and what is fastest on a CPU."""
+    """Return the arguments of GRPOConfig: the same algorithm, and the fastest options on a CPU."""
     the_same = {
         "num_generations": bench_run.group_size,
         "per_device_train_batch_size": bench_run.batch_size,
@@ -166,7 +166,7 @@ def settings(bench_run: BenchRun, task: BenchTask) -> dict[str, Any]:
 
 
 def train(bench_run: BenchRun) -> BenchRunResult:
-    """Run GRPOTrainer."""
+    """Run GRPOTrainer; returns its figures."""
     torch, transformers, datasets, trl = map(import_module, ("torch", "transformers", "datasets", "trl"))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

@@ -1,9 +1,9 @@
-"""`cadenza bench update`: what it costs to bring new weights from a trainer to replicas in other processes.
+"""`cadenza bench update`: the cost of a weight update from a trainer to replicas in other processes.
 
 A state dict of 135M parameters goes from one process to two others on this machine, in three ways: through the
-controller, as one would do it first; through shared memory; and by a broadcast with gloo. Seconds are of the whole way,
-from the live tensors of the trainer to tensors in all receivers; copies are what a receiver has of its own afterwards,
-as a share of the weights, and what the controller has.
+controller, which is the simplest; through shared memory; and by a broadcast with gloo. Seconds run from the live
+tensors of the trainer to tensors in all receivers. Copies are the private memory of a receiver afterwards, and of the
+controller, as shares of the weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from cadenza.cluster.weight_transfer import BroadcastGroups, StoredWeights, Weig
 RECEIVERS = 2
 ROUNDS = 3
 HIDDEN, INNER, LAYERS, VOCAB, KV = 576, 1536, 30, 49152, 192
-"""Those of SmolLM2-135M."""
+"""The sizes of SmolLM2-135M."""
 
 
 class WeightEndpoint:
-    """One end of a weight transfer: the process that has the weights, or one that receives them."""
+    """One end of a weight transfer: the process with the weights, or one that receives them."""
 
     def __init__(self, has_weights: bool) -> None:
         self._torch: Any = import_module("torch")
@@ -54,7 +54,7 @@ class WeightEndpoint:
         broadcast.send(self._weights, self._broadcast_groups)
 
     def receive(self, what: Any) -> float:
-        """Take weights; how much of them is memory of this process alone."""
+        """Receive weights; returns the share of them that is private memory of this process."""
         self._received = None
         before = _own_bytes()
         if isinstance(what, StoredWeights):
@@ -69,7 +69,7 @@ class WeightEndpoint:
 
 
 def update(as_json: bool) -> int:
-    """Measure and show; returns the exit code."""
+    """Measure and print; returns the exit code."""
     with own_ray(1 + RECEIVERS) as ray:
         figures = _measured(ray)
     if as_json:
@@ -141,7 +141,7 @@ def _state(torch: Any) -> dict[str, Any]:
 
 
 def _own_bytes() -> int:
-    """Memory of this process that it shares with nobody."""
+    """Return the private memory of this process."""
     found = 0
     for line in Path(f"/proc/{os.getpid()}/smaps_rollup").read_text().splitlines():
         if line.startswith(("Private_Clean:", "Private_Dirty:")):

@@ -1,7 +1,7 @@
-"""Four directions, and how a model answers with one of them.
+"""Four directions, and the answers of a model that mean one of them.
 
-Boards are text: rows that end in a newline. A cell is its index in that text, so a move is an addition, a board is
-shown by replacing characters, and the newlines are the edge.
+Boards are text: rows that end in a newline. A cell is an index into that text, so a move is an addition, and the
+newlines are the edge.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from typing import Literal, get_args
 
 Style = Literal["compact", "chat"]
-"""How an env talks. 'compact': the board and nothing else, answered by one letter; made for tiny character models.
+"""How an env and a model talk. 'compact': the board alone, answered by one letter; made for tiny character models.
 'chat': rules and a board, answered by `<answer>Right</answer>` or by a text whose last word is the direction."""
 
 NAMES = {"L": "Left", "D": "Down", "R": "Right", "U": "Up"}
@@ -34,12 +34,12 @@ def check_style(style: str) -> None:
 
 
 def answer(letter: str, style: Style) -> str:
-    """What a model says to go this way."""
+    """Return the answer that means this direction."""
     return ANSWERS[style][LETTERS.index(letter)]
 
 
 def parse(text: str, style: Style) -> str | None:
-    """The letter of the direction that an answer means; None when it means none."""
+    """Return the letter of the direction that an answer means; None when it means none."""
     if style == "compact":
         letter = text.strip()
         return letter if letter in NAMES else None
@@ -51,6 +51,6 @@ def parse(text: str, style: Style) -> str | None:
 
 
 def deltas(width: int) -> dict[str, int]:
-    """What a move adds to a cell of a board with rows of this width."""
+    """Return what each move adds to a cell of a board with rows of this width."""
     stride = width + 1
     return {"L": -1, "D": stride, "R": 1, "U": -stride}

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cadenza.envs.directions import ANSWERS, LETTERS, Style, answer, check_style, deltas, parse
+from cadenza.envs.board import BoardEnv, check_map
+from cadenza.envs.directions import LETTERS, Style, answer, deltas
 from cadenza.envs.protocol import Outcome
 
 MAPS = {
@@ -24,19 +25,19 @@ MAPS = {
 }
 """The maps of gymnasium."""
 SYMBOLS = {"S": "P", "P": "P", "F": ".", ".": ".", "H": "O", "O": "O", "G": "G"}
-"""What may stand in a map, and what it means."""
+"""Symbols of a map, and those of the board that they mean."""
 MAX_DRAWS = 100
-"""Random boards that may turn out unsolvable, before a path is cut into one."""
+"""Random boards that are tried before a path is cut into an unsolvable one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LakeBoard:
-    """A board."""
+    """A board of ice, holes and a goal."""
 
     text: str
     """Rows of '.', 'O' and 'G', each with its newline; without the player."""
     start: int
-    """Where the player begins, as an index into `text`."""
+    """First cell of the player, as an index into `text`."""
     width: int
 
     @property
@@ -44,12 +45,13 @@ class LakeBoard:
         return len(self.text) // (self.width + 1)
 
     def show(self, player: int) -> str:
-        """The board with the player on it."""
+        """Return the board with the player on it."""
         here = _PLAYER_ON[self.text[player]]
         return f"{self.text[:player]}{here}{self.text[player + 1 :]}"
 
     def distance(self, player: int) -> int | None:
-        """The fewest steps to the goal; None when there is no way. The cells in reach are the bits of a number."""
+        """Return the fewest steps to the goal; None when there is no way."""
+        # The cells in reach are the bits of one number, so a step in all directions is four shifts.
         last = len(self.text) - 1
         free = int(self.text.translate(_FREE), 2)
         goals = int(self.text.translate(_GOAL), 2)
@@ -64,7 +66,7 @@ class LakeBoard:
         return steps
 
     def path(self, player: int) -> list[str] | None:
-        """Letters of a shortest way to the goal; None when there is none."""
+        """Return the letters of a shortest way to the goal; None when there is none."""
         moves = deltas(self.width)
         text, size = self.text, len(self.text)
         came: dict[int, tuple[int, str]] = {player: (player, "")}
@@ -84,13 +86,12 @@ class LakeBoard:
         return None
 
 
-class FrozenLake:
-    """The env. Its observations tell all there is to know, so it can be played with a fresh context every turn."""
+class FrozenLake(BoardEnv):
+    """The env. Every observation shows the whole state, so rollouts may use a fresh context every turn."""
 
-    __slots__ = (
-        "_deltas", "_invalid", "_lake", "_penalty", "_player", "_random", "_repeat", "_seeded", "_slippery", "_steps",
-        "max_steps", "style",
-    )  # fmt: skip
+    __slots__ = ("_deltas", "_lake", "_random", "_seeded", "_slippery")
+
+    blocked = "You did not move: that is the edge of the lake."
 
     def __init__(
         self,
@@ -112,13 +113,8 @@ class FrozenLake:
         the seed. `repeat_rules` puts the rules of the style 'chat' before every board instead of the first: rollouts
         with a fresh context every turn need it.
         """
-        check_style(style)
-        if invalid_penalty < 0:
-            raise ValueError(f"invalid_penalty must be >= 0, got {invalid_penalty}")
-        self.style: Style = style
+        super().__init__(style=style, repeat_rules=repeat_rules, invalid_penalty=invalid_penalty)
         self._slippery = slippery
-        self._penalty = invalid_penalty
-        self._repeat = repeat_rules
         self._lake: LakeBoard | None = None
         self._seeded: tuple[int, float, int] | None = None
         if map is None:
@@ -135,26 +131,19 @@ class FrozenLake:
             width = lake.width
         self._deltas = deltas(width)
         self._random: random.Random | None = None
-        self._player = -1
-        self._steps = self._invalid = 0
-
-    @property
-    def actions(self) -> tuple[str, ...]:
-        """Every well-formed answer: what a format-only warm start draws from."""
-        return ANSWERS[self.style]
 
     @property
     def optimal_steps(self) -> int:
-        """The fewest steps from here to the goal, if nothing slips."""
+        """Fewest steps from the player's cell to the goal, if nothing slips."""
         return self._board().distance(self._player) or 0
 
     def solution(self) -> list[str]:
-        """Answers that lead from here to the goal on a shortest way, if nothing slips: a demonstration."""
+        """Return answers that lead to the goal on a shortest way, if nothing slips: a demonstration."""
         path = self._board().path(self._player)
         return [answer(letter, self.style) for letter in path or ()]
 
     def render(self) -> str:
-        """The board as rows of characters."""
+        """Return the board as rows of characters."""
         return self._board().show(self._player).removesuffix("\n")
 
     async def reset(self, seed: int) -> str:
@@ -162,21 +151,14 @@ class FrozenLake:
             self._lake = _drawn(seed, *self._seeded)
         lake = self._board(started=False)
         self._random = random.Random(f"slips {seed}") if self._slippery else None
-        self._player = lake.start
-        self._steps = self._invalid = 0
-        board = lake.show(lake.start)
-        return board if self.style == "compact" else f"{self._rules()}\n\n{board}"
+        return self._begin(lake.start, lake.show(lake.start))
 
     async def step(self, action: str) -> Outcome:
         lake = self._board()
         text, here = lake.text, self._player
-        if self._steps >= self.max_steps or text[here] != ".":
-            raise RuntimeError("step after the end of the episode; call reset")
-        self._steps += 1
-        letter = parse(action, self.style)
+        letter = self._count(action, over=text[here] != ".")
         reward = 0.0
         if letter is None:
-            self._invalid += 1
             reward -= self._penalty
         else:
             if self._random is not None:
@@ -190,11 +172,8 @@ class FrozenLake:
             reward += 1.0
         terminated = cell != "."
         truncated = not terminated and self._steps >= self.max_steps
-        info = {"success": success, "steps": self._steps, "invalid": self._invalid}
-        board = lake.show(self._player)
-        if self.style == "chat":
-            board = self._chat(board, letter is not None, self._player != here)
-        return board, reward, terminated, truncated, info
+        board = self._observe(lake.show(self._player), valid=letter is not None, moved=self._player != here)
+        return board, reward, terminated, truncated, self._info(success)
 
     def _board(self, started: bool = True) -> LakeBoard:
         if self._lake is None or (started and self._player < 0):
@@ -208,15 +187,6 @@ class FrozenLake:
             f"the holes.{slips} You have {self.max_steps} steps. "
             "Take one step at a time: Left, Down, Right or Up. Answer like this: <answer>Right</answer>"
         )
-
-    def _chat(self, board: str, valid: bool, moved: bool) -> str:
-        said = [self._rules()] if self._repeat else []
-        if not valid:
-            said.append("That was no direction, so you did not move. Answer like this: <answer>Right</answer>")
-        elif not moved:
-            said.append("You did not move: that is the edge of the lake.")
-        said.append(f"{self.max_steps - self._steps} steps left.")
-        return f"{' '.join(said)}\n\n{board}"
 
 
 _PLAYER_ON = {".": "P", "O": "X", "G": "*"}
@@ -235,19 +205,12 @@ def _check_random(size: int, holes: float, max_steps: int | None) -> None:
 
 @lru_cache(maxsize=64)
 def _fixed(map: str | tuple[str, ...]) -> tuple[LakeBoard, int]:
-    """A given map, and its fewest steps."""
+    """Return the board of a given map, and its fewest steps."""
     if isinstance(map, str):
         if map not in MAPS:
             raise ValueError(f"map must be one of {', '.join(MAPS)} or a list of rows, got '{map}'")
         map = MAPS[map]
-    if not map or any(len(row) != len(map[0]) or not row for row in map):
-        raise ValueError(f"map must have rows of one length, got {list(map)}")
-    for number, row in enumerate(map):
-        for symbol in row:
-            if symbol not in SYMBOLS:
-                raise ValueError(
-                    f"map row {number} has the symbol '{symbol}'; use S (start), F or . (ice), H or O (hole), G (goal)"
-                )
+    check_map(map, "".join(SYMBOLS), "S (start), F or . (ice), H or O (hole), G (goal)")
     text = "".join("".join(SYMBOLS[symbol] for symbol in row) + "\n" for row in map)
     if text.count("P") != 1 or "G" not in text:
         raise ValueError(f"map must have one start S and a goal G, got {list(map)}")
@@ -260,7 +223,7 @@ def _fixed(map: str | tuple[str, ...]) -> tuple[LakeBoard, int]:
 
 @lru_cache(maxsize=4096)
 def _drawn(seed: int, size: int, holes: float, max_steps: int) -> LakeBoard:
-    """The board of a seed; the members of a group ask for the same one."""
+    """Return the board of a seed; it is cached, because the members of a group share it."""
     draw = random.Random(seed)
     for _ in range(MAX_DRAWS):
         lake = _lake(["O" if draw.random() < holes else "." for _ in range(size * size)], size)

@@ -1,7 +1,7 @@
 """What an environment is: reset and step, sync or async.
 
 An async env runs on the loop; a plain one in a thread, one call at a time. An observation is text, chat messages or
-tokens, a reward a finite number. `close`, where there is one, is always called.
+tokens; a reward is a finite number. If the env has a method `close`, it is always called.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from cadenza.off_loop import as_async, is_async
 from cadenza.scalars import as_number
 
 Outcome = tuple[Any, float, bool, bool, dict[str, Any]]
-"""observation, reward, terminated, truncated, info: what a step returns."""
+"""The result of a step: observation, reward, terminated, truncated, info."""
 OBSERVATION = (str, list, tuple)
 """Text or chat messages; tokens are a flat array of integers."""
 
 
 class Env(Protocol):
-    """The plain form."""
+    """An env with plain methods, which run in a thread."""
 
     def reset(self, seed: int) -> Any: ...
 
@@ -33,7 +33,7 @@ class Env(Protocol):
 
 
 class AsyncEnv(Protocol):
-    """The async form."""
+    """An env with async methods, which run on the loop."""
 
     async def reset(self, seed: int) -> Any: ...
 
@@ -44,7 +44,7 @@ AnyEnv = Env | AsyncEnv
 
 
 class EnvType:
-    """How to make and call the envs of one domain; looked up once, not for every episode."""
+    """Makes and calls the envs of one domain; it looks up once, not for every episode, which methods are async."""
 
     __slots__ = ("_args", "_factory", "_made_on_loop", "_on_loop", "has_told_of_endless", "name")
 
@@ -59,7 +59,7 @@ class EnvType:
         """The log has said that an episode does not end."""
 
     async def make(self) -> Any:
-        """A new env. An async class, or an async function, makes it on the loop, everything else in a thread."""
+        """Return a new env. An async class or an async function makes it on the loop, everything else in a thread."""
         if self._made_on_loop:
             env = self._factory(**self._args)
             return await env if inspect.isawaitable(env) else env
@@ -71,13 +71,13 @@ class EnvType:
             raise
 
     def check(self, env: Any) -> None:
-        """Raise unless it has what an env needs."""
+        """Raise `EnvError` unless the env has the methods `reset` and `step`."""
         for method in ("reset", "step"):
             if not callable(getattr(env, method, None)):
                 raise EnvError(f"env '{self.name}' is a {type(env).__name__} without a method '{method}'")
 
     def call(self, name: str, method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-        """The async form of the method `name` of an env."""
+        """Return the async form of the method `name` of an env."""
         on_loop = self._on_loop.get(name)
         if on_loop is None:
             on_loop = self._on_loop[name] = is_async(method)
@@ -99,7 +99,7 @@ class EnvType:
         return observation
 
     def check_outcome(self, outcome: Any) -> Outcome:
-        """A step's result, or the error that says what is wrong with it."""
+        """Return the result of a step with its types normalised; raises `EnvError` that names what is wrong."""
         if not isinstance(outcome, tuple) or len(outcome) != 5:
             raise EnvError(
                 f"env '{self.name}' step returned {_short(outcome)}; "
@@ -128,12 +128,12 @@ class EnvType:
 
 
 def _close_late(made: asyncio.Future[Any]) -> None:
-    """Nobody waits any more for an env that was made in a thread: it is closed all the same."""
+    """Close an env that a thread made after its attempt was cancelled."""
     if made.cancelled() or made.exception() is not None:
         return
     close = getattr(made.result(), "close", None)
     if close is not None:
-        asyncio.ensure_future(as_async(close)())  # noqa: RUF006 - nobody is left to wait for it
+        asyncio.ensure_future(as_async(close)())  # noqa: RUF006 - the attempt that could wait for it is gone
 
 
 def _is_observation_and_info(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Environments by name. Those that ship are loaded when they are asked for."""
+"""Environments by name. The built-in ones are imported on first use."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def env(name: str) -> Callable[[F], F]:
 
 
 def registered() -> list[str]:
-    """Names of the known environments."""
+    """Return the names of the known environments."""
     return sorted({*_factories, *BUILT_IN})
 
 
 def find_factory(spec: str | Factory) -> Factory:
-    """The factory that a name, 'module:name' or a class means."""
+    """Return the factory of a registered name, of 'module:name', or of a class."""
     if callable(spec):
         return spec
     if spec in _factories:

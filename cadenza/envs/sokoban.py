@@ -18,17 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from cadenza.envs.directions import ANSWERS, Style, answer, check_style, deltas, parse
+from cadenza.envs.board import BoardEnv, check_map
+from cadenza.envs.directions import Style, answer, deltas
 from cadenza.envs.protocol import Outcome
 
 SYMBOLS = "#_OX*PS"
 MAX_LAYOUTS = 200
-"""Layouts that may have no board of the wanted difficulty, before the arguments are refused."""
+"""Layouts that are tried before the arguments are refused."""
 FRONTIER = 256
 """Positions kept at each distance while a board is made backwards. Small boards have fewer, so that their distances
 are exact; on larger ones a distance is a bound."""
 SEARCH_LIMIT = 200_000
-"""Positions that a search for a solution looks at."""
+"""Positions that a search for a solution examines at most."""
 
 Boxes = frozenset[int]
 
@@ -41,12 +42,12 @@ class SokobanBoard:
     """Rows of '#', '_' and 'O', each with its newline; without player and boxes."""
     width: int
     player: int
-    """Where the player begins, as an index into `text`."""
+    """First cell of the player, as an index into `text`."""
     boxes: Boxes
     targets: Boxes
 
     def show(self, player: int, boxes: Boxes) -> str:
-        """The board with player and boxes on it."""
+        """Return the board with player and boxes on it."""
         cells = list(self.text)
         for box in boxes:
             cells[box] = "*" if box in self.targets else "X"
@@ -54,7 +55,7 @@ class SokobanBoard:
         return "".join(cells)
 
     def move(self, player: int, boxes: Boxes, delta: int) -> tuple[int, Boxes]:
-        """Where a step leads; where it began when something is in the way."""
+        """Return player and boxes after a step; they do not change when something is in the way."""
         there = player + delta
         if self.text[there] == "#":
             return player, boxes
@@ -66,7 +67,7 @@ class SokobanBoard:
         return there, boxes
 
     def solve(self, player: int, boxes: Boxes, limit: int = SEARCH_LIMIT) -> list[str] | None:
-        """Letters of a shortest solution; None when there is none, or `limit` positions do not show one."""
+        """Return the letters of a shortest solution; None when `limit` positions do not contain one."""
         if boxes == self.targets:
             return []
         moves = deltas(self.width)
@@ -88,7 +89,7 @@ class SokobanBoard:
         return None
 
     def _corners(self, moves: dict[str, int]) -> set[int]:
-        """Cells that are no targets and that a box never leaves again."""
+        """Return the cells that a box never leaves again and that are no targets."""
         wall = [cell == "#" for cell in self.text]
         across, along = (moves["L"], moves["R"]), (moves["D"], moves["U"])
         return {
@@ -98,13 +99,12 @@ class SokobanBoard:
         }
 
 
-class Sokoban:
-    """The env. Its observations tell all there is to know, so it can be played with a fresh context every turn."""
+class Sokoban(BoardEnv):
+    """The env. Every observation shows the whole state, so rollouts may use a fresh context every turn."""
 
-    __slots__ = (
-        "_box_reward", "_boxes", "_deltas", "_drawn", "_invalid", "_penalty", "_player", "_repeat", "_solved_reward",
-        "_step_reward", "_steps", "_warehouse", "max_steps", "style",
-    )  # fmt: skip
+    __slots__ = ("_box_reward", "_boxes", "_deltas", "_drawn", "_solved_reward", "_step_reward", "_warehouse")
+
+    blocked = "You did not move: something is in the way."
 
     def __init__(
         self,
@@ -125,31 +125,28 @@ class Sokoban:
     ) -> None:
         """Every seed has a random board of `size` (a number, or rows and columns; the outer walls count) with `boxes`
         boxes and inner walls of density `walls`, whose shortest solution has between `min_moves` and `max_moves` moves.
-        With much room `max_moves` still holds, but some solutions are shorter than `min_moves`. `map` gives the rows
+        On large boards `max_moves` still holds, but some solutions are shorter than `min_moves`. `map` gives the rows
         of one board instead.
 
-        A step pays `step_reward`, a box that comes onto a target pays `box_reward` and takes it back when it leaves,
-        the last one pays `solved_reward` besides. An answer that is no direction moves nothing, counts as a step and
+        A step pays `step_reward`. A box that comes onto a target pays `box_reward`, and takes it back when it leaves;
+        the last one also pays `solved_reward`. An answer that is no direction moves nothing, counts as a step and
         costs `invalid_penalty`. `repeat_rules` puts the rules of the style 'chat' before every board instead of the
         first: rollouts with a fresh context every turn need it.
         """
-        check_style(style)
-        if invalid_penalty < 0:
-            raise ValueError(f"invalid_penalty must be >= 0, got {invalid_penalty}")
+        super().__init__(style=style, repeat_rules=repeat_rules, invalid_penalty=invalid_penalty)
         if max_steps < 1:
             raise ValueError(f"max_steps must be at least 1, got {max_steps}")
-        self.style: Style = style
         self.max_steps = max_steps
-        self._repeat = repeat_rules
         self._step_reward = step_reward
         self._box_reward = box_reward
         self._solved_reward = solved_reward
-        self._penalty = invalid_penalty
         self._drawn: _BoardSpec | None = None
         self._warehouse: SokobanBoard | None = None
         if map is None:
             rows, columns = (size, size) if isinstance(size, int) else size
-            self._drawn = _BoardSpec(rows, columns, boxes, walls, min_moves, max_moves)
+            self._drawn = _BoardSpec(
+                rows=rows, columns=columns, boxes=boxes, walls=walls, min_moves=min_moves, max_moves=max_moves
+            )
             self._drawn.check(max_steps)
             width = columns
         else:
@@ -158,50 +155,37 @@ class Sokoban:
             if max_steps < moves:
                 raise ValueError(f"max_steps must be at least {moves}, the solution of the map, got {max_steps}")
         self._deltas = deltas(width)
-        self._player = -1
         self._boxes: Boxes = frozenset()
-        self._steps = self._invalid = 0
-
-    @property
-    def actions(self) -> tuple[str, ...]:
-        """Every well-formed answer: what a format-only warm start draws from."""
-        return ANSWERS[self.style]
 
     @property
     def optimal_steps(self) -> int | None:
-        """The fewest steps from here to the end; None when no solution was found."""
+        """Fewest steps that solve the board from its present position; None when no solution was found."""
         letters = self._board().solve(self._player, self._boxes)
         return None if letters is None else len(letters)
 
     def solution(self, limit: int = SEARCH_LIMIT) -> list[str] | None:
-        """Answers that solve the board from here in the fewest steps: a demonstration. None when there are none, or
-        `limit` positions do not show them."""
+        """Return answers that solve the board from its present position in the fewest steps: a demonstration. None when
+        `limit` positions do not contain a solution."""
         letters = self._board().solve(self._player, self._boxes, limit)
         return None if letters is None else [answer(letter, self.style) for letter in letters]
 
     def render(self) -> str:
-        """The board as rows of characters."""
+        """Return the board as rows of characters."""
         return self._board().show(self._player, self._boxes).removesuffix("\n")
 
     async def reset(self, seed: int) -> str:
         if self._drawn is not None:
             self._warehouse = _draw(seed, self._drawn)
         warehouse = self._board(started=False)
-        self._player, self._boxes = warehouse.player, warehouse.boxes
-        self._steps = self._invalid = 0
-        board = warehouse.show(self._player, self._boxes)
-        return board if self.style == "compact" else f"{self._rules()}\n\n{board}"
+        self._boxes = warehouse.boxes
+        return self._begin(warehouse.player, warehouse.show(warehouse.player, warehouse.boxes))
 
     async def step(self, action: str) -> Outcome:
         warehouse = self._board()
         targets, player, boxes = warehouse.targets, self._player, self._boxes
-        if self._steps >= self.max_steps or boxes == targets:
-            raise RuntimeError("step after the end of the episode; call reset")
-        self._steps += 1
-        letter = parse(action, self.style)
+        letter = self._count(action, over=boxes == targets)
         reward = self._step_reward
         if letter is None:
-            self._invalid += 1
             reward -= self._penalty
         else:
             self._player, self._boxes = warehouse.move(player, boxes, self._deltas[letter])
@@ -211,11 +195,9 @@ class Sokoban:
         if solved:
             reward += self._solved_reward
         truncated = not solved and self._steps >= self.max_steps
-        info = {"success": solved, "steps": self._steps, "invalid": self._invalid}
         board = warehouse.show(self._player, self._boxes)
-        if self.style == "chat":
-            board = self._chat(board, letter is not None, self._player != player)
-        return board, reward, solved, truncated, info
+        board = self._observe(board, valid=letter is not None, moved=self._player != player)
+        return board, reward, solved, truncated, self._info(solved)
 
     def _board(self, started: bool = True) -> SokobanBoard:
         if self._warehouse is None or (started and self._player < 0):
@@ -230,19 +212,10 @@ class Sokoban:
             "Take one step at a time: Left, Down, Right or Up. Answer like this: <answer>Right</answer>"
         )
 
-    def _chat(self, board: str, valid: bool, moved: bool) -> str:
-        said = [self._rules()] if self._repeat else []
-        if not valid:
-            said.append("That was no direction, so you did not move. Answer like this: <answer>Right</answer>")
-        elif not moved:
-            said.append("You did not move: something is in the way.")
-        said.append(f"{self.max_steps - self._steps} steps left.")
-        return f"{' '.join(said)}\n\n{board}"
-
 
 @dataclass(frozen=True, slots=True)
 class _BoardSpec:
-    """What boards are drawn."""
+    """The kind of board to draw."""
 
     rows: int
     columns: int
@@ -266,7 +239,7 @@ class _BoardSpec:
 
 @lru_cache(maxsize=4096)
 def _draw(seed: int, wanted: _BoardSpec) -> SokobanBoard:
-    """The board of a seed; the members of a group ask for the same one."""
+    """Return the board of a seed; it is cached, because the members of a group share it."""
     draw = random.Random(seed)
     for _ in range(MAX_LAYOUTS):
         text, floor = _layout(draw, wanted)
@@ -285,7 +258,7 @@ def _draw(seed: int, wanted: _BoardSpec) -> SokobanBoard:
 
 
 def _layout(draw: random.Random, wanted: _BoardSpec) -> tuple[str, list[int]]:
-    """Walls and floor, and the cells of the floor: its largest connected part, the rest is wall."""
+    """Draw walls and floor; returns the text and the cells of the floor. Only the largest connected region is floor."""
     inner = [
         "".join("#" if draw.random() < wanted.walls else "_" for _ in range(wanted.columns - 2))
         for _ in range(wanted.rows - 2)
@@ -296,13 +269,13 @@ def _layout(draw: random.Random, wanted: _BoardSpec) -> tuple[str, list[int]]:
     rest = {cell for cell, symbol in enumerate(text) if symbol == "_"}
     largest: list[int] = []
     while rest:
-        part = [min(rest)]
-        rest.discard(part[0])
-        for cell in part:
+        region = [min(rest)]
+        rest.discard(region[0])
+        for cell in region:
             near = [cell + delta for delta in moves if cell + delta in rest]
             rest.difference_update(near)
-            part += near
-        largest = max(largest, part, key=len)
+            region += near
+        largest = max(largest, region, key=len)
     floor = set(largest)
     text = "".join("#" if symbol == "_" and cell not in floor else symbol for cell, symbol in enumerate(text))
     return text, sorted(floor)
@@ -311,8 +284,8 @@ def _layout(draw: random.Random, wanted: _BoardSpec) -> tuple[str, list[int]]:
 def _pulled(
     draw: random.Random, text: str, floor: list[int], targets: Boxes, wanted: _BoardSpec
 ) -> list[list[tuple[int, Boxes]]]:
-    """Positions from which the boxes get to the targets in the wanted number of moves, by that number. They are found
-    backwards from all that are solved: a move backwards is a step back, with or without the box ahead."""
+    """Return positions that are solved in the wanted number of moves, grouped by that number. The search goes backwards
+    from all solved positions: a move backwards is a step back, with or without the box ahead."""
     frontier = [(player, targets) for player in floor if player not in targets]
     seen = set(frontier)
     found: list[list[tuple[int, Boxes]]] = []
@@ -340,7 +313,7 @@ def _pulled(
 
 
 def _trace(came: dict[tuple[int, Boxes], tuple[tuple[int, Boxes], str]], position: tuple[int, Boxes]) -> list[str]:
-    """The letters that led here."""
+    """Return the letters that lead from the first position to this one."""
     letters: list[str] = []
     while True:
         position, letter = came[position]
@@ -351,16 +324,12 @@ def _trace(came: dict[tuple[int, Boxes], tuple[tuple[int, Boxes], str]], positio
 
 @lru_cache(maxsize=64)
 def _fixed(rows: tuple[str, ...]) -> tuple[SokobanBoard, int]:
-    """A given board, and its fewest moves."""
-    if not rows or any(len(row) != len(rows[0]) or not row for row in rows):
-        raise ValueError(f"map must have rows of one length, got {list(rows)}")
-    for number, row in enumerate(rows):
-        for symbol in row:
-            if symbol not in SYMBOLS:
-                raise ValueError(
-                    f"map row {number} has the symbol '{symbol}'; use # (wall), _ (floor), O (target), X (box), "
-                    "* (box on a target), P (player), S (player on a target)"
-                )
+    """Return the board of a given map, and its fewest moves."""
+    check_map(
+        rows,
+        SYMBOLS,
+        "# (wall), _ (floor), O (target), X (box), * (box on a target), P (player), S (player on a target)",
+    )
     edge = rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)
     if edge.strip("#"):
         raise ValueError(f"map must have walls # all around, got {list(rows)}")

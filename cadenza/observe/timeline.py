@@ -1,7 +1,7 @@
-"""When every attempt ran, where, and what became of it: the events of a run as intervals.
+"""The events of a run as intervals: when every attempt ran, on which replica and in which slot, and its fate.
 
-The events are those of one scheduler and its sampler, in the order in which they happened. What has no end when
-they stop (a request in flight, a closed gate, an attempt without a fate) ends at the last event.
+The events are those of one scheduler and its sampler, in the order of time. An interval that is open when they stop (a
+request in flight, a closed gate, an attempt without a fate) ends at the last event.
 
     events --build_timeline()--> Timeline --> timeline_png: a picture;  timeline_html: a page to explore
 """
@@ -24,15 +24,15 @@ FATES = {
     "cancelled": "#9097a0",
     "running": "#c3c8ce",
 }
-"""What an attempt can come to, and its colour; 'running' is no fate yet."""
+"""The fates of an attempt and their colours; 'running' means that it has none yet."""
 
 VERSIONS = ("#3568b0", "#86c5c0", "#6d4fa3", "#8fbbe8", "#22808a", "#bfa8e0")
-"""Colours of the versions, over and over: neighbours are easy to tell apart."""
+"""Colours of the versions, repeated; neighbours differ clearly."""
 
 
 @dataclass(slots=True)
 class RequestSpan:
-    """One request on one replica, from when to when."""
+    """One request on one replica."""
 
     replica: str
     start: float
@@ -53,9 +53,9 @@ class AttemptSpan:
     slot: int
     start: float
     end: float
-    """When the slot was free again."""
+    """Time at which its slot was free again."""
     closed: float
-    """When it got its fate."""
+    """Time at which it got its fate."""
     fate: str = "running"
     cause: str = ""
     reward: float | None = None
@@ -63,17 +63,17 @@ class AttemptSpan:
 
     @property
     def tokens(self) -> int:
-        """Response tokens that it received."""
+        """Response tokens that the attempt received."""
         return sum(call.tokens for call in self.calls)
 
 
 @dataclass(slots=True)
 class Timeline:
-    """A run."""
+    """The intervals and moments of a run."""
 
     attempts: list[AttemptSpan] = field(default_factory=list)
     replicas: list[str] = field(default_factory=list)
-    """Those that were asked or lost, by name, numbers in their natural order."""
+    """Names of the replicas that got a request or were lost, with numbers in natural order."""
     suspensions: list[tuple[float, float]] = field(default_factory=list)
     """From the closing of the gate to its opening."""
     published: list[tuple[float, int]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Timeline:
 
 
 def build_timeline(events: Iterable[Event]) -> Timeline:
-    """What the events say, as intervals."""
+    """Build the timeline of a run from its events."""
     reader = _TimelineBuilder()
     for event in events:
         reader.read(event)
@@ -99,7 +99,7 @@ def build_timeline(events: Iterable[Event]) -> Timeline:
 
 
 class _TimelineBuilder:
-    """Builds the timeline event by event; holds what has begun and not ended."""
+    """Builds the timeline event by event; holds the intervals that are still open."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -184,7 +184,7 @@ class _TimelineBuilder:
 
 
 def _free_slots(attempts: list[AttemptSpan]) -> None:
-    """A slot is free before the reward is known: at the latest when the next attempt takes it."""
+    """End each attempt at the latest when the next one takes its slot: a slot is free before the reward is known."""
     latest: dict[int, AttemptSpan] = {}
     for attempt in attempts:
         before = latest.get(attempt.slot)
@@ -194,5 +194,6 @@ def _free_slots(attempts: list[AttemptSpan]) -> None:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """r2 before r10."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name) if part]
+    """Return a sort key that puts r2 before r10."""
+    pieces = [piece for piece in re.split(r"(\d+)", name) if piece]
+    return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces]

@@ -1,4 +1,4 @@
-"""A run as one page: no network, no build, one file to send to somebody."""
+"""The timeline of a run as one interactive page: a single file, no network, no build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def write_html(timeline: Timeline, path: Path, *, title: str = "cadenza") -> Non
 
 
 def render(timeline: Timeline, title: str) -> str:
-    """The page as text."""
+    """Return the page as text."""
     template = resources.files("cadenza.observe").joinpath("timeline.html").read_text(encoding="utf-8")
     head, middle, tail = template.replace("__TITLE__", html.escape(title)).partition("__DATA__")
     assert middle, "timeline.html has lost its place for the data"
@@ -43,7 +43,7 @@ def _data(timeline: Timeline) -> dict[str, Any]:
 
 
 def _attempt(attempt: AttemptSpan, replicas: dict[str, int]) -> list[Any]:
-    """Columns as `timeline.html` reads them; times to a tenth of a millisecond."""
+    """Return the columns that `timeline.html` reads; times are rounded to a tenth of a millisecond."""
     calls = [
         (replicas[call.replica], round(call.start, 4), round(call.end, 4), call.outcome, call.tokens)
         for call in attempt.calls
@@ -63,6 +63,6 @@ def _attempt(attempt: AttemptSpan, replicas: dict[str, int]) -> list[Any]:
 
 
 def script_json(data: Any) -> str:
-    """JSON that no text in it can break out of: neither the script element nor a line of it."""
+    """Return JSON that is safe inside a script element: no text in it can close the element."""
     text = json.dumps(data, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,4 +1,4 @@
-"""A run as a picture: what every replica carried, and what became of every attempt."""
+"""The timeline of a run as a picture: the load of every replica, and the fate of every attempt."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ INK, FAINT, SHADE = "#22272e", "#8a929c", "#f0d9a8"
 LEFT, RIGHT, TOP, BOTTOM, GAP = 1.2, 0.15, 0.55, 0.8, 0.12
 """Inches around the lanes, and between them."""
 COLUMNS = 1500
-"""Columns in which the requests in flight are averaged: more than this nobody can see."""
+"""Columns in which the requests in flight are averaged; more would not be visible."""
 
 
 def write_png(timeline: Timeline, path: Path, *, title: str = "cadenza") -> None:
-    """Draw the run."""
+    """Draw the timeline into a PNG file."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def write_png(timeline: Timeline, path: Path, *, title: str = "cadenza") -> None
 
 
 def _lanes(figure: Figure, heights: list[float]) -> list[Axes]:
-    """Axes below each other, of these heights in inches."""
+    """Return axes below each other, of these heights in inches."""
     width, height = figure.get_size_inches()
     axes: list[Axes] = []
     above = TOP
@@ -61,14 +61,14 @@ def _lanes(figure: Figure, heights: list[float]) -> list[Axes]:
 
 
 def concurrency(spans: Iterable[tuple[float, float]], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How many of the spans are open, averaged over each column between two edges."""
+    """Return the mean number of open spans in each column between two edges."""
     pairs = np.array(list(spans), dtype=np.float64).reshape(-1, 2)
     starts, ends = np.sort(pairs[:, 0]), np.sort(pairs[:, 1])
     return np.diff(_area(starts, edges) - _area(ends, edges)) / np.diff(edges)
 
 
 def _area(times: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Integral, up to each edge, of the number of times passed."""
+    """Return the integral, up to each edge, of the number of times passed."""
     passed = np.searchsorted(times, edges)
     sums = np.concatenate(([0.0], np.cumsum(times)))
     area: NDArray[np.float64] = passed * edges - sums[passed]
@@ -76,7 +76,7 @@ def _area(times: NDArray[np.float64], edges: NDArray[np.float64]) -> NDArray[np.
 
 
 def _plain(ax: Axes, timeline: Timeline) -> None:
-    """An axis without furniture, with the suspensions and versions that all lanes show."""
+    """Draw what all lanes share: a bare axis with the suspensions and the versions."""
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color("#d5d9de")
     ax.tick_params(axis="both", length=0, labelsize=8, colors=FAINT)
@@ -88,7 +88,7 @@ def _plain(ax: Axes, timeline: Timeline) -> None:
 
 
 def _headline(ax: Axes, timeline: Timeline) -> None:
-    """Names of the versions, and the batches that were cut for them."""
+    """Draw the names of the versions, and the batches that were cut for them."""
     ax.set_ylim(0, 1)
     ax.set_yticks([])
     ax.spines["bottom"].set_visible(False)
@@ -102,7 +102,7 @@ def _headline(ax: Axes, timeline: Timeline) -> None:
 
 
 def _replicas(axes: Any, timeline: Timeline, edges: NDArray[np.float64]) -> None:
-    """Requests in flight per replica, stacked by the version at which their groups began."""
+    """Draw the requests in flight per replica, stacked by the version at which their groups began."""
     spans: dict[str, dict[int, list[tuple[float, float]]]] = {name: {} for name in timeline.replicas}
     for attempt in timeline.attempts:
         for call in attempt.calls:
@@ -146,7 +146,7 @@ def _busy(ax: Axes, timeline: Timeline, edges: NDArray[np.float64]) -> None:
 
 
 def _swim(ax: Axes, timeline: Timeline) -> None:
-    """One bar per attempt, in the row of its slot."""
+    """Draw one bar per attempt, in the row of its slot."""
     from matplotlib.collections import PolyCollection
 
     row = ax.bbox.height / max(timeline.slots, 1)  # pixels
@@ -166,7 +166,7 @@ def _swim(ax: Axes, timeline: Timeline) -> None:
 
 
 def _words(figure: Figure, timeline: Timeline, title: str) -> None:
-    """Title, legend, and how to read the colours."""
+    """Write the title, the legend, and the meaning of the colours."""
     from matplotlib.patches import Patch
 
     counts = {fate: sum(attempt.fate == fate for attempt in timeline.attempts) for fate in FATES}
@@ -193,7 +193,7 @@ def _name(ax: Axes, name: str, y: float = 0.5) -> None:
 
 
 def _short(text: str, length: int) -> str:
-    """Printable, and not longer than there is room for."""
+    """Return the text without unprintable characters, cut to `length`."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= length else text[: length - 3] + "..."
 

@@ -22,8 +22,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cadenza.observe.display import SHARE, Display, DownsampledCurve, curve, duration, short
-from cadenza.observe.report import EPISODES, choose, find_episodes, render, smooth, write_report
+from cadenza.observe.curve import DownsampledCurve, curve, duration, short
+from cadenza.observe.display import SHARE, Display
+from cadenza.observe.report import render, write_report
+from cadenza.observe.report_charts import smooth
+from cadenza.observe.report_episodes import EPISODES, choose, find_episodes
 from cadenza.observe.run import RunDirectory, SampleRecord, make_fresh_directory, read_lines
 from cadenza.observe.trackers.tensorboard import TensorBoard
 

@@ -1,4 +1,4 @@
-"""Environments of other libraries. Each is loaded on first use, because its library is an extra."""
+"""Environments of other libraries. Each is imported on first use, because its library is an extra."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:  # Hidden from type checkers, which would otherwise accept any attribute.
 
 
 def extra(package: str) -> Any:
-    """An optional package, or the error that says how to get it."""
+    """Import an optional package; raises `ImportError` with the install command when it is missing."""
     try:
         return import_module(package)
     except ModuleNotFoundError as error:

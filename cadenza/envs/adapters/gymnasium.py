@@ -13,9 +13,9 @@ from cadenza.envs.protocol import Outcome
 gymnasium = extra("gymnasium")
 
 Format = Callable[[Any], str]
-"""Text of an observation."""
+"""Turns an observation into text."""
 Parse = Callable[[str], Any]
-"""The action that an answer means; None when it means none."""
+"""Turns an answer into an action; None when it means none."""
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -37,10 +37,10 @@ class Gymnasium:
     ) -> None:
         """`make_args` go to `gymnasium.make`.
 
-        `format(observation)` gives the text that the model sees. By default that is what the env renders if it was
-        made with `render_mode='ansi'`, and `str` otherwise. `prompt` stands before the first one.
+        `format(observation)` returns the text that the model sees. The default is the rendered text of an env that was
+        made with `render_mode='ansi'`, and `str(observation)` otherwise. `prompt` precedes the first one.
 
-        `parse(answer)` gives the action. By default the answer is one of the names `actions`, or the number of an
+        `parse(answer)` returns the action. By default the answer is one of the names `actions`, or the number of an
         action. Both functions may be written as 'package.module:name'. An answer without action does not reach the
         env: it counts as a step, costs `invalid_penalty`, and shows the same observation again.
 
@@ -109,7 +109,7 @@ class Gymnasium:
         return str(observation)
 
     def _by_name(self, id: str, names: Sequence[str] | None) -> Parse:
-        """A parser of names and numbers of actions."""
+        """Return a parser of the names and numbers of actions."""
         space = self._env.action_space
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ValueError(

@@ -1,8 +1,7 @@
 """Single-player games of textarena.
 
-textarena draws from the global random generators, and every game seeds them anew. So that a seed means one game,
-however many run side by side, each game has a random state of its own: it is put in place for the time of a call,
-under a lock.
+textarena draws from the global random generators, and every game seeds them again. Each game here has a random state
+of its own, which is installed for the time of a call under a lock, so a seed means one game however many run at once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from cadenza.errors import EnvError, InfrastructureError
 textarena = extra("textarena")
 
 LOCK_SECONDS = 60.0
-"""How long a call waits for the calls of other games."""
+"""Seconds that a call waits for the calls of other games."""
 
 _globals = Lock()
 """Held by the one game whose state is in the global generators."""
@@ -36,8 +35,8 @@ class TextArena:
     ) -> None:
         """`make_args` go to `textarena.make`.
 
-        The model sees what the game said since its last turn ('new': for rollouts with a growing context), or what the
-        game's own wrapper makes of all that was said ('whole': for those with a fresh context every turn).
+        With 'new' the model sees the messages of the game since its last turn, for rollouts with a growing context;
+        with 'whole' all messages as the game's own wrapper formats them, for a fresh context every turn.
 
         The reward comes with the last step. A success is a reward of 1: textarena pays it for a game that is solved.
         """
@@ -88,7 +87,7 @@ class TextArena:
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
-        """The global generators, in the state of this game."""
+        """Install the random state of this game in the global generators."""
         if not _globals.acquire(timeout=LOCK_SECONDS):
             raise InfrastructureError(f"another textarena game did not return within {LOCK_SECONDS:.0f} s")
         outside = random.getstate(), np.random.get_state()

@@ -1,14 +1,13 @@
-"""The schedules of other systems, compact: each a controller over the replicas, envs and traces that Cadenza gets too.
+"""The schedules of other systems, as small controllers over the same replicas, envs and traces that Cadenza gets.
 
     barrier      a group is pinned to a replica, round robin; the batch waits for all (verl, synchronous)
-    queue        a queue of samples; whichever replica has a free slot takes the next (ROLL, synchronous)
+    queue        a queue of samples; a replica with a free slot takes the next one (ROLL, synchronous)
     oracle       the queue in the order of the true lengths, longest first
-    admission    groups are admitted while floor((submitted - 1) / B) <= version + eta; an update interrupts what runs,
-                 which goes on after its context is prefilled again; the oldest whole groups are trained (AReaL)
-    group-queue  a queue per group of envs, in order, one group per queue and round; an update throws away the turns
-                 under way; redundant groups are dropped above the bound; envs stick to replicas (ROLL, asynchronous)
-
-All of them retry an env that fails, and none of them is charged for its own bookkeeping.
+    admission    groups are admitted while floor((submitted - 1) / B) <= version + eta; an update interrupts running
+                 samples, which continue after a new prefill; the oldest whole groups are trained (AReaL)
+    group-queue  a queue per group of envs, in order, one group per queue and round; an update discards the turns under
+                 way; redundant groups are dropped above the bound; envs stick to replicas (ROLL, asynchronous)
+Each of them retries an env that fails, and none is charged for its own bookkeeping.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ class BaselineSample:
         self.replica = 0
         self.oldest = -1
         self.tokens = 0
-        """Written so far, in this attempt."""
+        """Tokens written so far in this attempt."""
         self.done = False
         self.task: asyncio.Task[None] | None = None
 
 
 class BaselineStrategy(ScheduleStrategy):
-    """Base class of the baselines: runs samples on replicas, and counts tokens."""
+    """Base class of the baselines: runs samples on replicas, starts pending ones in free slots, and counts tokens."""
 
     keep_kv = True
     pause = PauseMode.KEEP
@@ -69,7 +68,9 @@ class BaselineStrategy(ScheduleStrategy):
             for number in range(self.generating_gpus)
         ]
         self.running = [0] * self.generating_gpus
-        """Samples by replica."""
+        """Samples that run on each replica."""
+        self.pending: deque[BaselineSample] = deque()
+        """Samples that wait for a free slot on any replica."""
         self.trained = self.given_up = 0
         self._tasks = tasks
         self._samples: set[BaselineSample] = set()
@@ -97,32 +98,38 @@ class BaselineStrategy(ScheduleStrategy):
         return [BaselineSample(group, member, self.trace.episode(group, member)) for member in range(count)]
 
     def launch(self, sample: BaselineSample, replica: int) -> None:
-        """Start it there."""
+        """Start a sample on a replica."""
         sample.replica = replica
         self.running[replica] += 1
         self._samples.add(sample)
         sample.task = self._tasks.create_task(self._run(sample))
 
     def stop(self, sample: BaselineSample, cause: str) -> None:
-        """Nobody wants it any more. Its replica has a free slot at once."""
+        """End a sample that is not needed any more; its slot is free at once."""
         self._release_replica(sample)
         if sample.task is not None and not sample.task.done():
             sample.task.cancel(cause)
         self._waste[cause] += sample.tokens
 
     def least_loaded(self) -> int | None:
-        """The replica with the fewest samples, if it has a free slot."""
+        """Return the replica with the fewest samples, or None when it has no free slot."""
         replica = min(range(len(self.running)), key=self.running.__getitem__)
         return replica if self.running[replica] < (self.settings.concurrency or ENGINE_LIMIT) else None
 
+    def launch_pending(self) -> None:
+        """Start pending samples while a replica has a free slot."""
+        while self.pending and (replica := self.least_loaded()) is not None:
+            self.launch(self.pending.popleft(), replica)
+
     def on_left_replica(self, sample: BaselineSample) -> None:
-        """It needs its replica no more."""
+        """Called when a sample has generated its last token, before its reward."""
+        self.launch_pending()
 
     def on_finished(self, sample: BaselineSample) -> None:
-        """It has its reward."""
+        """Called when a sample has its reward."""
 
     def notify(self) -> None:
-        """What `wait_for_change` waits for may have happened."""
+        """Wake `wait_for_change`."""
         if self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
@@ -135,7 +142,7 @@ class BaselineStrategy(ScheduleStrategy):
         return [BatchRow(sample.group, sample.episode, sample.oldest) for sample in samples]
 
     def _release_replica(self, sample: BaselineSample) -> None:
-        """Once, whoever comes first."""
+        """Free the slot of a sample; a second call does nothing."""
         if sample in self._samples:
             self._samples.discard(sample)
             self.running[sample.replica] -= 1
@@ -157,7 +164,7 @@ class BaselineStrategy(ScheduleStrategy):
         self.on_finished(sample)
 
     async def _attempt(self, sample: BaselineSample, failing: int) -> bool:
-        """Whether the env lasted to the end."""
+        """Play one attempt; returns whether the env lasted to the end."""
         episode = sample.episode
         self._ids += 1
         session, context = self._ids, 0
@@ -179,7 +186,16 @@ class BaselineStrategy(ScheduleStrategy):
         while done < length:
             self._ids += 1
             request = Request(
-                self._ids, prompt, context + done, length - done, SAMPLING, session, done, session, sample.group, 0
+                id=self._ids,
+                chunks=prompt,
+                context=context + done,
+                max_tokens=length - done,
+                sampling=SAMPLING,
+                seed=session,
+                offset=done,
+                session=session,
+                group=sample.group,
+                epoch=0,
             )
             try:
                 answer = await replica.generate(request)
@@ -197,11 +213,13 @@ class BaselineStrategy(ScheduleStrategy):
 
 
 def _length(request: Request) -> int:
-    """A request says itself how long its answer is."""
+    """Return the length of the turn: a request asks for exactly the tokens that its episode still has to write."""
     return request.offset + request.max_tokens
 
 
 class BarrierStrategy(BaselineStrategy):
+    """A batch of pinned groups, and a wait for the last of them."""
+
     asynchronous = False
 
     async def batch(self, groups: int) -> list[BatchRow]:
@@ -221,27 +239,22 @@ class BarrierStrategy(BaselineStrategy):
 
 
 class QueueStrategy(BaselineStrategy):
+    """One queue of samples per batch, in the order of the trace."""
+
     asynchronous = False
 
     async def batch(self, groups: int) -> list[BatchRow]:
         numbers = range(self.version * groups, (self.version + 1) * groups)
         samples = [sample for number in numbers for sample in self.members(number)]
-        self._pending = deque(self.order(samples))
+        self.pending.extend(self.order(samples))
         self._missing = len(samples)
-        self._fill()
+        self.launch_pending()
         while self._missing:
             await self.wait_for_change()
         return self.rows(samples)
 
     def order(self, samples: list[BaselineSample]) -> list[BaselineSample]:
         return samples
-
-    def _fill(self) -> None:
-        while self._pending and (replica := self.least_loaded()) is not None:
-            self.launch(self._pending.popleft(), replica)
-
-    def on_left_replica(self, sample: BaselineSample) -> None:
-        self._fill()
 
     def on_finished(self, sample: BaselineSample) -> None:
         self._missing -= 1
@@ -250,17 +263,20 @@ class QueueStrategy(BaselineStrategy):
 
 
 class OracleStrategy(QueueStrategy):
+    """The queue in the order of the true lengths, which no real system knows."""
+
     def order(self, samples: list[BaselineSample]) -> list[BaselineSample]:
         return sorted(samples, key=lambda sample: -sample.episode.response)
 
 
 class AdmissionStrategy(BaselineStrategy):
+    """Groups admitted ahead of the version, within eta."""
+
     keep_kv = False
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         await super().start(tasks)
         self._submitted = 0
-        self._pending: deque[BaselineSample] = deque()
         self._groups: dict[int, list[BaselineSample]] = {}
         self._ready: list[int] = []
         self._admit(0)
@@ -278,16 +294,9 @@ class AdmissionStrategy(BaselineStrategy):
     def _admit(self, version: int) -> None:
         while self._submitted // self.workload.groups <= version + self.alpha:
             self._groups[self._submitted] = self.members(self._submitted)
-            self._pending.extend(self._groups[self._submitted])
+            self.pending.extend(self._groups[self._submitted])
             self._submitted += 1
-        self._fill()
-
-    def _fill(self) -> None:
-        while self._pending and (replica := self.least_loaded()) is not None:
-            self.launch(self._pending.popleft(), replica)
-
-    def on_left_replica(self, sample: BaselineSample) -> None:
-        self._fill()
+        self.launch_pending()
 
     def on_finished(self, sample: BaselineSample) -> None:
         if all(member.done for member in self._groups[sample.group]):
@@ -296,17 +305,19 @@ class AdmissionStrategy(BaselineStrategy):
 
 
 class _EnvGroupQueue:
-    """The groups of one set of envs, in the order in which they were made."""
+    """The groups of one set of envs, oldest first."""
 
     __slots__ = ("groups", "made")
 
     def __init__(self) -> None:
         self.groups: deque[list[BaselineSample]] = deque()
         self.made: deque[int] = deque()
-        """The version at which each of them was made."""
+        """Version at which each group was made."""
 
 
 class GroupQueueStrategy(BaselineStrategy):
+    """One queue of groups per set of envs, each env on a fixed replica."""
+
     pause = PauseMode.ABORT
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -343,7 +354,7 @@ class GroupQueueStrategy(BaselineStrategy):
 
     def on_left_replica(self, sample: BaselineSample) -> None:
         self._start_next(self._queue_of_group[sample.group], sample.member)
-        if self.settings.concurrency:  # others of this replica may have waited for the free slot
+        if self.settings.concurrency:  # other envs of this replica may have waited for the free slot
             for number in range(sample.replica, len(self._queues) * self._envs, self.generating_gpus):
                 self._start_next(*divmod(number, self._envs))
 
@@ -358,7 +369,7 @@ class GroupQueueStrategy(BaselineStrategy):
             self.notify()
 
     def _whole(self, queue: _EnvGroupQueue) -> bool:
-        """Only the first group of a queue can be taken."""
+        """Whether the first group of a queue, the only one that can be taken, is whole."""
         return bool(queue.groups) and sum(s.done for s in queue.groups[0]) >= self.workload.group_size
 
     def _next_round(self, version: int) -> None:
@@ -374,7 +385,7 @@ class GroupQueueStrategy(BaselineStrategy):
                 self._start_next(number, env)
 
     def _start_next(self, number: int, env: int) -> None:
-        """An env plays its member of the oldest group that has not begun, unless it is busy."""
+        """Start the next episode of an env, its member of the oldest group that has not begun, unless it is busy."""
         for group in self._queues[number].groups:
             sample = group[env]
             if sample.task is None and not self._decided(group):

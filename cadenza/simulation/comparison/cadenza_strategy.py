@@ -1,7 +1,7 @@
-"""The strategy `cadenza`: the production scheduler, sampler and router themselves, over simulated replicas and envs.
+"""The strategy `cadenza`: the production scheduler, sampler and router over simulated replicas and envs.
 
-Nothing of them is modelled or replaced. What is simulated is what they are given: replicas, an env and a reward whose
-times come from the trace, a collator that keeps no tokens, and a program that trains by sleeping.
+The control plane is neither modelled nor replaced. Simulated are its inputs: replicas, an env and a reward whose times
+come from the trace, a collator that keeps no tokens, and a training program that sleeps.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from cadenza.testing import LocalCluster
 
 MEMBER_BITS = 12
 NO_DEADLINE = 1e7
-"""Seconds: the scheduler's deadlines are not compared."""
+"""Seconds of every deadline of the scheduler: deadlines are no subject of the comparison."""
 HEARTBEAT = 300.0
-"""Seconds between two looks at quiet replicas, none of which is ever lost here."""
+"""Seconds between two health checks of a quiet replica; no replica is lost here."""
 
 
 class CadenzaStrategy(ScheduleStrategy):
@@ -126,7 +126,7 @@ class CadenzaStrategy(ScheduleStrategy):
     async def _switch_devices(self) -> None:
         await asyncio.sleep(self.workload.switch_seconds)
 
-    # -- what the scheduler is given -----------------------------------------------------------------------------------
+    # -- inputs of the scheduler ---------------------------------------------------------------------------------------
 
     async def _make_replicas(self) -> Sequence[Replica]:
         workload = self.workload
@@ -145,7 +145,7 @@ class CadenzaStrategy(ScheduleStrategy):
         return self.replicas
 
     async def _rollout(self, task: Task, env: EnvHandle, model: Model) -> None:
-        """The default rollout, which besides tells the replicas how long each answer is."""
+        """Play the default rollout, and record the length of each answer where the replicas look it up."""
         trajectory = model.trajectory
         episode = self.trace.episode(task.seed, trajectory.member)
         observation = await env.reset(reset_seed(task, trajectory))
@@ -176,13 +176,13 @@ class CadenzaStrategy(ScheduleStrategy):
 
 
 def reset_seed(task: Task, trajectory: Trajectory) -> int:
-    """What a `TraceEnv` is reset with."""
+    """Return the seed for `TraceEnv.reset`: group, member and whether it is the first attempt, in one number."""
     first_try = trajectory.attempt == 0
     return (task.seed << MEMBER_BITS | trajectory.member) << 1 | first_try
 
 
 class TraceEnv:
-    """An env whose episode is that of the trace. What it is reset with says which one, and whether it may fail."""
+    """An env that plays an episode of the trace; `reset_seed` says which one, and whether it may fail."""
 
     def __init__(self, trace: TraceLike) -> None:
         self._trace = trace

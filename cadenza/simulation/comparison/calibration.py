@@ -1,5 +1,5 @@
-"""The calibration checks: a comparison of strategies is to be believed only while the simulation reproduces what was
-published about them, in shape and within 20 %.
+"""The calibration checks: a comparison of strategies is trustworthy only while the simulation reproduces published
+figures about them, in shape and within 20 %.
 
     admission     throughput of `admission` over `barrier` at eta 1, 2, 4, 8 (AReaL), on W2
     env-level     env-level over batch-level interaction at sigma 1 and 10 (RollArt), on W4
@@ -32,17 +32,17 @@ SIGMAS = (1.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class CalibrationCheck:
-    """One published figure, beside what the simulation gives."""
+    """One published figure beside the figure of the simulation."""
 
     name: str
     what: str
     published: tuple[float, ...]
     value: tuple[float, ...]
-    """Median over the seeds."""
+    """Figures of the simulation: medians over the seeds."""
     shape: bool
-    """It bends as the published figures do."""
+    """Whether the figures rise and saturate as the published ones do."""
     at_most: bool = False
-    """The published figure is a limit, and not a value to hit."""
+    """The published figure is an upper limit, and not a value to reproduce."""
 
     @property
     def holds(self) -> bool:
@@ -58,7 +58,7 @@ class CalibrationCheck:
 
 
 def run_checks(pool: TrialPool, seeds: Sequence[int]) -> list[CalibrationCheck]:
-    """All checks, each figure the median over the seeds."""
+    """Run all checks; each figure is the median over the seeds."""
     return [_admission(pool, seeds), _env_level(seeds), _kv_bound(seeds), _sync_bound(seeds)]
 
 
@@ -66,7 +66,7 @@ _HOLDS: dict[str, bool] = {}
 
 
 def which_checks_hold(pool: TrialPool) -> dict[str, bool]:
-    """Which checks hold on the first seed: a function of the code alone, so that a process asks once."""
+    """Return which checks hold on seed 0. The answer depends on the code alone, so a process computes it once."""
     if not _HOLDS:
         _HOLDS.update({check.name: check.holds for check in run_checks(pool, [0])})
     return dict(_HOLDS)
@@ -142,7 +142,7 @@ def _ratio(above: list[float], below: list[float]) -> float:
 def _rollout_seconds(
     strategy: Callable[..., ScheduleStrategy], workload: Workload, seed: int, **settings: int
 ) -> float:
-    """Of one batch that all GPUs generate."""
+    """Return the seconds in which all GPUs generate one batch."""
     made = strategy(workload, trace_of(workload, seed), 0.0, StrategySettings(**settings))
     return clock.run(lambda: run_training(made, 1)).steps[0].waited
 
@@ -152,7 +152,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 class LockstepStrategy(BarrierStrategy):
-    """Batch-level interaction: all trajectories do each turn together, and wait for the slowest env each time."""
+    """Batch-level interaction: all trajectories take each turn together, and wait for the slowest env each time."""
 
     async def batch(self, groups: int) -> list[BatchRow]:
         numbers = range(self.version * groups, (self.version + 1) * groups)

@@ -1,4 +1,4 @@
-"""What a command line asks of the simulation: workloads, strategies, asynchronous ratios, costs."""
+"""Parsers of the arguments of `cadenza simulate` and `cadenza plan`: workloads, strategies, ratios, settings, costs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cadenza.simulation.comparison.traces import COSTS, read_run, read_trace
 from cadenza.simulation.comparison.workloads import WORKLOADS, Workload, find_workload
 
 COST_KEYS = {"a": "a", "b": "b", "c": "c", "p": "p", "kv": "kv_capacity", "running": "max_running"}
-"""How a cost is given on the command line, and the field of the cost model that it is."""
+"""Names of the costs on the command line, and the fields of `CostModel` that they set."""
 WHOLE = ("kv_capacity", "max_running")
-"""Those that are counts."""
+"""Fields of `CostModel` that are integers."""
 
 
 class InvalidArgument(ValueError):
@@ -24,7 +24,7 @@ class InvalidArgument(ValueError):
 
 
 def workloads(names: str) -> list[Workload]:
-    """Those that are named, with commas between them, or all that ship."""
+    """Return the named workloads (with commas between them), or for 'all' those that ship."""
     if names == "all":
         return list(WORKLOADS.values())
     given = split(names, "workload")
@@ -34,7 +34,7 @@ def workloads(names: str) -> list[Workload]:
 
 
 def workload(name: str, *, needs_costs: bool = True) -> Workload:
-    """A trace file, a workload that ships, or the directory of a run."""
+    """Return the workload of a name that ships, a trace file or the directory of a run."""
     path = Path(name)
     try:
         if path.suffix == ".json":
@@ -76,7 +76,7 @@ def alphas(values: str) -> list[float]:
 
 
 def settings(text: str) -> dict[str, Any]:
-    """Fields of `StrategySettings` that are to be as given: 'parts=1,balance_seconds=0'."""
+    """Return the fields of `StrategySettings` that the text fixes: 'parts=1,balance_seconds=0'."""
     types = {name: type(value) for name, value in asdict(StrategySettings()).items()}
     found: dict[str, Any] = {}
     for item in split(text, "settings") if text else []:
@@ -92,8 +92,8 @@ def settings(text: str) -> dict[str, Any]:
 
 
 def with_cost(workload: Workload, text: str) -> Workload:
-    """The workload on another GPU or model: a name, 'a=..,b=..,c=..,p=..,kv=..,running=..,train=..' in seconds and
-    tokens, or a name and then what differs. What is not given stays as it is."""
+    """Return the workload on another GPU or model: the name of a cost model, 'a=..,b=..,c=..,p=..,kv=..,running=..,
+    train=..' in seconds and tokens, or a name and then the keys that differ. The others keep their value."""
     cost, train = workload.cost, workload.train_seconds
     values: dict[str, float] = {}
     for number, item in enumerate(split(text, "model cost")):

@@ -1,7 +1,7 @@
-"""One strategy on one workload: a trial per seed, the settings searched, the seeds side by side in processes.
+"""One strategy on one workload: a trial per seed, a search for the best settings, and a pool of processes.
 
-Invariant: a trial is a function of its fields. Whatever else runs, in whichever process, it has the same figures to the
-last digit, and a result is the median of the same trials in the same order.
+Invariant: a trial is a function of its fields. It has the same figures to the last digit in every process, and a result
+is the median of the same trials in the same order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STRATEGIES: dict[str, type[ScheduleStrategy]] = {
 }
 STEPS, WARM_UP = 40, 12
 SEARCH_SEED = 10_007
-"""The seed on which settings are searched; it is none of those that are reported."""
+"""Seed on which settings are searched; results are reported for other seeds."""
 SEARCH_STEPS, SEARCH_WARM_UP = 16, 6
 
 
@@ -74,7 +74,7 @@ class Trial:
             raise ValueError(f"a context of {self.workload.name} has {longest} tokens, but a KV cache holds {kv}")
 
     def run(self) -> RunFigures:
-        """Under virtual time."""
+        """Simulate the run under virtual time."""
         trace = trace_of(self.workload, self.seed)
         strategy = STRATEGIES[self.strategy](self.workload, trace, self.alpha, self.settings)
         return clock.run(lambda: run_training(strategy, self.steps)).figures(self.seed, self.warm_up)
@@ -82,7 +82,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class StrategyResult:
-    """A strategy on a workload over some seeds."""
+    """The figures of a strategy on a workload, for every seed."""
 
     workload: str
     strategy: str
@@ -92,7 +92,7 @@ class StrategyResult:
 
     @property
     def typical(self) -> RunFigures:
-        """Each figure's median over the seeds; of the staleness the maximum, of the waste all causes."""
+        """Median of each figure over the seeds; `staleness_max` is the maximum, and `waste` has every cause."""
         names = (
             "efficiency", "step_seconds", "limit_seconds", "tokens_per_second", "staleness_mean", "length_bias",
             "wait_seconds", "balanced_seconds",
@@ -105,7 +105,7 @@ class StrategyResult:
 
     @property
     def worst(self) -> RunFigures:
-        """The seed with the lowest efficiency."""
+        """Figures of the seed with the lowest efficiency."""
         return min(self.seeds, key=lambda figures: (figures.efficiency, figures.seed))
 
     def to_json(self) -> dict[str, Any]:
@@ -123,17 +123,17 @@ class StrategyResult:
 
 
 class TrialPool:
-    """Processes that run trials; as many as there are CPUs, and none for a single trial."""
+    """A pool of processes that run trials, one per CPU; a single trial runs in this process."""
 
     def __init__(self, pool: ProcessPoolExecutor | None) -> None:
         self._pool = pool
 
     def run(self, trials: Iterable[Trial]) -> list[RunFigures]:
-        """All of them, in their order."""
+        """Run all trials; returns their figures in the order of the trials."""
         return self.map(Trial.run, trials)
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """What the function makes of each of them, in their order."""
+        """Call the function for each item in the pool; returns the results in the order of the items."""
         waiting = list(items)
         if self._pool is None or len(waiting) == 1:
             return [function(item) for item in waiting]
@@ -167,7 +167,8 @@ def evaluate(
     warm_up: int = WARM_UP,
     search_anew: bool = False,
 ) -> StrategyResult:
-    """Run a strategy over the seeds, at its best settings unless others, or some of them, are given."""
+    """Run a strategy over the seeds, with `settings`, or else with the tuned or searched ones; the fields of `given`
+    replace single settings."""
     alpha = alpha if STRATEGIES[strategy].asynchronous else 0.0
     if settings is None and not search_anew:
         settings = TUNED_SETTINGS.get((workload.name, strategy, alpha))
@@ -182,7 +183,7 @@ def evaluate(
 
 
 def search(pool: TrialPool, workload: Workload, strategy: str, alpha: float) -> StrategySettings:
-    """The settings with the highest efficiency, by moving along one axis after the other until nothing gains."""
+    """Return the settings with the highest efficiency, found by coordinate search until no axis improves them."""
     best = first_guess(workload, strategy, alpha)
     known: dict[StrategySettings, float] = {}
 
@@ -205,7 +206,8 @@ def search(pool: TrialPool, workload: Workload, strategy: str, alpha: float) -> 
 
 
 def first_guess(workload: Workload, strategy: str, alpha: float) -> StrategySettings:
-    """GPUs by the share of the work, all trajectories at once."""
+    """Return the settings that the search begins with: training GPUs by their share of the work, no limit on
+    concurrency."""
     if not STRATEGIES[strategy].asynchronous or not alpha:
         return StrategySettings()
     trace = trace_of(workload, SEARCH_SEED)
@@ -222,7 +224,7 @@ def _fits(settings: StrategySettings, workload: Workload, strategy: str, alpha: 
 
 
 def _axes(workload: Workload, strategy: str, alpha: float) -> list[Any]:
-    """Functions from settings to what may be tried next to them."""
+    """Return functions from settings to their neighbours, one function per axis of the search."""
     axes: list[Any] = []
     if STRATEGIES[strategy].asynchronous and alpha:
         unit = max(1, workload.gpus // 32)

@@ -1,8 +1,7 @@
-"""What came of a simulated run, in the figures by which strategies are compared.
+"""The figures by which strategies are compared, computed from the steps of a simulated run.
 
-Invariant: every figure is taken from the counted steps alone, between the end of the last step of the warm-up and the
-end of the last step, and each of them from the trace and the versions of the tokens, not from what a strategy says of
-itself.
+Invariant: every figure covers the counted steps alone, from the end of the warm-up to the end of the last step, and is
+computed from the trace and the versions of the tokens, not from statements of the strategy about itself.
 """
 
 from __future__ import annotations
@@ -19,41 +18,43 @@ from cadenza.simulation.comparison.workloads import TraceEpisode, Workload
 
 
 class BatchRow(NamedTuple):
-    """One trajectory of a train batch. The rows of a group stand together."""
+    """One trajectory of a train batch; the rows of a group follow each other."""
 
     group: int
-    """Its number in the trace."""
+    """Number of the group in the trace."""
     episode: TraceEpisode
     oldest: int
-    """The oldest version that wrote any token of it."""
+    """Oldest version that wrote any token of the trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageTotals:
-    """What a strategy has used up since the start of the run."""
+    """Tokens and groups that a strategy has used since the start of the run."""
 
     generated: int
     """Tokens that the replicas wrote."""
     wasted: Counter[str]
-    """Those of them that can never be trained, by cause."""
+    """Tokens of these that can never be trained, by cause."""
     settled: int
-    """Groups that are trained or given up."""
+    """Groups that were trained or given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What is recorded of one step."""
+    """Measurements of one step."""
 
     waited: float
     """Seconds for which the trainer waited for its batch."""
     ended: float
-    """When its training ended."""
+    """Time at which its training ended."""
     demand: Demand
+    """Tokens of its batch."""
     rows: int
+    """Trajectories of its batch."""
     staleness: Counter[int]
-    """Rows by staleness: the version that is trained minus the oldest that wrote any token."""
+    """Number of rows by staleness: the version trained minus the oldest that wrote any token."""
     totals: UsageTotals
-    """At the end."""
+    """Totals of the strategy at the end of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +63,28 @@ class RunFigures:
 
     seed: int
     efficiency: float
+    """Share of all GPU seconds that the work needs."""
     step_seconds: float
+    """Mean seconds of a step."""
     limit_seconds: float
-    """No schedule that trains everything within the bound has shorter steps; the work is that of the counted steps."""
+    """Shortest possible step of a schedule that trains everything within the staleness bound."""
     tokens_per_second: float
-    """Response tokens trained, of the whole cluster."""
+    """Response tokens that the whole cluster trains on per second."""
     staleness_mean: float
     staleness_max: int
     length_bias: float
-    """Mean response of what was trained / mean response of the trace. The trace is read at as many groups as the
-    counted steps settled: a strategy that had settled n0 groups (trained or given up) at the end of the warm-up and n1
-    at the end is compared with the groups number n0 to n1 of the trace. What it takes out of order comes in at one end
-    of this window as it goes out at the other, so that a strategy which drops nothing has 1 on average; and the noise
-    of the drawing, which both means share, cancels."""
+    """Mean response length of the trained trajectories / mean response length of the trace.
+
+    The trace is read at the groups n0 to n1: n0 groups were settled (trained or given up) at the end of the warm-up, n1
+    at the end of the run. Groups that are taken out of order enter this window at one end and leave it at the other, so
+    a strategy that drops nothing has 1 on average, and the noise of the draws, which both means share, cancels."""
     waste: dict[str, float]
-    """Tokens that were generated and can never be trained, by cause, as shares of all generated."""
+    """Tokens that were generated and can never be trained, by cause, as shares of all generated tokens."""
     wait_seconds: float
-    """For which the trainer waited, per step."""
+    """Seconds per step for which the trainer waited for its batch."""
     balanced_seconds: float
-    """T_bal: what one batch takes under perfect balance on the GPUs that generate; where the strategy is synchronous
-    and turns have no env, `wait_seconds` compares with it."""
+    """T_bal: seconds of one batch under perfect balance on the generating GPUs. `wait_seconds` compares with it where
+    the strategy is synchronous and turns have no env."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,7 +103,7 @@ class FiguresBuilder:
         self._staleness: Counter[int] = Counter()
 
     def add_chunk(self, rows: Sequence[BatchRow], version: int) -> float:
-        """A batch, or a chunk of it, is trained on this version; returns the seconds it takes."""
+        """Count a batch, or a chunk of it, that is trained on this version; returns the seconds of its training."""
         size = self.workload.group_size
         groups = [[row.episode for row in rows[at : at + size]] for at in range(0, len(rows), size)]
         demand = Demand.of(groups)
@@ -109,15 +112,18 @@ class FiguresBuilder:
         return bounds.training_seconds(demand, self.workload.train_seconds) / self.train_gpus
 
     def end_step(self, now: float, waited: float, totals: UsageTotals) -> None:
-        """All of the batch is trained."""
+        """End a step whose batch is trained completely."""
         rows = self._staleness.total()
         if rows != self.workload.batch:
             raise ValueError(f"a batch of {self.workload.name} has {self.workload.batch} rows, got {rows}")
-        self.steps.append(StepRecord(waited, now, self._demand, rows, self._staleness, totals))
+        step = StepRecord(
+            waited=waited, ended=now, demand=self._demand, rows=rows, staleness=self._staleness, totals=totals
+        )
+        self.steps.append(step)
         self._demand, self._staleness = Demand(), Counter()
 
     def figures(self, seed: int, warm_up: int) -> RunFigures:
-        """What the steps after the warm-up say."""
+        """Compute the figures of the steps after the warm-up."""
         before, counted = self.steps[warm_up - 1], self.steps[warm_up:]
         last = counted[-1]
         demand, staleness = Demand(), Counter[int]()
@@ -151,9 +157,9 @@ class FiguresBuilder:
         )
 
     def _longest_alone(self, groups: int) -> float:
-        """T1 of the longest trajectory among the first groups of the trace."""
+        """Return T1 of the longest trajectory among the first groups of the trace."""
         cost, members = self.workload.cost, range(self.workload.group_size)
         episodes = (self.trace.episode(group, member) for group in range(groups) for member in members)
-        if self.workload.responses is not None:  # then the longest answer takes longest
+        if self.workload.responses is not None:  # one turn: the longest answer takes longest
             return bounds.alone_seconds(max(episodes, key=lambda episode: episode.lengths), cost)
         return max(bounds.alone_seconds(episode, cost) for episode in episodes)

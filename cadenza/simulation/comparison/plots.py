@@ -1,8 +1,8 @@
-"""Strategies side by side, and a window of time of each of them, as pictures and as one page.
+"""Plots of a comparison: the figures of the strategies, and a window of time of each, as PNG files and as one page.
 
 DIR/NAME-policies.png    efficiency, step time against its limit, staleness, waste
-DIR/NAME-timeline.png    the same seconds of every strategy: what the replicas carried, when the trainer worked
-DIR/index.html           both, for all workloads, to hover over; one file, no network
+DIR/NAME-timeline.png    the same seconds of every strategy: load of the replicas, work of the trainer
+DIR/index.html           both, for all workloads, interactive; one file, no network
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLUMNS = 400
-"""Of a window."""
+"""Columns of a window."""
 STEPS_SHOWN = 2.6
 """Steps of the slowest strategy that a window shows."""
 MOST_STEPS = 60
-"""That are simulated for a window after the warm-up, however fast a strategy is."""
+"""Most steps that are simulated for a window after the warm-up."""
 OURS, OTHERS, LIMIT, WORKS, WAITS = "#3568b0", "#9db4d3", "#d63a3a", "#2f9e6e", "#e0a92e"
 WASTE = ("#b5713a", "#d63a3a", "#a86fc0", "#e0a92e", "#9097a0")
 
 
 @dataclass(frozen=True, slots=True)
 class PlottedRun:
-    """One strategy on one workload: its figures, and the window that is drawn."""
+    """One strategy on one workload: its figures, and the window to draw."""
 
     result: StrategyResult
     window: TimelineWindow
@@ -67,7 +67,7 @@ class PlottedRun:
 
 @dataclass(frozen=True, slots=True)
 class _RecordingJob:
-    """The first seed of a result, run once more with a recorder."""
+    """A second run of the first seed of a result, with a recorder."""
 
     workload: Workload
     result: StrategyResult
@@ -87,13 +87,13 @@ class _RecordingJob:
 def record_runs(
     pool: TrialPool, workload: Workload, results: Sequence[StrategyResult], warm_up: int
 ) -> list[PlottedRun]:
-    """The same seconds after the warm-up of every result."""
+    """Record the same seconds after the warm-up of every result."""
     seconds = STEPS_SHOWN * max(result.typical.step_seconds for result in results)
     return pool.map(_RecordingJob.record, [_RecordingJob(workload, result, warm_up, seconds) for result in results])
 
 
 def write(out: Path, plotted: Sequence[PlottedRun]) -> tuple[list[Path], str]:
-    """Draw everything; the files, and what is missing."""
+    """Write all plots; returns the files, and a text that says why PNG files are missing."""
     out.mkdir(parents=True, exist_ok=True)
     page = out / "index.html"
     page.write_text(render(plotted), encoding="utf-8")
@@ -120,7 +120,7 @@ def _by_workload(plotted: Sequence[PlottedRun]) -> dict[str, list[PlottedRun]]:
 
 
 def _strategies(name: str, plotted: Sequence[PlottedRun]) -> Figure:
-    """One row per strategy, one panel per figure."""
+    """Draw one row per strategy, and one panel per figure."""
     from matplotlib.figure import Figure
 
     height = 0.36 * len(plotted)
@@ -163,7 +163,7 @@ def _strategies(name: str, plotted: Sequence[PlottedRun]) -> Figure:
 
 
 def _waste(ax: Axes, waste: Sequence[dict[str, float]]) -> None:
-    """Stacked by cause."""
+    """Draw the wasted tokens, stacked by cause."""
     causes = sorted({cause for own in waste for cause, share in own.items() if share >= 5e-4})
     left = [0.0] * len(waste)
     for number, cause in enumerate(causes):
@@ -183,7 +183,7 @@ def _waste(ax: Axes, waste: Sequence[dict[str, float]]) -> None:
 
 
 def _caption(ax: Axes, title: str, note: str, values: Sequence[str]) -> None:
-    """Above a panel, and the figure at the end of each bar."""
+    """Write the title above a panel, and the value at the end of each bar."""
     ax.set_title(title, loc="left", fontsize=10, color=INK, pad=5)
     ax.set_title(note, loc="right", fontsize=8, color=FAINT, pad=5)
     width = ax.get_xlim()[1]
@@ -209,7 +209,7 @@ def _bare(ax: Axes) -> None:
 
 
 def _timeline(name: str, plotted: Sequence[PlottedRun]) -> Figure:
-    """A window per strategy, all of the same length in seconds."""
+    """Draw a window per strategy, all of the same length in seconds."""
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -219,7 +219,7 @@ def _timeline(name: str, plotted: Sequence[PlottedRun]) -> Figure:
     height = top + bottom + block * len(plotted)
     figure = Figure(figsize=(14, height), dpi=120, facecolor="white")
     most = max(float(run.window.running.max()) for run in plotted) or 1.0
-    norm = PowerNorm(0.5, vmin=0, vmax=most)  # one sequence is to be told from none
+    norm = PowerNorm(0.5, vmin=0, vmax=most)  # one sequence must differ from none
     seconds = max(run.window.end - run.window.start for run in plotted)
     figure.text(
         0.012,
@@ -293,7 +293,7 @@ def _draw_window(trainer: Axes, replicas: Axes, run: PlottedRun, seconds: float,
 
 
 def render(plotted: Sequence[PlottedRun]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     template = resources.files("cadenza.simulation.comparison").joinpath("simulate.html").read_text(encoding="utf-8")
     title = f"cadenza simulate: {', '.join(_by_workload(plotted))}"
     head, middle, tail = template.replace("__TITLE__", html.escape(title)).partition("__DATA__")

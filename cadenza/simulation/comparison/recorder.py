@@ -1,6 +1,6 @@
-"""What a run looks like: when every replica generated how much, and when the trainer worked or waited.
+"""A recording of one simulated run: the load of every replica, and when the trainer worked or waited.
 
-A recorder only watches: a run that is recorded is the same run.
+A recorder only listens: a run with a recorder has the same events as one without.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from cadenza.inference.replica import Request
 from cadenza.observe.timeline_png import concurrency
 
 MOST_ROWS = 64
-"""Of a picture: with more replicas, neighbours share a row."""
+"""Rows of a picture at most; with more replicas, neighbours share a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineWindow:
-    """A window of a recorded run, cut into columns of equal time."""
+    """A window of a recorded run, divided into columns of equal time."""
 
     start: float
     end: float
     running: NDArray[np.float64]
-    """[rows, columns] sequences that a replica decoded at once, on average."""
+    """[rows, columns] mean number of sequences that a replica decoded together."""
     trained: list[tuple[float, float]]
-    """When the trainer worked."""
+    """Intervals in which the trainer worked."""
     waited: list[tuple[float, float]]
-    """When it waited for a batch; else it handed out weights."""
+    """Intervals in which it waited for a batch; in the others it published weights."""
     published: list[tuple[float, int]]
-    """When a version was trained, and which."""
+    """Times at which a version was trained, and the version."""
 
     @property
     def busy(self) -> float:
-        """The share of the time for which the trainer worked."""
+        """Share of the time for which the trainer worked."""
         return sum(end - start for start, end in self.trained) / (self.end - self.start)
 
 
@@ -45,16 +45,16 @@ class RunRecorder:
     """Records when every replica decoded which request, and when the trainer asked, began and ended."""
 
     spans: dict[int, list[tuple[float, float]]] = field(default_factory=dict)
-    """By replica: from when to when each request was decoded. Times do not go back."""
+    """By replica: the interval in which each request was decoded, in the order of the ends."""
     steps: list[tuple[float, float, float]] = field(default_factory=list)
-    """When the trainer asked for a batch or a chunk of one, had it, and had trained it."""
+    """Times at which the trainer asked for a batch or a chunk of one, received it, and had trained it."""
     versions: list[float] = field(default_factory=list)
-    """When all of a batch was trained."""
+    """Times at which a whole batch was trained."""
     running: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By replica and request: since when what is not finished is decoded."""
+    """By replica and request: the time since which a request that is not finished is decoded."""
 
     def replica_listener(self, replica: int) -> Callable[[float, str, object], None]:
-        """What hears of the events of a replica."""
+        """Return the `on_event` callback of a replica."""
         spans = self.spans.setdefault(replica, [])
         running = self.running.setdefault(replica, {})
 
@@ -74,7 +74,7 @@ class RunRecorder:
         self.versions.append(time)
 
     def window(self, first: int, seconds: float, columns: int) -> TimelineWindow:
-        """So many seconds from a version on, or all that is left."""
+        """Return the window of `seconds` after version `first` was trained, or what the run has of it."""
         start = self.versions[first]
         end = min(start + seconds, self.versions[-1])
         edges = np.linspace(start, end, columns + 1)

@@ -1,4 +1,4 @@
-"""`cadenza simulate`: strategies side by side on the same traces, and the checks that say whether to believe it."""
+"""`cadenza simulate`: strategies side by side on the same traces, and the calibration checks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cadenza.simulation.comparison.workloads import WORKLOADS, Workload
 
 CHECK_SEEDS = 3
 WIDTH = 160
-"""Columns, where there is no terminal to say."""
+"""Columns of the output where there is no terminal."""
 
 
 def simulate(
@@ -38,7 +38,7 @@ def simulate(
     out: Path | None,
     as_json: bool,
 ) -> int:
-    """Run what was asked; returns the exit code."""
+    """Run the command; returns the exit code."""
     if warm_up >= steps:
         raise InvalidArgument(f"--warm-up must be below --steps {steps}, got {warm_up}")
     if gates and (settings or out is not None):
@@ -46,7 +46,7 @@ def simulate(
     workloads = cli_args.workloads(workload)
     given = cli_args.settings(settings)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)  # rather now than after the simulation
+        out.mkdir(parents=True, exist_ok=True)  # fails now, and not after the simulation
     strategies = cli_args.strategies(strategy)
     wanted = [(w, p, a) for w in workloads for a in _alphas(alpha, w, strategies) for p in strategies]
     synchronous = {p for _, p, _ in wanted if not STRATEGIES[p].asynchronous}
@@ -65,7 +65,7 @@ def simulate(
                     why = f"settings '{settings}', " if settings else ""
                     raise InvalidArgument(f"{why}{p} on {w.name}: {error}") from None
                 results.append(result)
-                if p in synchronous:  # they have no alpha: once is enough
+                if p in synchronous:  # they have no alpha: one run serves all
                     done[w.name, p] = result
         is_comparison = len({result.strategy for result in results}) > 1
         holds = calibration.which_checks_hold(pool) if is_comparison else None
@@ -100,7 +100,7 @@ def _record_runs(
 
 
 def _draw(console: Console, out: Path, plotted: list[plots.PlottedRun], *, quiet: bool) -> None:
-    """Pictures of everything."""
+    """Write the plots, and print their paths unless `quiet`."""
     files, missing = plots.write(out, plotted)
     if missing:
         print(missing, file=sys.stderr)
@@ -108,11 +108,11 @@ def _draw(console: Console, out: Path, plotted: list[plots.PlottedRun], *, quiet
         console.print(str(file), soft_wrap=True, markup=False)
 
 
-# -- what came of it ---------------------------------------------------------------------------------------------------
+# -- the output --------------------------------------------------------------------------------------------------------
 
 
 def wide_console() -> Console:
-    """Of the terminal; a file gets WIDTH columns."""
+    """Return a console as wide as the terminal; a file gets WIDTH columns."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
@@ -122,7 +122,7 @@ def wide_console() -> Console:
 def _to_json(
     results: list[StrategyResult], checks: list[CalibrationCheck], holds: dict[str, bool] | None
 ) -> dict[str, Any]:
-    """One result stands at the top, several in a list."""
+    """Return the output of `--json`: one result at the top level, several in a list."""
     told: dict[str, Any] = {}
     if len(results) == 1:
         told |= results[0].to_json()
@@ -153,7 +153,7 @@ def _show(
 
 
 def _verdict(holds: dict[str, bool]) -> str:
-    """Whether to believe a comparison."""
+    """Say whether the calibration checks support a comparison."""
     if broken := [name for name, does in holds.items() if not does]:
         return f"[bold red]not to be believed: {', '.join(broken)} of the calibration checks do not hold[/]"
     return f"[green]all {len(holds)} calibration checks hold[/] [dim](one seed; `--gates` shows them)[/]"

@@ -1,10 +1,10 @@
-"""What all strategies share: the settings, the program that trains, and the base class.
+"""What all strategies share: the settings, the training program, and the base class.
 
-    run_training(): batch -> train (a sleep) -> publish, over and over, whatever the strategy is
+    run_training(): batch -> train (a sleep) -> publish, step after step, for every strategy
 
 A strategy decides what `batch` waits for and what is generated meanwhile. Where it is synchronous, all GPUs generate
-and then all of them train; else `train_gpus` of them train while the others generate, and those that are `shared`
-generate too while nothing is trained.
+and then all of them train; otherwise `train_gpus` of them train while the others generate, and `shared` of the training
+GPUs generate between two train steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cadenza.simulation.virtual_cluster.replica import SimReplica
 
 _ZEROS = np.zeros(1 << 15, np.int32)
 ENGINE_LIMIT = 1 << 20
-"""More trajectories than a replica ever has."""
+"""Trajectories per replica where `concurrency` is 0: more than any replica has."""
 
 
 SETTING_OWNERS = {
@@ -38,29 +38,31 @@ SETTING_OWNERS = {
     "extra_members": ("cadenza", "group-queue"),
     "extra_groups": ("cadenza", "group-queue"),
 }
-"""The strategies that have a setting, where not all have it."""
+"""Strategies that have a setting, for the settings that not all of them have."""
 
 
 @dataclass(frozen=True, slots=True)
 class StrategySettings:
-    """The settings of a schedule strategy; the best ones are searched."""
+    """The settings of a strategy; `search` finds the best ones. `SETTING_OWNERS` says which strategy has which."""
 
     train_gpus: int = 0
     """GPUs that train. 0: all GPUs generate, and then all of them train."""
     shared: int = 0
-    """So many of them generate between two train steps, under the strategy `cadenza`."""
+    """Training GPUs that also generate between two train steps."""
     concurrency: int = 0
     """Trajectories under way per replica; 0 is no limit."""
     extra_members: int = 0
+    """Redundant members of each group."""
     extra_after: float = 0.0
+    """When redundant members start, as in `rollout.extra_after`; 0 starts them with the group."""
     extra_groups: int = 0
-    """Redundancy, of those strategies that have it."""
+    """Redundant groups of each batch."""
     parts: int = 1
-    """A batch is taken and trained in so many chunks, by the strategy `cadenza`, and is one update."""
+    """Chunks in which a batch is taken and trained; all of them are one update."""
     balance_seconds: float = 5.0
-    """Of the sampler, of the strategy `cadenza`."""
+    """Seconds between two rounds of balancing in the sampler."""
     slice_tokens: int = -1
-    """Of the rollout, of the strategy `cadenza`; -1 is what it takes by itself."""
+    """Tokens after which a long answer yields to waiting ones; -1 is the default of the rollout."""
 
     def check(self, workload: Workload) -> None:
         if not 0 <= self.train_gpus < workload.gpus:
@@ -84,7 +86,7 @@ class StrategySettings:
             )
 
     def check_strategy(self, strategy: str) -> None:
-        """Refuse what this strategy does not have, where it differs from what nothing is."""
+        """Refuse a setting that this strategy does not have, unless it has its default value."""
         defaults = StrategySettings()
         for name, owners in SETTING_OWNERS.items():
             if strategy not in owners and (value := getattr(self, name)) != getattr(defaults, name):
@@ -92,7 +94,7 @@ class StrategySettings:
 
 
 def observation_of(tokens: int) -> Tokens:
-    """An observation of so many tokens: only its length matters, and most of them share one array."""
+    """Return an observation of this length. Its content does not matter, so most of them share one array."""
     return _ZEROS[:tokens] if tokens <= len(_ZEROS) else np.zeros(tokens, np.int32)
 
 
@@ -111,11 +113,11 @@ class ScheduleStrategy(ABC):
         self.version = 0
         self.replicas: list[SimReplica] = []
         self.recorder: RunRecorder | None = None
-        """Who watches the run, if anybody does."""
+        """Receives the events of the run, for plots."""
 
     @property
     def generating_gpus(self) -> int:
-        """GPUs that generate, all the time or between two train steps."""
+        """GPUs that generate, always or between two train steps."""
         return self.workload.gpus - self.settings.train_gpus + self.settings.shared
 
     @property
@@ -125,30 +127,30 @@ class ScheduleStrategy(ABC):
 
     @abstractmethod
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Build everything, on the running loop."""
+        """Build the replicas and start to generate, on the running loop."""
 
     def chunks(self) -> list[int]:
-        """The groups of every chunk of a batch. Each is trained as soon as it is there; all are one update."""
+        """Return the number of groups in every chunk of a batch. A chunk is trained as soon as it is complete."""
         return [self.workload.groups]
 
     @abstractmethod
     async def batch(self, groups: int) -> list[BatchRow]:
-        """So many groups to train on the current version."""
+        """Wait for `groups` groups to train on the current version."""
 
     @abstractmethod
     async def publish(self, version: int) -> None:
-        """The replicas get new weights."""
+        """Load new weights into the replicas."""
 
     @abstractmethod
     async def close(self) -> None:
-        """End everything."""
+        """Stop generating and shut down."""
 
     @abstractmethod
     def totals(self) -> UsageTotals: ...
 
 
 async def run_training(strategy: ScheduleStrategy, steps: int) -> FiguresBuilder:
-    """The controller's program: takes batches from the strategy, trains (sleeps) and publishes, step after step."""
+    """Run the training program: take batches from the strategy, train (sleep) and publish, step after step."""
     if strategy.asynchronous and strategy.alpha and not strategy.settings.train_gpus:
         raise ValueError("an asynchronous strategy needs GPUs that train: train_gpus must be >= 1, got 0")
     builder = FiguresBuilder(strategy.workload, strategy.trace, strategy.alpha, strategy.training_gpus)
@@ -176,7 +178,7 @@ async def run_training(strategy: ScheduleStrategy, steps: int) -> FiguresBuilder
 
 
 def tokens_discarded(replicas: list[SimReplica]) -> Counter[str]:
-    """Tokens that went to nobody, by cause."""
+    """Return the tokens that no client received, by cause."""
     total: Counter[str] = Counter()
     for replica in replicas:
         total.update(replica.discarded)
@@ -184,5 +186,5 @@ def tokens_discarded(replicas: list[SimReplica]) -> Counter[str]:
 
 
 def tokens_generated(replicas: list[SimReplica]) -> int:
-    """Tokens written, those of requests under way among them up to their last event."""
+    """Return the tokens written, for requests under way up to the last event of their replica."""
     return sum(replica.generated for replica in replicas)

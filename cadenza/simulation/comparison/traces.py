@@ -4,15 +4,15 @@
      "trace": [{"prompt": 512, "members": [{"lengths": [811]}, {"lengths": [90, 120], "observations": [300],
                                             "steps": [1.5, 0.2], "reset": 3.0, "reward": 0.5}]}]}
 
-`lengths` are the tokens that the model wrote, turn by turn; `observations` what it was shown before the second turn
-and later ones; `steps`, `reset` and `reward` are seconds, 0 where they are left out. A group of the batch has as many
-members as the smallest group of the trace. The groups are replayed over and over, in an order that depends on the seed.
+`lengths` are the tokens that the model wrote, turn by turn; `observations` the tokens that it was shown before the
+second turn and later ones; `steps`, `reset` and `reward` are seconds, 0 where they are left out. A group of the batch
+has as many members as the smallest group of the trace. The groups are repeated in an order that depends on the seed.
 
-Every run of `cadenza train` records what it trains in `trace.jsonl` (see `RunStep`), and its directory is a workload
-too; a scheduler of one's own records through a `TraceRecorder` (`RolloutScheduler(collator=recorder)`). Lengths and env
-times are those of the trajectories that were trained. Where a rollout begins a fresh context every turn (`fresh`),
-contexts do not grow, but the simulated prefix cache takes a fresh context for the continuation of the one before: most
-of its prefill is free.
+Every run of `cadenza train` records its training in `trace.jsonl` (see `RunStep`), so the directory of a run is a
+workload too; a scheduler of your own records through a `TraceRecorder` (`RolloutScheduler(collator=recorder)`). Lengths
+and env times are those of the trained trajectories. Where a rollout begins a fresh context every turn (`fresh`),
+contexts do not grow, but the simulated prefix cache takes a fresh context for a continuation of the previous one, so
+that most of its prefill is free.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cadenza.simulation.comparison.workloads import SYNC_SECONDS, TRAIN_SECONDS_
 from cadenza.simulation.virtual_cluster.cost import A100_QWEN25_7B, H100_QWEN3_8B, H100_QWEN25_7B, CostModel
 
 LAST_GROUPS = 2048
-"""Of a run, that are replayed."""
+"""Last groups of a run that are replayed."""
 COSTS = {
     "h100-qwen2.5-7b": H100_QWEN25_7B,
     "h100-qwen3-8b": H100_QWEN3_8B,
@@ -38,11 +38,11 @@ COSTS = {
 
 
 class TraceFileError(ValueError):
-    """A trace file does not say what it must."""
+    """A trace file lacks something, or has a wrong value."""
 
 
 def read_trace(path: Path) -> Workload:
-    """The workload that a file describes."""
+    """Return the workload that a trace file describes."""
     try:
         file = msgspec.json.decode(path.read_bytes(), type=TraceFile)
         cost = _cost(file.cost)
@@ -98,19 +98,23 @@ def _episode(where: str, prompt: int, member: TraceMember) -> TraceEpisode:
     if len(steps) != turns or min(*steps, member.reset, member.reward) < 0:
         raise ValueError(f"{where}: {turns} turns need {turns} steps, and no time may be negative, got {member}")
     return TraceEpisode(
-        tuple(member.lengths), (prompt, *member.observations), tuple(steps), member.reset, member.reward,
+        lengths=tuple(member.lengths),
+        observations=(prompt, *member.observations),
+        steps=tuple(steps),
+        reset=member.reset,
+        reward=member.reward,
         fresh=member.fresh,
-    )  # fmt: skip
+    )
 
 
 # -- a finished run ----------------------------------------------------------------------------------------------------
 
 
 def read_run(path: Path, *, needs_costs: bool = True) -> Workload:
-    """The workload of a finished run, as it was in its last steps: its trajectories, its batches, its costs. Where
-    these are going to be replaced, a run need not have measured any.
+    """Return the workload of a finished run, from its last steps: its trajectories, its batches, its costs.
 
-    Training is charged with everything that is neither waiting for a batch nor handing out weights.
+    A run without measured costs is refused, unless `needs_costs` is false because the caller replaces them. The
+    training time of a step is everything that is neither the wait for a batch nor the publishing of weights.
     """
     file = path / "trace.jsonl"
     try:
@@ -146,7 +150,7 @@ def read_run(path: Path, *, needs_costs: bool = True) -> Workload:
 
 
 def _last_steps(file: Path) -> list[RunStep]:
-    """As many as have `LAST_GROUPS` groups together. The last line may be half-written."""
+    """Return the last steps that have `LAST_GROUPS` groups together. A half-written last line is left out."""
     lines: deque[bytes] = deque()
     groups: deque[int] = deque()
     with file.open("rb") as rows:

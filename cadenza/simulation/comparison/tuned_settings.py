@@ -1,6 +1,6 @@
-"""Good settings of the strategies on the workloads that ship; what is not here is searched.
+"""Good settings of the strategies on the workloads that ship; `cadenza simulate` searches the others.
 
-Found by `cadenza simulate --search` and by hand on few seeds: enough for a comparison, not the last percent.
+They were found by `cadenza simulate --search` and by hand on few seeds: good enough for a comparison.
 """
 
 from __future__ import annotations
@@ -31,4 +31,4 @@ TUNED_SETTINGS: dict[tuple[str, str, float], StrategySettings] = {
     ("W5", "group-queue", 1.0): StrategySettings(train_gpus=8, extra_members=1, concurrency=12),
     ("W5", "cadenza", 1.0): StrategySettings(train_gpus=8, extra_members=1, parts=8),
 }
-"""By workload, strategy and alpha."""
+"""Settings by workload, strategy and alpha."""

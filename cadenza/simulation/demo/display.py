@@ -1,4 +1,4 @@
-"""`cadenza demo`: a simulated run before your eyes, then its ledger and its timeline."""
+"""`cadenza demo`: a simulated run with a live display, then its ledger and its timeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cadenza.simulation.quiet import quiet_log
 from cadenza.simulation.virtual_cluster import clock
 
 PACE = 30.0
-"""Virtual seconds per second of the eye."""
+"""Virtual seconds shown per second of real time."""
 FRAME = 0.1
 """Seconds between two pictures when drawing is slower than the run."""
 WIDTH = 112
@@ -56,7 +56,7 @@ def show(out: Path, *, seed: int, fast: bool) -> int:
 
 @contextlib.contextmanager
 def _interruptible(run: DemoRun) -> Iterator[None]:
-    """Control-C ends the run between two events, and not in the middle of one."""
+    """Let Control-C end the run between two events, and not in the middle of one."""
     before = signal.signal(signal.SIGINT, lambda *_: run.stop())
     try:
         yield
@@ -70,7 +70,7 @@ def _interruptible(run: DemoRun) -> Iterator[None]:
 
 
 class DemoView(Protocol):
-    """Shows the run; `update` gets every snapshot."""
+    """Shows the run; `update` receives every snapshot."""
 
     def update(self, snapshot: DemoSnapshot) -> None: ...
 
@@ -85,7 +85,7 @@ def _view(console: Console, run: DemoRun, fast: bool) -> Iterator[DemoView]:
 
 
 class DemoTextView:
-    """Plain lines, for a file or a pipe: every batch and every event worth reading, once."""
+    """Plain lines of text, for a file or a pipe: every batch and every notable event once."""
 
     def __init__(self, console: Console, run: DemoRun) -> None:
         self._console = console
@@ -111,7 +111,7 @@ def _sentence(batch: BatchSummary) -> str:
 
 
 class DemoTerminalView:
-    """The run on one screen, at the speed of the eye."""
+    """The run on one screen, at a readable speed."""
 
     def __init__(self, live: Live, run: DemoRun, pace: float | None) -> None:
         self._live = live
@@ -126,7 +126,7 @@ class DemoTerminalView:
         if early > 0:
             time.sleep(early)
         elif now - self._drawn < FRAME and snapshot.phase != "done":
-            return  # late: fewer pictures
+            return  # drawing is behind the run: skip this picture
         self._drawn = now
         self._live.update(self._draw(snapshot), refresh=True)
 
@@ -174,7 +174,7 @@ def _replicas(snapshot: DemoSnapshot, width: int) -> RenderableType:
 
 
 def _bar(value: float, total: float, width: int, style: str) -> Text:
-    """Eighths of a character, so that small changes are seen."""
+    """Return a bar in eighths of a character, so that small changes show."""
     eighths = round(min(value / total, 1.0) * width * 8)
     full, rest = divmod(eighths, 8)
     bar = "█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")
@@ -220,11 +220,11 @@ def _panel(title: str, inside: RenderableType, width: int) -> Panel:
     return Panel(inside, title=title, title_align="left", box=box.ROUNDED, border_style="dim", width=width)
 
 
-# -- when it is over ---------------------------------------------------------------------------------------------------
+# -- after the run -----------------------------------------------------------------------------------------------------
 
 
 def _print_ledger(console: Console, run: DemoRun, timeline: Timeline) -> bool:
-    """The account of all attempts and all tokens; returns whether it adds up."""
+    """Print the sums of all attempts and all tokens; returns whether they add up."""
     ledger = run.scheduler.ledger
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
     for attempt in timeline.attempts:
@@ -259,7 +259,7 @@ def _sum(console: Console, what: str, total: int, terms: Mapping[str, int]) -> b
 
 
 def _print_failed_attempt(console: Console, run: DemoRun, timeline: Timeline) -> None:
-    """One attempt that failed and the try after it, in the words of the scheduler."""
+    """Print the history of one attempt that failed, and of the next attempt, as `scheduler.why` tells it."""
     keys = [attempt.key for attempt in timeline.attempts]
     failed = [
         attempt.key for attempt in timeline.attempts if attempt.fate == "failed" and _next_try(attempt.key) in keys

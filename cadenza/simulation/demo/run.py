@@ -1,10 +1,10 @@
 """The run that `cadenza demo` shows: the production scheduler on a virtual clock, over simulated replicas and envs.
 
-It trains nothing. Lengths, latencies and faults are drawn from the seed, so the same seed is the same run; the
-scheduler, the router, the ledger and the sampler are those of a real one, unchanged.
+It trains nothing. Lengths, latencies and faults are drawn from the seed, so the same seed gives the same run; the
+scheduler, the router, the ledger and the sampler are those of a real run, unchanged.
 
-    play(): suspend -> publish -> resume -> get_batch -> train (a sleep), over and over
-    meanwhile: an env hangs, two envs vanish, a replica crashes; `watch` sees a snapshot every TICK virtual seconds
+    play(): suspend -> publish -> resume -> get_batch -> train (a sleep), step after step
+    meanwhile: an env hangs, two envs vanish, a replica crashes; `watch` gets a snapshot every TICK virtual seconds
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ BATCH = GROUPS * GROUP_SIZE
 SLOTS = 96
 REPLICAS = 4
 TICK = 1.0
-"""Virtual seconds between two looks."""
+"""Virtual seconds between two snapshots."""
 TRAIN_SECONDS_PER_TOKEN = 166e-6 / 4
-"""An 8B model on four H100."""
+"""Training time of an 8B model on four H100."""
 LEASE_SECONDS = 20.0
 PROMPT = np.arange(2048, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class DemoFaults:
-    """What goes wrong, and when. Envs are counted in the order in which they are made."""
+    """The faults of the run. Envs are numbered in the order in which they are made."""
 
     hanging_env: int
     vanishing_envs: frozenset[int]
@@ -63,7 +63,7 @@ class DemoFaults:
 
 @dataclass(slots=True)
 class DemoWorld:
-    """What all envs of a run share."""
+    """State that all envs of a run share."""
 
     seed: int
     faults: DemoFaults
@@ -75,7 +75,7 @@ class DemoWorld:
 
 
 class SandboxEnv:
-    """A multi-turn env: a slow reset, a few slow steps, and at the end a reward of 0 or 1."""
+    """A multi-turn env with a slow reset, a few slow steps, and at the end a reward of 0 or 1."""
 
     def __init__(self, world: DemoWorld) -> None:
         self._number = world.next_env()
@@ -112,20 +112,20 @@ class SandboxEnv:
 
 
 def response_length(request: Request) -> int:
-    """Tokens of a turn, with a long tail."""
+    """Return the tokens of a turn, from a distribution with a long tail."""
     rng = random.Random(request.seed)
     length = rng.lognormvariate(math.log(280), 0.6)
     return max(8, int(length * (4 if rng.random() < 0.02 else 1)))
 
 
 def worth_training(group: list[Trajectory]) -> bool:
-    """Whether the group has an advantage at all: when all rewards are equal there is nothing to learn from it."""
+    """Whether the group has a signal: equal rewards give every member an advantage of 0."""
     return len({trajectory.score for trajectory in group}) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """One batch."""
+    """The figures of one batch, for the display."""
 
     time: float
     step: int
@@ -165,13 +165,13 @@ class DemoSnapshot:
 
 @dataclass(slots=True)
 class DemoRun:
-    """The run and what is known of it; `play` runs it once."""
+    """The run and its history; `play` runs it once."""
 
     seed: int
     events: list[Event] = field(default_factory=list)
     batches: list[BatchSummary] = field(default_factory=list)
     notes: list[tuple[float, str]] = field(default_factory=list)
-    """Events worth reading, in words."""
+    """Notable events, as sentences with their times."""
     replicas: list[SimReplica] = field(init=False)
     scheduler: RolloutScheduler = field(init=False)
     _faults: DemoFaults = field(init=False)
@@ -180,7 +180,7 @@ class DemoRun:
     _phase: str = "starting"
 
     async def play(self, watch: Callable[[DemoSnapshot], None]) -> None:
-        """Run it from the first step to the shutdown."""
+        """Run from the first step to the shutdown; `watch` gets a snapshot every TICK virtual seconds."""
         self._main = asyncio.current_task()
         self._build()
         try:
@@ -192,7 +192,7 @@ class DemoRun:
             raise errors.exceptions[0] from None
         finally:
             await self.scheduler.shutdown()
-            await asyncio.sleep(TICK)  # the engines end the step they are in
+            await asyncio.sleep(TICK)  # the engines end their step in progress
             await self.scheduler.sampler.close()
         self._phase = "done"
         watch(await self._snapshot())
@@ -203,7 +203,7 @@ class DemoRun:
             self._main.cancel()
 
     async def _train(self, tasks: asyncio.TaskGroup) -> None:
-        """The controller's program."""
+        """Run the controller's program."""
         scheduler, sampler = self.scheduler, self.scheduler.sampler
         for self._step in range(1, STEPS + 1):
             if self._step == self._faults.crash_step:
@@ -299,7 +299,7 @@ class DemoRun:
 
 
 def _in_words(event: Event, before: str) -> str:
-    """The event as a sentence if it is worth one; the members of one filtered group get one together."""
+    """Return a sentence for a notable event, else an empty text; a filtered group gets one sentence for all members."""
     _, kind, subject, detail = event
     if kind == "lost":
         return f"{subject} lost: {detail}, its requests move"

@@ -1,7 +1,7 @@
-"""Random schedules by the thousand, and what they found.
+"""`cadenza fuzz`: random schedules by the thousand, and their findings.
 
-Invariant: the findings of N schedules from a seed do not depend on how many processes ran them: each schedule is a
-function of its own seed, and the results are added up in the order of the seeds.
+Invariant: the findings of N schedules do not depend on the number of processes: each schedule is a function of its own
+seed, and the findings are added up in the order of the seeds.
 
     fuzz(N, seed) -> chunks of seeds -> processes -> Findings of each chunk -> Findings
 """
@@ -27,33 +27,36 @@ from cadenza.simulation.fuzzing.schedule import ScheduleOutcome, run
 from cadenza.simulation.virtual_cluster.faults import KINDS
 
 REPEAT_EVERY = 10
-"""Every so many seeds, a schedule is run twice and compared."""
+"""One schedule in this many runs twice, and its events are compared."""
 CHUNK = 25
 SHOWN = 20
-"""Violations and events that are printed; all of them are counted."""
+"""Violations and events that are printed at most; all are counted."""
 
 
 @dataclass(slots=True)
 class Findings:
-    """What came of a number of schedules."""
+    """The counts and violations of a number of schedules."""
 
     schedules: int = 0
     trajectories: int = 0
     """Attempts issued."""
     trained: int = 0
+    """Attempts trained."""
     repeated: int = 0
-    """Schedules that were run twice and compared."""
+    """Schedules that ran twice and were compared."""
     faults_injected: Counter[str] = field(default_factory=Counter)
-    """Those that took effect, by kind."""
+    """Faults that took effect, by kind."""
     violations: list[Violation] = field(default_factory=list)
     staleness_max: dict[str, int] = field(default_factory=dict)
-    """Largest staleness that was trained under `wait`, by alpha."""
+    """Largest staleness that was trained under the rule `wait`, by alpha."""
     stale_under_wait: int = 0
-    """Attempts dropped for their staleness although the staleness policy was `wait`."""
+    """Attempts dropped for their staleness although the staleness rule was `wait`."""
     min_trajectories: int | None = None
-    """In any one schedule; so are the next two."""
+    """Fewest attempts issued in any schedule."""
     min_versions: int | None = None
+    """Fewest versions published in any schedule."""
     min_faults: int | None = None
+    """Fewest faults that took effect in any schedule."""
     virtual_seconds: float = 0.0
 
     def add(self, outcome: ScheduleOutcome) -> None:
@@ -91,7 +94,7 @@ class Findings:
 
     @property
     def seeds(self) -> list[int]:
-        """Of the schedules with a violation."""
+        """Seeds of the schedules with a violation."""
         return sorted({violation.seed for violation in self.violations})
 
 
@@ -100,7 +103,7 @@ def _least(known: int | None, new: int | None) -> int | None:
 
 
 def examine(scenario: Scenario, *, twice: bool) -> ScheduleOutcome:
-    """Run a schedule, check that it was worth running, and if asked that it runs the same way again."""
+    """Run a schedule and check that it issued, published and broke enough; with `twice`, that its events repeat."""
     outcome = run(scenario)
     problems: list[tuple[int, str]] = []
     if twice and (difference := first_difference(outcome.events, run(scenario).events)):
@@ -121,8 +124,8 @@ def fuzz(
     draw: Callable[[int], Scenario] = Scenario.draw,
     progress: Callable[[Findings], None] | None = None,
 ) -> Findings:
-    """Run the schedules of the seeds `seed` to `seed + schedules - 1`; `workers` is the number of processes, 1 is this
-    one, None is one per core. `progress` is told of the findings so far."""
+    """Run the schedules of the seeds `seed` to `seed + schedules - 1` in `workers` processes: 1 is this process, None
+    is one per core. `progress` is called with the findings so far."""
     if schedules < 1:
         raise ValueError(f"schedules must be at least 1, got {schedules}")
     workers = workers or len(os.sched_getaffinity(0))
@@ -155,7 +158,7 @@ def _in_order(
     *,
     ahead: int,
 ) -> Iterator[Findings]:
-    """Results in the order of the chunks, a bounded number of which is under way."""
+    """Yield results in the order of the chunks; at most `ahead` chunks are under way."""
     futures = (pool.submit(_chunk, first, count, repeat_every, draw) for first, count in chunks)
     waiting = list(islice(futures, ahead))
     while waiting:
@@ -190,7 +193,7 @@ def cli_fuzz(schedules: int, seed: int, replay: int | None, json: bool) -> int:
 
 
 def _report(findings: Findings, seconds: float) -> dict[str, object]:
-    """The figures for scripts."""
+    """Return the output of `--json`."""
     return {
         "schedules": findings.schedules,
         "trajectories": findings.trajectories,
@@ -255,7 +258,7 @@ def _print_findings(findings: Findings, seconds: float) -> None:
 
 
 def _replay(seed: int, json: bool) -> int:
-    """Run one schedule again, and tell everything about it."""
+    """Run the schedule of one seed again, and print its scenario, its last events and its violations."""
     scenario = Scenario.draw(seed)
     outcome = examine(scenario, twice=True)
     if json:

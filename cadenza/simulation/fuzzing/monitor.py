@@ -1,12 +1,12 @@
 """Checks the eight invariants of the design against the truth, and never against the scheduler's own counters.
 
-The truth is what the simulated replicas, envs, rewards and filters did, what the controller asked and got, and the
-stream of events. A check that fails is noted under the number of its invariant; the schedule goes on. What concerns
-one scheduler is checked by its `SchedulerView`, what concerns the sampler and the whole by the `Monitor`.
+The truth is what the simulated replicas, envs, rewards and filters did, the calls and answers of the controller, and
+the stream of events. A failed check is recorded under the number of its invariant; the schedule continues. The
+`SchedulerView` of a scheduler checks its stream, `BatchChecks` its batches, and the `Monitor` the sampler and the sums.
 
-1. Fates: each issued attempt is seen to get exactly one fate, in the stream, and none is live after the shutdown; the
-   fate is one that something in the world explains; the ledger's sums are those of the stream; the tokens that the
-   replicas returned are the tokens of the attempts.
+1. Fates: each issued attempt gets exactly one fate in the stream, and none is live after the shutdown; the world
+   explains the fate; the ledger's sums are those of the stream; the tokens that the replicas returned are the tokens of
+   the attempts.
 2. Groups: every batch holds, for each of its groups, `group_size` different attempts and members of one task, and a
    trajectory comes back once in a run.
 3. Staleness: computed from the version of every token of the batch, which must be the version with which the replica
@@ -15,16 +15,15 @@ one scheduler is checked by its `SchedulerView`, what concerns the sampler and t
    whose loss and length bias are in the metrics.
 4. Cut: the monitor keeps its own list of whole groups that passed their filter. A batch is cut, and returned, at the
    very instant at which one was possible, and no group that was ready before is left behind for a younger one.
-5. Deadlines: the schedule ends within the time that its work and the deadlines of its faults add up to; whatever
-   fails was hit by a fault itself; what is cancelled belongs to a retired task or to the end; every env is closed once,
+5. Deadlines: the schedule ends within the time that its work and the deadlines of its faults add up to; an attempt
+   fails only if a fault hit it; a cancelled attempt belongs to a retired task or to the end; every env is closed once,
    and no slot is taken in the end.
-6. Suspension: from the return of `suspend` until whoever asked for it opens the gate again, no replica writes a token
-   and none accepts a request. Every request continues its turn from exactly the tokens that were returned for it
-   before. A request is interrupted only while a suspension, or a shrink of its own replica, is under way, or to be
-   moved to another replica.
-7. Rewards: each reward in a batch is the one that the world gave for this trajectory, and no trajectory in it met a
-   fault that broke it. Its tokens are those that env and replica produced.
-8. The same scenario gives the same stream: see `fuzz`, which runs schedules twice.
+6. Suspension: from the return of `suspend` until the controller opens the gate again, no replica writes a token or
+   accepts a request. Every request continues its turn from exactly the tokens that were returned for it before. A
+   request is interrupted only during a suspension or a shrink of its own replica, or to be moved to another replica.
+7. Rewards: each reward in a batch is the one that the world gave for this trajectory, and no fault broke a trajectory
+   in it. Its tokens are those that env and replica produced.
+8. The same scenario gives the same stream: `fuzz` runs schedules twice.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ from cadenza.simulation.virtual_cluster.faults import FaultyReplica
 from cadenza.simulation.virtual_cluster.tokens import seeded_tokens
 
 RESOLUTION = 1e-9
-"""Instants that are closer than this are one."""
+"""Seconds; times that are closer than this count as equal."""
 MAX_EVENTS = 200_000
-"""A schedule that says more than this runs in circles."""
+"""Events after which a schedule counts as a livelock."""
 
 GenerationFuture: TypeAlias = "asyncio.Future[Generation]"
 
@@ -63,7 +62,7 @@ class Violation(NamedTuple):
 
 
 class Livelock(RuntimeError):
-    """The schedule goes on and on, and gets nowhere."""
+    """The schedule has more events than any that makes progress."""
 
 
 class LoggedEvent(NamedTuple):
@@ -74,7 +73,7 @@ class LoggedEvent(NamedTuple):
 
 
 class Monitor:
-    """Sees everything that happens in one schedule."""
+    """Follows one schedule from outside and records the violations of its invariants."""
 
     def __init__(self, scenario: Scenario, world: SimWorld) -> None:
         self.scenario = scenario
@@ -86,7 +85,7 @@ class Monitor:
         self.version = 0
         """Newest fully published version."""
         self.controller_failed = False
-        """The controller got an error that ends everything."""
+        """The controller received an error that ends the schedule."""
         self.on_issued: Callable[[int], None] = lambda issued: None
         self._requests: dict[int, list[tuple[Request, GenerationFuture, FaultyReplica]]] = {}
         self._answers: dict[int, GenerationFuture] = {}
@@ -107,11 +106,11 @@ class Monitor:
         self.on_issued(issued)
 
     def on_sampler_event(self, event: Event) -> None:
-        """The sink of the sampler."""
+        """Log an event of the sampler: its event sink."""
         self.log_event("sampler", event)
 
     def on_loop_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """The loop met an exception that nobody caught."""
+        """Record an exception that no task caught: the exception handler of the loop."""
         error, message = context.get("exception"), str(context.get("message"))
         if error is not None and not isinstance(error, Livelock) and "shutdown" not in message:
             self.violate(invariant_of(error), f"{message}: {error!r}")
@@ -119,7 +118,7 @@ class Monitor:
     # -- versions ------------------------------------------------------------------------------------------------------
 
     def published(self, version: int) -> None:
-        """The sampler says that every active replica has the version."""
+        """Check that every active replica has the version that the sampler reports as published."""
         self.version = version
         self.world.injector.on_published(version)
         behind = {r.name: r.version for r in self.replicas if not r.dead and not r.asleep and r.version != version}
@@ -134,14 +133,14 @@ class Monitor:
         self._suspending += 1
 
     def suspended(self) -> None:
-        """`suspend` returned."""
+        """Check that no replica generates when `suspend` has returned."""
         self._suspending -= 1
         self._closed_at = asyncio.get_running_loop().time()
         if generating := [replica.name for replica in self.replicas if replica.generating]:
             self.violate(6, f"suspend returned while {generating} generate")
 
     def gate_may_open(self) -> None:
-        """Whoever suspended calls `resume` or `get_batch`: from here on the gate may be open."""
+        """Check the time since `suspend`: the controller calls `resume` or `get_batch` now, which open the gate."""
         closed, self._closed_at = self._closed_at, None
         if closed is None:
             return
@@ -159,13 +158,13 @@ class Monitor:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def on_request(self, replica: FaultyReplica, request: Request, future: GenerationFuture) -> None:
-        """A client sends a request."""
+        """Record a request that a client sends to a replica."""
         env = int(request.chunks[0][0]) if request.chunks else -1
         self._requests.setdefault(env, []).append((request, future, replica))
         self._answers[request.id] = future
 
     def replica_sink(self, index: int) -> Callable[[float, str, Any], None]:
-        """The sink of a replica."""
+        """Return the `on_event` callback of a replica."""
 
         def on_event(time: float, kind: str, request: Any) -> None:
             if kind == "start":
@@ -180,7 +179,7 @@ class Monitor:
         return on_event
 
     def turns(self, env: int) -> list[list[Generation]]:
-        """What the replicas returned for an env, by turn."""
+        """Return the answers of the replicas to the requests of an env, by turn."""
         found: list[list[Generation]] = []
         seed: int | None = None
         for request, future, _ in self._requests.get(env, ()):
@@ -192,7 +191,7 @@ class Monitor:
         return found
 
     def finish(self) -> None:
-        """Everything is shut down: the checks that need the whole story."""
+        """Run the checks that need the whole schedule, after the shutdown."""
         for view in self.views:
             view.finish()
         for number, episode in enumerate(self.world.episodes):
@@ -238,7 +237,7 @@ class Monitor:
 
 
 def invariant_of(error: BaseException | None) -> int:
-    """Which invariant an error of the scheduler speaks of."""
+    """Return the number of the invariant that an error of the scheduler concerns."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, LedgerError):

@@ -1,24 +1,25 @@
 """A random schedule, drawn from one integer.
 
-Invariant: everything that happens in a schedule is a function of its scenario, and the scenario is a function of its
-seed. What varies is what users vary: shapes, latencies, the order of the program, who shares the sampler, what fails.
-Times are small numbers, often on a grid, so that things happen at the same instant as often as they can.
+Invariant: a schedule is a function of its scenario, and the scenario is a function of its seed. It varies what users
+vary: shapes, latencies, the order of the program, a second scheduler on the sampler, and faults. Times are small, often
+multiples of a grid, so that many events happen at the same instant.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
+from cadenza.simulation.fuzzing.deadlines import DEADLINES
+from cadenza.simulation.fuzzing.keyed_random import hash64
 from cadenza.simulation.virtual_cluster.faults import Fault, draw_faults
 
 ALPHAS = (0.0, 0.5, 1.0, 2.0, 4.0)
 MIN_TRAJECTORIES = 64
-"""A schedule issues at least so many attempts, and unless it ends in an error trains so many."""
+"""Fewest attempts that a schedule issues and, unless it ends in an error, trains."""
 MIN_VERSIONS = 3
 VERSIONS_BEFORE_DOOM = 4
 """Versions that are published before all replicas may be killed."""
@@ -27,47 +28,12 @@ Order = Literal["resume_first", "resume_last", "no_resume", "rolling", "colocate
 """suspend-update-resume-get_batch-train; suspend-update-get_batch-train-resume; suspend-update-get_batch-train;
 update-get_batch-train with the gate open; update-get_batch-suspend-train; the next get_batch under way all the time."""
 ORDERS: tuple[Order, ...] = get_args(Order)[:-1]
-"""Those that fit every scenario."""
+"""Orders that fit every scenario."""
 Size = Literal["same", "double", "twice", "halves"]
-"""What one step asks for: a batch, one of twice the size, two batches for one version, or one batch in two calls."""
+"""The request of one step: a batch, one of twice the size, two batches for one version, or one batch in two calls."""
 Staleness = Literal["wait", "drop"]
 FilterKind = Literal["none", "instant", "slow", "off_loop"]
 RewardForm = Literal["none", "async", "sync"]
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Of every simulated scheduler, in seconds: short, and far enough apart to tell which one expired."""
-
-    lease: float = 20.0
-    reward: float = 8.0
-    close: float = 3.0
-    stall: float = 400.0
-    control: float = 5.0
-    load: float = 6.0
-    heartbeat: float = 4.0
-    strikes: int = 3
-
-    @property
-    def fault(self) -> float:
-        """What one fault may cost: whatever it hits is noticed by one of these."""
-        health = self.heartbeat * (self.strikes + 3)
-        return self.lease + self.close + health + 2 * self.control + 2 * self.load + 3 * self.reward
-
-
-DEADLINES = Deadlines()
-MASK64 = (1 << 64) - 1
-
-
-def hash64(*values: int) -> int:
-    """64 random bits that depend on nothing but the values."""
-    x = 0
-    for value in values:
-        x = ((x ^ value) + 0x9E3779B97F4A7C15) & MASK64
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
-        x ^= x >> 31
-    return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +45,11 @@ class DomainSpec:
     max_envs: int | None
     tasks: int | None
     turns: int
-    """Longest episode."""
+    """Turns of the longest episode."""
     sync: bool
-    """The env is plain code that runs off the loop."""
+    """The env has plain methods, which run off the loop."""
     seconds: float
-    """Mean of a reset or a step."""
+    """Mean seconds of a reset or a step."""
     grid: float
     """Latencies are multiples of it; 0 is continuous."""
     close_seconds: float
@@ -98,45 +64,47 @@ class ValidationSpec:
     domain: DomainSpec
     group_size: int
     groups: int | None
-    """Of one batch; None asks for everything."""
+    """Groups of one batch; None asks for everything."""
     every: int
     """Steps between two validations."""
     slots: int
     abrupt: bool
-    """It is shut down in the middle of a batch."""
+    """The scheduler is shut down in the middle of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Take devices away, and bring them back."""
+    """A shrink of the sampler, and the expand that brings the devices back."""
 
     after: int
-    """Attempts issued."""
+    """Attempts issued before it."""
     delay: float
+    """Seconds between the last of these attempts and the shrink."""
     devices: tuple[int, ...]
     away: float
-    """Seconds."""
+    """Seconds between shrink and expand."""
     skip_load: bool
+    """The first expand asks for the replicas without new weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A whole schedule."""
+    """Everything that a schedule depends on."""
 
     seed: int
     shuffle: int | None
-    """Seed of the order in which callbacks that are ready together run."""
+    """Seed of the order in which callbacks that are ready together run; None keeps the order of asyncio."""
     replicas: int
     protected: int
-    """The replica that no ordinary schedule loses."""
+    """Index of the replica that no fault kills, unless the schedule is doomed."""
     balance_seconds: float
-    """Between two looks at who should change replicas; 0 is never."""
+    """Seconds between two rounds of balancing; 0 is never."""
     slice_tokens: int | None
-    """After which an answer gives way; 0 is never, and None as by default."""
+    """Tokens after which an answer yields to waiting ones; 0 is never, None the default."""
     step_seconds: float
-    """Of one decode step."""
+    """Seconds of one decode step."""
     load_cost: float
-    """Share of the other costs of the cost model; 0 keeps all times on the grid."""
+    """Factor of the other costs of the cost model; 0 keeps all times on the grid."""
     kv_capacity: int
     max_running: int
     length: float
@@ -149,7 +117,7 @@ class Scenario:
     slots: int
     group_size: int
     groups: int
-    """Of a batch."""
+    """Groups of a batch."""
     steps: int
     alpha: float
     staleness: Staleness
@@ -167,19 +135,19 @@ class Scenario:
     repeated: bool
     """Every suspend and resume is called twice."""
     prefetch: int
-    """Batches that are asked for ahead, in the order 'prefetch'."""
+    """Batches that are fetched ahead, in the order 'prefetch'."""
     odd_step: int
+    """The one step that asks for `odd_size`."""
     odd_size: Size
-    """What that step asks for."""
     chunks: int
     """Calls of `get_batch` in which any other step takes its batch; it trains between them."""
     patience: float
-    """Seconds after which the controller takes a `get_batch` back and asks again; 0 is for ever."""
+    """Seconds after which the controller withdraws a `get_batch` and asks again; 0 is never."""
     train_seconds: float
     validation: ValidationSpec | None
     resizes: tuple[Resize, ...]
     take_all: bool
-    """The last call asks for everything that is left."""
+    """The last call of `get_batch` asks for everything that is left."""
     doomed: bool
     """All replicas are killed in the end."""
     faults: tuple[Fault, ...]
@@ -192,13 +160,13 @@ class Scenario:
 
     @property
     def bound(self) -> int:
-        """The largest staleness that may be trained."""
+        """Largest staleness that may be trained."""
         return math.ceil(self.alpha)
 
     @property
     def time_limit(self) -> float:
-        """Virtual seconds that suffice: everything that must be done, one after the other at the lowest speed, and
-        the deadline of every fault and of every control call."""
+        """Virtual seconds that suffice: all work in sequence at the lowest speed, and the deadlines of all faults and
+        control calls."""
         turns = max(domain.turns for domain in self.domains)
         env = max(5 * domain.seconds + domain.close_seconds + 5 * domain.reward_seconds for domain in self.domains)
         turn = 8 * (5 * self.length + 1) * (self.step_seconds + 1e-3) + self.arrival_delay + env
@@ -208,13 +176,13 @@ class Scenario:
 
     @property
     def tasks(self) -> int | None:
-        """Groups that the tasks give; None when they never run out."""
+        """Groups until the tasks run out; None when they never do."""
         tasks = [domain.tasks for domain in self.domains]
         return None if None in tasks else sum(task for task in tasks if task is not None)
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
-        """The scenario of this seed."""
+        """Return the scenario of a seed."""
         return _draw(seed, Random(seed))
 
 
@@ -356,7 +324,7 @@ def _order(rng: Random, seed: int, *, prefetch: bool) -> Order:
 
 @lru_cache
 def _shapes(group_size: int, bound: int, odd: bool) -> list[tuple[int, int]]:
-    """Steps, and groups of a batch, that train hardly more trajectories than a schedule needs."""
+    """Return pairs of steps and groups of a batch that train hardly more trajectories than a schedule needs."""
     return [
         (steps, groups)
         for steps in range(max(MIN_VERSIONS, bound + 1), 10)
@@ -415,22 +383,3 @@ def _resizes(rng: Random, replicas: int, protected: int) -> tuple[Resize, ...]:
         )
         for _ in range(rng.choice((1, 1, 2)))
     )
-
-
-def latency(seconds: float, grid: float, *key: int) -> float:
-    """A random time with this mean, the same for the same key: heavy-tailed, or a multiple of the grid."""
-    if not seconds:
-        return 0.0
-    drawn = -math.log(1.0 - (hash64(*key) >> 12) / (1 << 52)) * seconds
-    drawn = min(drawn, 5 * seconds)
-    return round(drawn / grid) * grid if grid else drawn
-
-
-def length_of(scenario: Scenario) -> Callable[[Any], int]:
-    """Tokens of a whole turn, from the key of its randomness."""
-    mean = scenario.length
-
-    def length(request: Any) -> int:
-        return 1 + int(min(-math.log(1.0 - (hash64(request.seed) >> 12) / (1 << 52)) * mean, 5 * mean))
-
-    return length

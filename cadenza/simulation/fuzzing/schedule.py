@@ -22,8 +22,9 @@ from cadenza.data import DataProto
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.simulation.fuzzing.keyed_random import hash64
 from cadenza.simulation.fuzzing.monitor import Livelock, LoggedEvent, Monitor, Violation, invariant_of
-from cadenza.simulation.fuzzing.scenario import Resize, Scenario, ValidationSpec, hash64
+from cadenza.simulation.fuzzing.scenario import Resize, Scenario, ValidationSpec
 from cadenza.simulation.fuzzing.scheduler_view import SchedulerView
 from cadenza.simulation.fuzzing.setup import build_cluster, train_scheduler, validation_scheduler
 from cadenza.simulation.fuzzing.world import SimTrainer, SimWorld, executor_cost

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cadenza.inference.replica import PauseMode, Sampling
+from cadenza.inference.replica import PauseMode, Request, Sampling
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.router import PREFILL_WEIGHT
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.simulation.fuzzing.deadlines import DEADLINES
+from cadenza.simulation.fuzzing.keyed_random import exponential
 from cadenza.simulation.fuzzing.monitor import Monitor
-from cadenza.simulation.fuzzing.scenario import DEADLINES, DomainSpec, Scenario, ValidationSpec, length_of
+from cadenza.simulation.fuzzing.scenario import DomainSpec, Scenario, ValidationSpec
 from cadenza.simulation.fuzzing.scheduler_view import SchedulerView
 from cadenza.simulation.fuzzing.world import SimEnv, SimWorld, SyncSimEnv
 from cadenza.simulation.virtual_cluster.cost import CostModel
@@ -33,7 +35,11 @@ def build_cluster(scenario: Scenario, world: SimWorld, monitor: Monitor) -> Loca
         kv_capacity=scenario.kv_capacity,
         max_running=scenario.max_running,
     )
-    length, delay = length_of(scenario), scenario.arrival_delay
+    delay = scenario.arrival_delay
+
+    def length(request: Request) -> int:
+        return 1 + int(exponential(scenario.length, request.seed))
+
     replicas = [
         FaultyReplica(
             world.injector, monitor.on_request, f"r{index}", cost, length, devices=(index,),

@@ -17,7 +17,8 @@ import numpy as np
 from cadenza.envs.protocol import Outcome
 from cadenza.inference.replica import Tokens
 from cadenza.rollout.records import Trajectory
-from cadenza.simulation.fuzzing.scenario import DomainSpec, Scenario, hash64, latency
+from cadenza.simulation.fuzzing.keyed_random import hash64, latency
+from cadenza.simulation.fuzzing.scenario import DomainSpec, Scenario
 from cadenza.simulation.virtual_cluster.faults import CLOSE, FOREVER, Fault, FaultInjector
 
 

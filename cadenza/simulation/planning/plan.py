@@ -1,14 +1,14 @@
 """`cadenza plan`: how many GPUs should train and how far generation may run ahead, by simulating the candidates.
 
 Invariant: a plan is a function of the workload and the asynchronous ratios, to the last digit. Every candidate is a run
-of the production scheduler on the same trace; the better it does, the longer it runs.
+of the production scheduler on the same trace; good candidates are simulated for more steps.
 
     per alpha:  splits around the share of the work, a few steps
-                -> the best and what lies next to it, more steps
+                -> the best and its neighbours, more steps
                 -> the best, as many steps as a comparison takes
     over all:   the smallest alpha whose steps are nearly as short as the shortest
 
-Time is bounded: a plan simulates a fixed number of steps, fewer where a step has many turns.
+The time is bounded: a plan simulates a fixed number of steps, fewer where a step has many turns.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from cadenza.simulation.comparison.workloads import TraceEpisode, Workload
 
 STRATEGY = "cadenza"
 SPLITS = (0.6, 0.8, 1.0, 1.25, 1.6)
-"""Training GPUs that are tried first, as multiples of their share of the work."""
+"""First candidates for the training GPUs, as multiples of their share of the work."""
 FEW_SPLITS = (0.75, 1.0, 1.35)
 SHARED = (0.25, 0.375, 0.5, 0.625, 0.75)
-"""Training GPUs that also generate and are tried first, as shares of all."""
+"""First candidates for training GPUs that also generate, as shares of all GPUs."""
 FEW_SHARED = (0.25, 0.5, 0.75)
 STEPS = (4, 8, 28)
 """Counted steps of the three rounds."""
 MOST_WARM_UP = 12
 MANY_TURNS = 4000
-"""Of a batch: above it a plan tries fewer splits and leaves the longest round out."""
+"""Turns of a batch above which a plan tries fewer splits and leaves the longest round out."""
 CLOSE = 0.05
-"""A smaller alpha is taken while its steps are at most this much longer: stale samples are not free."""
+"""Share by which the steps of a smaller alpha may be longer and it is still chosen: stale samples have a price."""
 SAMPLED = 8
 """Batches of the trace from which bounds are computed."""
 
@@ -48,28 +48,28 @@ WORK, KV, TRAINER, LONGEST, ENVS = "rollout work", "KV cache", "trainer", "longe
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One candidate, and the figures that its simulation gave."""
+    """One candidate, and the figures of its simulation."""
 
     alpha: float
     train_gpus: int
     """0: all GPUs generate, and then all of them train."""
     shared_gpus: int
-    """Those of them that generate between two train steps."""
+    """Training GPUs that generate between two train steps."""
     rollout_gpus: int
     figures: RunFigures
     steps: int
     """Counted steps that were simulated."""
     limits: dict[str, float]
-    """What a step takes at least, by reason: seconds."""
+    """Lower limits of the seconds of a step, by reason."""
 
     @property
     def limited_by(self) -> str:
-        """The reason that asks for most."""
+        """The reason with the largest limit."""
         return max(self.limits, key=lambda reason: self.limits[reason])
 
     @property
     def explained(self) -> float:
-        """The share of a step that this reason alone takes."""
+        """Share of a step that the largest limit explains."""
         return min(self.limits[self.limited_by] / self.figures.step_seconds, 1.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Candidates, and which one to take."""
+    """The simulated candidates, and the chosen one."""
 
     workload: Workload
     predicted: tuple[Prediction, ...]
@@ -113,11 +113,11 @@ class CandidateFamily(NamedTuple):
 
     alpha: float
     is_shared: bool = False
-    """The GPUs that train generate too, between two train steps."""
+    """The training GPUs also generate between two train steps."""
 
 
 Fits = Callable[[int, int], bool]
-"""Whether so many GPUs can train, and so many of these generate too."""
+"""`fits(train, shared)`: whether `train` GPUs can train, and `shared` of these can also generate."""
 
 
 def make_plan(
@@ -128,8 +128,10 @@ def make_plan(
     *,
     shared: bool = False,
 ) -> Plan:
-    """Search the split for every alpha, among the numbers of training GPUs that fit, and choose. If GPUs may be
-    `shared`, those that train and generate alternately are searched too, for every alpha above 0."""
+    """Search the best split for every alpha, among the numbers of training GPUs that fit, and choose an alpha.
+
+    With `shared`, GPUs that train and generate alternately are candidates too, for every alpha above 0.
+    """
     if not alphas:
         raise ValueError("a plan needs at least one alpha")
     if workload.gpus == 1 and any(alphas):
@@ -152,7 +154,7 @@ def make_plan(
 
 
 def predict(pool: TrialPool, workload: Workload, alphas: Sequence[float], train_gpus: int, shared_gpus: int) -> Plan:
-    """What comes of GPUs that are given, for every alpha."""
+    """Predict a given split for every alpha."""
     search = _PlanSearch(pool, workload, lambda train, shared: train == train_gpus, shared_gpus)
     families = [CandidateFamily(alpha, bool(shared_gpus)) for alpha in alphas]
     search.run([(family, train_gpus) for family in families], 1 if search.frugal else 2)
@@ -160,12 +162,12 @@ def predict(pool: TrialPool, workload: Workload, alphas: Sequence[float], train_
 
 
 class _PlanSearch:
-    """The search over candidates: what was simulated so far, and which to try next."""
+    """The search over candidates: the predictions so far, and the next candidates."""
 
     def __init__(self, pool: TrialPool, workload: Workload, fits: Fits, shared_gpus: int | None = None) -> None:
-        """All GPUs that train are shared where any are, unless it is given how many."""
+        """In a shared family all training GPUs are shared, unless `shared_gpus` says how many."""
         self.found: dict[tuple[CandidateFamily, int], Prediction] = {}
-        """By family and training GPUs, from the longest run of each."""
+        """Predictions by family and training GPUs, from the longest run of each."""
         self._pool = pool
         self._workload = workload
         self._shared_gpus = shared_gpus
@@ -177,11 +179,11 @@ class _PlanSearch:
         }
 
     def possible(self, family: CandidateFamily) -> list[int]:
-        """Training GPUs that can be had: none that only train when synchronous, else at least one."""
+        """Return the possible numbers of training GPUs: 0 when synchronous, else at least 1."""
         return [gpus for gpus in self._fitting[family.is_shared] if bool(gpus) == bool(family.alpha)]
 
     def splits(self, family: CandidateFamily) -> list[int]:
-        """Where to begin."""
+        """Return the first candidates of a family."""
         if not family.alpha:
             return [0]
         if family.is_shared:
@@ -190,7 +192,7 @@ class _PlanSearch:
         return self._nearest(family, (guess * f for f in (FEW_SPLITS if self.frugal else SPLITS)))
 
     def around(self, family: CandidateFamily) -> list[int]:
-        """The best so far, and the middles between it and its neighbours; beyond the last one, half as far again."""
+        """Return the best candidate so far, and the middles to its neighbours; at the edge, a factor of 1.5."""
         if not family.alpha:
             return [0]
         tried, best = sorted(gpus for known, gpus in self.found if known == family), self.best(family)
@@ -204,14 +206,14 @@ class _PlanSearch:
         return sorted({min(possible, key=lambda gpus: abs(gpus - round(want))) for want in wanted})
 
     def best(self, family: CandidateFamily) -> int:
-        """The shortest steps among those that ran longest; of equals the one with fewer training GPUs."""
+        """Return the candidate with the shortest steps among those that ran longest; of equals, the fewer GPUs."""
         known = [prediction for (other, _), prediction in self.found.items() if other == family]
         longest = max(prediction.steps for prediction in known)
         finalists = [prediction for prediction in known if prediction.steps == longest]
         return min(finalists, key=lambda found: (found.figures.step_seconds, found.train_gpus)).train_gpus
 
     def plan(self, families: Sequence[CandidateFamily]) -> Plan:
-        """What is best of what was simulated; of a split and shared GPUs, whatever has the shorter steps."""
+        """Choose among the best candidates of every alpha: of a split and of shared GPUs, the shorter steps win."""
         by_alpha: dict[float, Prediction] = {}
         for family in sorted(families):
             found = self.found[family, self.best(family)]
@@ -224,7 +226,7 @@ class _PlanSearch:
         return Plan(self._workload, predicted, chosen, _why(chosen, finalists, predicted))
 
     def run(self, candidates: Iterable[tuple[CandidateFamily, int]], round: int) -> None:
-        """Simulate them for as long as this round is."""
+        """Simulate the candidates for the steps of this round."""
         candidates = list(candidates)
         counted = STEPS[round]
         trials, shares = [], []
@@ -238,20 +240,28 @@ class _PlanSearch:
         for (family, gpus), shared, figures in zip(candidates, shares, self._pool.run(trials), strict=True):
             limits = self._step_limits.limits(family.alpha, gpus, shared)
             generating = self._workload.gpus - gpus + shared
-            self.found[family, gpus] = Prediction(family.alpha, gpus, shared, generating, figures, counted, limits)
+            self.found[family, gpus] = Prediction(
+                alpha=family.alpha,
+                train_gpus=gpus,
+                shared_gpus=shared,
+                rollout_gpus=generating,
+                figures=figures,
+                steps=counted,
+                limits=limits,
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Lower limits of a step's seconds, from what a batch asks for on average over some of the trace."""
+    """Lower limits of a step's seconds, from the mean batch of the first batches of the trace."""
 
     workload: Workload
     demand: Demand
-    """Of all batches looked at."""
+    """Demand of all sampled batches together."""
     longest: TraceEpisode
     """The trajectory that takes longest alone."""
     turns: float
-    """Of a batch."""
+    """Mean turns of a batch."""
 
     @classmethod
     def of(cls, workload: Workload) -> StepLimits:
@@ -264,7 +274,7 @@ class StepLimits:
         return cls(workload, Demand.of(groups), longest, turns)
 
     def limits(self, alpha: float, train_gpus: int, shared_gpus: int = 0) -> dict[str, float]:
-        """What one step takes at least at this split, by reason."""
+        """Return the lower limits of a step's seconds at this split, by reason."""
         workload, demand = self.workload, self.demand
         generators, trainers = workload.gpus - train_gpus + shared_gpus, train_gpus or workload.gpus
         training = bounds.training_seconds(demand, workload.train_seconds) / SAMPLED / trainers
@@ -281,13 +291,13 @@ class StepLimits:
 
 
 def _chosen(finalists: Sequence[Prediction]) -> Prediction:
-    """The smallest alpha whose steps are nearly as short as the shortest."""
+    """Return the prediction with the smallest alpha whose steps are nearly as short as the shortest."""
     shortest = min(finalist.figures.step_seconds for finalist in finalists)
     return next(finalist for finalist in finalists if finalist.figures.step_seconds <= shortest * (1 + CLOSE))
 
 
 def _why(chosen: Prediction, finalists: Sequence[Prediction], predicted: Sequence[Prediction]) -> str:
-    """In one sentence."""
+    """Explain the choice in one sentence."""
     seconds = chosen.figures.step_seconds
     below = [finalist for finalist in finalists if finalist.alpha < chosen.alpha]
     above = [finalist for finalist in finalists if finalist.alpha > chosen.alpha]

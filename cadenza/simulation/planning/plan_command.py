@@ -1,4 +1,4 @@
-"""`cadenza plan` on the command line: what was asked, and the candidates as a table."""
+"""`cadenza plan` on the command line: its arguments, and the table of candidates."""
 
 from __future__ import annotations
 

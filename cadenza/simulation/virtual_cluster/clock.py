@@ -1,8 +1,8 @@
-"""An event loop whose time jumps.
+"""An event loop with virtual time.
 
-Invariant: time passes only when nothing can run. Then it jumps to the next timer; when there is no timer either,
-nothing can ever happen again, and that is an error which says who waits for what. Code that takes its time from
-the loop runs here unchanged, and the same seed gives the same run.
+Invariant: time passes only when no callback can run. Then it jumps to the next timer. When there is no timer either,
+the loop raises `Deadlock`, which names every task and what it waits for. Code that takes its time from the loop runs
+here unchanged, and the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Nothing can run, and no timer is set."""
+    """No callback can run, and no timer is set."""
 
 
 class VirtualTimeout(RuntimeError):
-    """The run asked for more virtual time than it was given."""
+    """The next timer lies behind `max_time`."""
 
 
 class _ClockSelector(selectors.BaseSelector):
-    """The selector of the virtual loop: where a real one would sleep, it moves the clock."""
+    """The selector of the virtual loop: it moves the clock where a real one would sleep."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
@@ -57,9 +57,9 @@ class _ClockSelector(selectors.BaseSelector):
 class VirtualLoop(asyncio.BaseEventLoop):
     """asyncio with virtual time.
 
-    `shuffle` is the seed of the order in which callbacks that are ready together run: asyncio promises none
-    between tasks, so a correct program passes under every seed. `executor_cost` is what one piece of work sent to
-    `run_in_executor` costs in virtual seconds; it runs inline.
+    `shuffle` is the seed of the order in which callbacks that are ready together run: asyncio promises no order between
+    tasks, so a correct program passes under every seed. Work sent to `run_in_executor` runs inline, and its result
+    arrives after `executor_cost` virtual seconds.
     """
 
     _ready: Any
@@ -85,7 +85,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def jump(self) -> None:
-        """Move to the next timer."""
+        """Move the clock to the next timer."""
         scheduled = self._scheduled
         while scheduled and scheduled[0]._cancelled:
             handle = heapq.heappop(scheduled)
@@ -97,24 +97,24 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if when > self._max_time:
             raise VirtualTimeout(f"virtual time would pass {self._max_time} s\n{self.who_waits()}")
         self._now = max(self._now, when)
-        self._clock_resolution = math.ulp(self._now)  # a timer that is due now must be due, however late it is
+        self._clock_resolution = math.ulp(self._now)  # with a smaller one a timer that is due would not fire
 
     def run_in_executor(  # type: ignore[override]  # typeshed binds args to func by a TypeVarTuple
         self, executor: Any, func: Callable[..., T], *args: Any
     ) -> asyncio.Future[T]:
-        """Run `func` now, and deliver its result after its stated cost."""
+        """Run `func` now, and deliver its result after its cost."""
         cost = self._executor_cost(func) if callable(self._executor_cost) else self._executor_cost
         future: asyncio.Future[T] = self.create_future()
         try:
             result = func(*args)
-        except USER_CODE_ERRORS as error:  # the error belongs to whoever awaits the future
+        except USER_CODE_ERRORS as error:  # the awaiting task receives the error
             self.call_later(cost, _settle, future, None, error)
         else:
             self.call_later(cost, _settle, future, result, None)
         return future
 
     def who_waits(self) -> str:
-        """Every task, and the innermost place where it waits."""
+        """Return a text with every task and the innermost await in which it waits."""
         lines = [f"nothing can run at virtual time {self._now:.3f} s; the tasks wait:"]
         lines += sorted(f"  {task.get_name()}: {_innermost(task)}" for task in asyncio.all_tasks(self))
         return "\n".join(lines)
@@ -144,7 +144,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 
 
 def _innermost(task: asyncio.Task[Any]) -> str:
-    """The chain of awaits of a task, outermost first, and what the last one waits for."""
+    """Return the chain of awaits of a task, outermost first, and the future at its end."""
     chain: list[str] = []
     awaited: Any = task.get_coro()
     while awaited is not None and hasattr(awaited, "cr_frame"):

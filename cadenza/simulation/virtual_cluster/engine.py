@@ -22,10 +22,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from heapq import heappop, heappush
 
-from cadenza.inference.replica import Finish, Generation, PauseMode, ReplicaError, Request, Span
+from cadenza.inference.replica import Finish, Generation, PauseMode, Request, Span
 from cadenza.simulation.virtual_cluster.cost import CostModel
 from cadenza.simulation.virtual_cluster.prefix_cache import PrefixCache
 from cadenza.simulation.virtual_cluster.tokens import seeded_tokens
+from cadenza.simulation.virtual_cluster.waiters import Waiters
 
 OnEvent = Callable[[float, str, object], None]
 
@@ -108,7 +109,7 @@ class SimEngine:
         self._drain_until = 0  # the last arrival that a drain waits for
         self._paused = self._frozen = False
         self._loading = 0
-        self._waiters: dict[str, list[asyncio.Future[None]]] = {}
+        self._waiters = Waiters(self._loop)
         self._lost: str | None = None
         self._hung_at: float | None = None
         self._deferred: list[Callable[[], None]] = []  # calls that reached a hung engine
@@ -175,9 +176,9 @@ class SimEngine:
             self._frozen = True
             self._prefill_debt = max(0.0, self._next_step_at - now)
         if self._paused:
-            self._notify("paused")
+            self._waiters.notify("paused")
         if self._frozen:
-            self._notify("frozen")
+            self._waiters.notify("frozen")
 
     def _free_kv_cache(self) -> None:
         """Free capacity for the next step, one token per sequence: evict idle contexts, then preempt the last joins."""
@@ -344,7 +345,7 @@ class SimEngine:
             self._next_step_at = now + self._prefill_debt
             self._at_boundary(now)
 
-    # Tokens, versions, waiters.
+    # Tokens and versions.
 
     def _discard(self, cause: str, tokens: int) -> None:
         if tokens:
@@ -384,29 +385,3 @@ class SimEngine:
     def _emit(self, kind: str, sequence: SimSequence) -> None:
         if self.on_event is not None:
             self.on_event(self._loop.time(), kind, sequence.request)
-
-    async def _until(self, event: str, seconds: float | None = None) -> None:
-        """Wait for an event, or for a time; a death ends every wait with `ReplicaLost`."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        waiters = self._waiters.setdefault(event, [])
-        waiters.append(future)
-        timer = None if seconds is None else self._loop.call_later(seconds, _settled, future)
-        try:
-            await future
-        finally:
-            waiters.remove(future)
-            if timer is not None:
-                timer.cancel()
-
-    def _notify(self, event: str, error: ReplicaError | None = None) -> None:
-        for future in self._waiters.pop(event, ()):
-            _settled(future, error)
-
-
-def _settled(future: asyncio.Future[None], error: ReplicaError | None = None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

@@ -1,11 +1,10 @@
-"""What goes wrong in a schedule, drawn from its seed.
+"""The faults of a schedule: drawn from its seed, injected at their moments, counted when they take effect.
 
-Invariant: a fault counts as injected only when it took effect: an env raised, a call failed, an abort was lost. An
-injector that has hit nothing when most of the schedule has been issued lets the next env raise: every schedule has a
-fault.
+Invariant: a fault counts as injected only when it took effect: an env raised, a call failed, an abort was lost. When
+most attempts are issued and no fault has taken effect, the injector lets the next env raise, so every schedule has one.
 
-    ledger, controller --"it is such a moment"--> FaultInjector --strike, after its delay--> replica
-    env, reward --"this is my n-th call"--> FaultInjector --> Fault | None
+    ledger, controller --on_moment()--> FaultInjector --strike, after its delay--> replica
+    env, reward --env_fault(), reward_fault()--> FaultInjector --> Fault | None
 """
 
 from __future__ import annotations
@@ -31,39 +30,39 @@ REWARD_KINDS: tuple[RewardKind, ...] = get_args(RewardKind)
 KINDS: tuple[FaultKind, ...] = (*REPLICA_KINDS, *ENV_KINDS, *REWARD_KINDS)
 
 Moment = Literal["issue", "suspend", "publish", "resume", "resize"]
-"""An attempt is issued, or a control operation begins."""
+"""The moments at which a fault can strike: an attempt is issued, or a control operation begins."""
 
 CLOSE = -1
-"""The number of the call of an env that closes it."""
+"""Call number of an env's `close`."""
 FOREVER = 1e7
-"""Virtual seconds that nothing waits for."""
+"""Virtual seconds that are longer than every deadline."""
 FORCE_AFTER = 48
-"""Attempts issued without a fault that took effect, after which one is forced."""
+"""Attempts issued after which a fault is forced if none took effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault of a replica, an env or a reward."""
 
     kind: FaultKind
     target: int
-    """Replica: its index. Env: the n-th that is made. Reward: the n-th trajectory that is judged."""
+    """Index of the replica, number of the env in the order of creation, or number of the judged trajectory."""
     after: int = 0
-    """Replica: strikes after so many moments. Env: strikes at this call (0 is reset, CLOSE is close). Weight update:
-    strikes at this version."""
+    """Replica: number of moments before the strike. Env: number of the call (0 is reset, CLOSE is close). Weight
+    update: version."""
     moment: Moment = "issue"
-    """Replica: what is counted."""
+    """Replica: the kind of moment that `after` counts."""
     delay: float = 0.0
     """Replica: seconds between the last of these moments and the strike."""
     amount: float = 1.0
     """slow: the factor; flaky, failed_weight_update, reward_hang: the calls; late_abort, env_slow: the seconds;
-    hang: seconds until it goes on by itself."""
+    hang: seconds until the replica continues."""
     version: int = 0
     """Replica: strikes only once this version is published."""
 
     @property
     def lethal(self) -> bool:
-        """Whether the sampler may have to give the replica up for it."""
+        """Whether the sampler may give up the replica because of this fault."""
         match self.kind:
             case "kill" | "lost_abort":
                 return True
@@ -77,7 +76,7 @@ class Fault:
 def draw_faults(
     rng: Random, *, replicas: int, protected: int, versions: int, envs: int, turns: int, rewards: bool
 ) -> tuple[Fault, ...]:
-    """One to three faults. What may cost a replica its life spares the protected one."""
+    """Draw one to three faults. Lethal ones never hit the protected replica."""
     kinds: list[FaultKind] = [*REPLICA_KINDS, "hang", "lost_abort", *ENV_KINDS]
     if rewards:
         kinds += [*REWARD_KINDS, *REWARD_KINDS]
@@ -133,7 +132,7 @@ class FaultInjector:
         self._version = 0
 
     def on_moment(self, moment: Moment) -> None:
-        """It is such a moment."""
+        """Count a moment, and start the faults that are due."""
         self._moments[moment] += 1
         if self._waiting:
             self._strike_due()
@@ -143,7 +142,7 @@ class FaultInjector:
         self._strike_due()
 
     def env_fault(self, env: int, call: int) -> Fault | None:
-        """The fault of this call of this env; whoever asks lets it happen."""
+        """Return the fault of this call of this env, and count it: the caller must let it happen."""
         fault = self._envs.get((env, call))
         if fault is None and call == 0 and self._moments["issue"] >= FORCE_AFTER and not self.injected:
             fault = Fault("env_exception", env)
@@ -152,7 +151,7 @@ class FaultInjector:
         return fault
 
     def reward_fault(self, trajectory: int, call: int) -> Fault | None:
-        """The fault of the n-th call for the n-th judged trajectory."""
+        """Return the fault of this call for this judged trajectory, and count it."""
         fault = self._rewards.get(trajectory)
         if fault is None or call >= fault.amount:
             return None
@@ -198,14 +197,14 @@ OnRequest = Callable[["FaultyReplica", Request, "asyncio.Future[Generation]"], N
 
 
 class FaultyReplica(SimReplica):
-    """A simulated replica that tells what it is asked, and when a fault of it takes effect."""
+    """A simulated replica that reports its requests, and the faults of it that take effect."""
 
     def __init__(self, injector: FaultInjector, on_request: OnRequest, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.dead = False
         self.asleep = False
         self.moving: set[int] = set()
-        """Requests that the sampler called back, to move them or because others waited."""
+        """Requests that the sampler aborted to move them, or because others waited."""
         self._injector = injector
         self._on_request = on_request
         self._counted_late = False

@@ -36,7 +36,10 @@ class PrefixCache:
         return min(cached, max(0, context - 1))
 
     def release(self, request: Request, computed: int) -> None:
-        """Keep the `computed` tokens of a request that stops running; the last running member leaves the group's prompt."""
+        """Keep the `computed` tokens of a request that stops running.
+
+        The last member that runs leaves the prompt of its group to the cache.
+        """
         if prompt := _prompt(request):
             members = self._running_members.pop(request.group) - 1
             if members:

@@ -117,10 +117,10 @@ class SimReplica(SimEngine):
         await self._reach_engine()
         if mode is PauseMode.ABORT and self._lost_aborts:
             self._lost_aborts -= 1
-            await self._until("never")
+            await self._waiters.wait("never")
         self.fence = max(self.fence, epoch)
         if self._abort_delay > 0:
-            await self._until("elapsed", self._abort_delay)
+            await self._waiters.wait("elapsed", self._abort_delay)
             await self._reach_engine()
         self._pending = mode
         self._drain_until = self._arrivals
@@ -129,7 +129,7 @@ class SimReplica(SimEngine):
             self._thaw()
         self._act_at_boundary()
         if self._pending is not None:
-            await self._until("paused")
+            await self._waiters.wait("paused")
 
     async def resume(self) -> None:
         await self._reach_engine()
@@ -137,7 +137,7 @@ class SimReplica(SimEngine):
             raise RuntimeError(f"{self.name} is asleep: wake it instead of resuming it")
         self._pending = None
         self._paused = False
-        self._notify("paused", ReplicaError(f"{self.name}: resumed before the pause took effect"))
+        self._waiters.notify("paused", ReplicaError(f"{self.name}: resumed before the pause took effect"))
         self._thaw()
         self._act_at_boundary()
 
@@ -152,8 +152,8 @@ class SimReplica(SimEngine):
         try:
             self._act_at_boundary()
             if not self._frozen:
-                await self._until("frozen")
-            await self._until("elapsed", self.load_seconds)
+                await self._waiters.wait("frozen")
+            await self._waiters.wait("elapsed", self.load_seconds)
             await self._reach_engine()
             self._set_version(version)
         finally:
@@ -176,7 +176,7 @@ class SimReplica(SimEngine):
         await self._reach_engine()
         if not self._asleep:
             return
-        await self._until("elapsed", self.wake_seconds)
+        await self._waiters.wait("elapsed", self.wake_seconds)
         await self._reach_engine()
         self._asleep = self._paused = False
         self._thaw()
@@ -224,7 +224,7 @@ class SimReplica(SimEngine):
         deferred, self._deferred = self._deferred, []
         for message in deferred:
             message()
-        self._notify("unhung")
+        self._waiters.notify("unhung")
 
     def crash(self) -> None:
         """Let the process die without a `kill`."""
@@ -354,12 +354,11 @@ class SimReplica(SimEngine):
         self._boundary_requested = False
         self._prefix_cache = PrefixCache()
         self._drop_prefill(self._loop.time())
-        for event in list(self._waiters):
-            self._notify(event, ReplicaLost(text))
+        self._waiters.fail_all(lambda: ReplicaLost(text))
 
     async def _reach_engine(self) -> None:
         """Wait while the engine hangs; raises `ReplicaLost` when it is dead."""
         while self._hung_at is not None:
-            await self._until("unhung")
+            await self._waiters.wait("unhung")
         if self._lost is not None:
             raise ReplicaLost(self._lost)
