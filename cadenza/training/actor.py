@@ -33,7 +33,6 @@ from cadenza.algorithms import (
     kl,
     kl_loss,
     loss_sum,
-    merge_metrics,
     ppo_clip,
     token_metrics,
     token_weights,
@@ -42,7 +41,7 @@ from cadenza.algorithms import (
 from cadenza.config import load_object
 from cadenza.data import DataProto
 from cadenza.training.checkpoint import TrainingState
-from cadenza.training.learner import Learner, LearnerConfig, MicroLoss
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, merge_updates
 from cadenza.training.packing import PackedRows
 from cadenza.training.settings import refuse_unused
 from cadenza.training.strategy import ParallelStrategy, StrategyName
@@ -298,7 +297,7 @@ class Actor:
         """The chosen rows to the update under way."""
         computed = chosen[to_compute[chosen]]
         if not len(computed):
-            computed = chosen[:1]  # an update without gradient is still one: the optimizer's momentum goes on
+            computed = chosen[:1]  # so that something can be said of the update
         count = self._count(inputs, chosen)
         update_metrics = self._update_metrics
         self._learner.add(batch, self._losses(rows, inputs, computed[mine[computed]], update_metrics), count)
@@ -315,13 +314,13 @@ class Actor:
     def _finish_batch(self, updates: Sequence[tuple[dict[str, float], UpdateMetrics]]) -> dict[str, float]:
         """A batch is done; what its updates say together."""
         self._learner.version += 1
-        merged = merge_metrics((metrics, float(update_metrics.tokens)) for metrics, update_metrics in updates)
+        merged = merge_updates([(metrics, float(update_metrics.tokens)) for metrics, update_metrics in updates])
         totals = {
             "tokens": sum(update_metrics.tokens for _, update_metrics in updates) // self.config.epochs,
             "updates": len(updates),
             "skipped_rows": sum(update_metrics.skipped for _, update_metrics in updates),
         }
-        return merged | {"lr": updates[-1][0]["lr"]} | {name: float(n) for name, n in totals.items()}
+        return merged | {name: float(n) for name, n in totals.items()}
 
     def _count(self, inputs: LossInputs, chosen: Array) -> float:
         """What the rows add to the denominator of their update."""
