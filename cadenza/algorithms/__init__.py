@@ -28,6 +28,7 @@ from cadenza.algorithms.groups import Groups, row_weights, sum_by_id
 from cadenza.algorithms.kl import KlEstimator, kl, kl_loss, penalised_rewards, penalised_scores, penalised_steps
 from cadenza.algorithms.losses import (
     LOSSES,
+    NamedLoss,
     TokenLoss,
     entropy,
     entropy_bonus,
@@ -56,6 +57,7 @@ __all__ = [
     "Groups",
     "KlEstimator",
     "Moments",
+    "NamedLoss",
     "TokenLoss",
     "anchor_ids",
     "denominator",
