@@ -21,7 +21,6 @@ from cadenza.algorithms.advantages import (
 from cadenza.algorithms.aggregate import Aggregation, denominator, loss_sum, token_weights
 from cadenza.algorithms.corrections import (
     Correction,
-    effective_sample_size,
     truncated_weights,
 )
 from cadenza.algorithms.groups import Groups, row_weights, sum_by_id
@@ -62,7 +61,6 @@ __all__ = [
     "anchor_ids",
     "denominator",
     "discounted_returns",
-    "effective_sample_size",
     "entropy",
     "entropy_bonus",
     "explained_variance",

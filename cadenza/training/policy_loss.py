@@ -40,9 +40,6 @@ from cadenza.training.update_metrics import UpdateMetrics
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """From logprobs, old logprobs, advantages and mask [n, R]: a row's trained tokens side by side."""
 
-MISMATCH_METRICS = ("mismatch_kl", "logprob_gap_mean", "logprob_gap_max", "weight_mean", "weight_changed_fraction")
-"""What is told about the distance of trainer and sampler."""
-
 
 class PolicyLossConfig(LearnerConfig):
     """What the policy is trained for."""
@@ -187,7 +184,7 @@ class PolicyObjective:
         sampler = inputs.infer if inputs.infer is not None else old
         level: Literal["token", "sequence"] = "sequence" if config.correction == "sequence" else "token"
         correction = truncated_weights(trainer, sampler, mask, level=level, cap=config.correction_cap)
-        metrics |= {name: correction.metrics[name] for name in MISMATCH_METRICS}
+        metrics |= correction.metrics
         if config.correction != "off":
             values = values * correction.weights
         pg_loss = loss_sum(values, inputs.weights)
