@@ -21,13 +21,13 @@ from cadenza.algorithms.advantages import (
 from cadenza.algorithms.aggregate import Aggregation, denominator, loss_sum, token_weights
 from cadenza.algorithms.corrections import (
     Correction,
-    effective_sample_size,
     truncated_weights,
 )
 from cadenza.algorithms.groups import Groups, row_weights, sum_by_id
 from cadenza.algorithms.kl import KlEstimator, kl, kl_loss, penalised_rewards, penalised_scores, penalised_steps
 from cadenza.algorithms.losses import (
     LOSSES,
+    NamedLoss,
     TokenLoss,
     entropy,
     entropy_bonus,
@@ -56,11 +56,11 @@ __all__ = [
     "Groups",
     "KlEstimator",
     "Moments",
+    "NamedLoss",
     "TokenLoss",
     "anchor_ids",
     "denominator",
     "discounted_returns",
-    "effective_sample_size",
     "entropy",
     "entropy_bonus",
     "explained_variance",

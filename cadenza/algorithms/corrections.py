@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from cadenza.algorithms.losses import LOG_RATIO_LIMIT
@@ -33,8 +32,7 @@ class Correction:
     weights: Tensor
     """[N, L], 0 outside the mask"""
     metrics: dict[str, float]
-    """`ess` is the effective sample size as a share of the samples (tokens or sequences): of the weights as they are
-    used, and of the ratios before (`ess_raw`), which tells how far sampler and trainer are apart."""
+    """Of the weights, and of the distance between trainer and sampler."""
 
 
 def truncated_weights(
@@ -45,17 +43,16 @@ def truncated_weights(
         raise ValueError(f"cap must be above 0, got {cap}")
     gap = _gap(trainer_logprobs, sampler_logprobs, mask)
     ratio = _ratio(gap, level)
-    return _correction(gap, ratio, ratio.clamp(max=cap), mask, level)
-
-
-def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """(sum w)^2 / sum w^2 over the masked weights [*], divided by their number: 1 if all are equal, 1/n if one has
-    all the weight, 0 if there is none.
-    """
-    check_shapes(mask=mask, weights=weights)
-    counted = zero_outside(weights.detach(), mask).double()
-    total, squares, count = torch.stack([counted.sum(), (counted**2).sum(), mask.bool().sum().double()]).tolist()
-    return total**2 / (squares * count) if squares else 0.0
+    weights = ratio.clamp(max=cap)
+    metrics = token_metrics(
+        mask,
+        weight_mean=weights,
+        weight_changed_fraction=weights != ratio,
+        mismatch_kl=-gap,
+        logprob_gap_mean=gap.abs(),
+        logprob_gap_max=gap.abs(),
+    )
+    return Correction(zero_outside(weights, mask), metrics)
 
 
 def _gap(trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -71,22 +68,3 @@ def _ratio(gap: Tensor, level: Level) -> Tensor:
     elif level != "token":
         raise ValueError(f"level must be 'token' or 'sequence', got {level!r}")
     return gap.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def _correction(gap: Tensor, ratio: Tensor, weights: Tensor, mask: Tensor, level: Level) -> Correction:
-    metrics = token_metrics(
-        mask,
-        weight_mean=weights,
-        weight_changed_fraction=weights != ratio,
-        ratio_max=ratio,
-        mismatch_kl=-gap,
-        logprob_gap_mean=gap.abs(),
-        logprob_gap_max=gap.abs(),
-    )
-    samples = mask.bool()
-    if level == "sequence":
-        # One sample per row: its first masked token speaks for all.
-        samples = samples & (samples.cumsum(1) == 1)
-    metrics["ess"] = effective_sample_size(weights, samples)
-    metrics["ess_raw"] = effective_sample_size(ratio, samples)
-    return Correction(zero_outside(weights, mask), metrics)

@@ -6,7 +6,7 @@ values and returns are constants: no gradient goes into them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -124,8 +124,23 @@ def entropy_bonus(entropies: Tensor, mask: Tensor, *, coefficient: float) -> Tok
     return TokenLoss(-coefficient * zero_outside(entropies, mask), metrics, int(mask.bool().sum()))
 
 
-LOSSES: dict[str, Callable[..., TokenLoss]] = {"ppo_clip": ppo_clip, "policy_gradient": policy_gradient}
-"""Losses of the policy by name; all begin with (logprobs, old_logprobs, advantages, mask)."""
+@dataclass(frozen=True, slots=True)
+class NamedLoss:
+    """A loss of the policy that `actor.loss` can name."""
+
+    function: Callable[..., TokenLoss]
+    """It begins with (logprobs, old_logprobs, advantages, mask), and has no gradient where the advantage is 0."""
+    settings: tuple[str, ...] = ()
+    """Its keywords, which are settings of the actor."""
+    has_ratio: bool = True
+    """Whether the gradient depends on the old logprobs."""
+
+
+LOSSES: Mapping[str, NamedLoss] = {
+    "ppo_clip": NamedLoss(ppo_clip, settings=("clip_low", "clip_high", "dual_clip")),
+    "policy_gradient": NamedLoss(policy_gradient, has_ratio=False),
+}
+"""A new one is a function above and a line here; and a field of `PolicyLossConfig` for each new setting."""
 
 
 def _inputs(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

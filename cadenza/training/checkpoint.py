@@ -107,13 +107,12 @@ def writing(path: Path, *, user: Mapping[str, Any] | None = None) -> Iterator[Pa
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def load(path: Path, roles: Mapping[str, Checkpointable], *, random_state: bool = True) -> dict[str, Any]:
+def load(path: Path, roles: Mapping[str, Checkpointable]) -> dict[str, Any]:
     """Restore the roles, in the order in which they were saved, and the random state; the user's dict."""
     user = _read(path)
     for role_directory, role in _role_directories(path, roles):
         load_role(role_directory, role)
-    if random_state:
-        _load_random_state(path / "training")
+    _load_random_state(path / "training")
     return user
 
 

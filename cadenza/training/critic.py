@@ -27,7 +27,7 @@ from cadenza.algorithms import (
 from cadenza.data import DataProto
 from cadenza.training.checkpoint import TrainingState
 from cadenza.training.forward import evaluating
-from cadenza.training.learner import Learner, LearnerConfig, MicroLoss
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, merge_updates
 from cadenza.training.packing import PackedRows
 from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
@@ -106,7 +106,7 @@ class Critic:
             for metrics, ranks, chosen in zip(done, of_all_ranks, updates, strict=True)
         ]
         foreseen = explained_variance(columns["values"], columns["returns"], mask)
-        return merge_metrics(updated) | {"explained_variance": foreseen, "lr": updated[-1][0]["lr"]}
+        return merge_updates(updated) | {"explained_variance": foreseen}
 
     def offload(self) -> int:
         """Free the device; see `Learner.offload`."""

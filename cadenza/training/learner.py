@@ -3,7 +3,8 @@
 Invariant: an update happens whole or not at all. Losses of micro-batches are sums and are added up as gradients, over
 all chunks of the update (`add`), and divided once by the count of them all (`finish`). When a loss or the gradient is
 not finite, or anything raises on the way, the gradients of all chunks are dropped and the weights stay as they were
-before that update, on all ranks. The batch at fault is saved for whoever wants to look at it.
+before that update, on all ranks. The batch at fault is saved, to be looked at. An update without any gradient is not
+made (`updates_skipped`).
 ```
 rows --mini_batches--> rows of one update --own_rows--> --pack--> micro-batch --loss--> backward --> divide, clip, step
 ```
@@ -12,7 +13,7 @@ rows --mini_batches--> rows of one update --own_rows--> --pack--> micro-batch --
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -21,7 +22,7 @@ import numpy as np
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from cadenza.algorithms import Aggregation
+from cadenza.algorithms import Aggregation, merge_metrics
 from cadenza.data import DataProto
 from cadenza.training.batching import mini_batches
 from cadenza.training.checkpoint import TrainingState
@@ -222,7 +223,8 @@ class Learner:
             self._raise_on_all_ranks(str(failed), update)
         finally:
             self.drop()
-        return {"loss": update.loss / update.count, "grad_norm": done.grad_norm, "lr": done.lr}
+        metrics = {"loss": update.loss / update.count, "grad_norm": done.grad_norm, "lr": done.lr}
+        return metrics | {"updates_skipped": float(done.is_skipped)}
 
     def drop(self) -> None:
         """Forget the update under way, if there is one."""
@@ -280,6 +282,12 @@ class Learner:
     def _non_finite_loss(self, what: str, batch: DataProto, rows: Array) -> NonFiniteLoss:
         step = self.optimizer.step
         return NonFiniteLoss(what, step, tuple(sorted(rows.tolist())), _save_batch(batch, self._failures, step))
+
+
+def merge_updates(updates: Sequence[tuple[dict[str, float], float]]) -> dict[str, float]:
+    """What the updates of a batch say together, each with its weight: means, and the learning rate of the last."""
+    skipped = sum(metrics["updates_skipped"] for metrics, _ in updates)
+    return merge_metrics(updates) | {"lr": updates[-1][0]["lr"], "updates_skipped": skipped}
 
 
 def switch_off_dropout(module: nn.Module) -> None:

@@ -4,7 +4,8 @@
     then with t = (step - warmup_steps) / (total_steps - warmup_steps), at most 1:
     constant  1        linear  1 - (1 - m) t        cosine  m + (1 - m) (1 + cos(pi t)) / 2        m = min_lr_ratio
 
-An update whose gradient norm is not finite is refused before it touches a weight.
+An update whose gradient norm is not finite is refused before it touches a weight. One whose gradient is 0 has nothing
+to say and is not made: momentum and weight decay alone must not move a policy. It is no step of the schedule either.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class OptimConfig(Config):
     """Of matrices; norms and biases do not decay."""
     schedule: Schedule = "constant"
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the learning rate rises."""
+    """Updates over which the learning rate rises. Updates without signal do not count, here and in `total_steps`."""
     total_steps: int | None = Field(default=None, gt=0)
     """Updates after which 'linear' and 'cosine' have reached their end. A batch is epochs * mini_batches updates."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
@@ -72,11 +73,13 @@ class OptimConfig(Config):
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """One update that was made."""
+    """What became of one update."""
 
     grad_norm: float
     """Before clipping."""
     lr: float
+    is_skipped: bool
+    """The gradient was 0, and nothing has changed."""
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -107,7 +110,7 @@ class Optimizer:
         self._optimizer: torch.optim.Optimizer = kind([g for g in groups if g["params"]], **arguments)
 
     def apply(self, count: float = 1.0) -> UpdateResult:
-        """Make the update that the gradients, divided by `count`, ask for, and clear them."""
+        """Make the update that the gradients, divided by `count`, ask for, if any, and clear them."""
         if count != 1.0:
             for parameter in self.named.values():
                 if parameter.grad is not None:
@@ -116,17 +119,20 @@ class Optimizer:
         grad_norm = float(norm)
         if not math.isfinite(grad_norm):
             raise NonFiniteGradient(f"the gradient norm is {grad_norm}")
+        lr = self.config.lr_at(self.step)
+        if not grad_norm:
+            self.clear()
+            return UpdateResult(grad_norm, lr, is_skipped=True)
         limit = self.config.max_grad_norm
         if limit is not None and grad_norm > limit:
             for alike in self._same_mesh:
                 nn.utils.clip_grads_with_norm_(alike, limit, norm)
-        lr = self.config.lr_at(self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self.clear()
         self.step += 1
-        return UpdateResult(grad_norm, lr)
+        return UpdateResult(grad_norm, lr, is_skipped=False)
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -23,7 +23,7 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Models with this block: RMS norms before attention and gated MLP, rotary positions by halves, full attention."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderLayer:
     """The modules of one decoder layer."""
 

@@ -29,7 +29,7 @@ from cadenza.training.token_rows import Array, TokenRows, ranges
 Packing = Literal["padded", "packed", "shared"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
     """n rows of a batch, laid out as U slots for one forward pass."""
 
@@ -111,18 +111,18 @@ def pack(rows: TokenRows, chosen: Array, packing: Packing) -> PackedRows:
     if len(trained) < count * most:
         flat_index = torch.from_numpy(ranges(np.arange(count) * most, counts))
     return PackedRows(
-        packing,
-        chosen,
-        torch.from_numpy(ids.ravel()[kept].astype(np.int64)),
-        torch.from_numpy(kept % width),
-        grid,
-        lengths,
-        owned,
-        reads,
-        torch.from_numpy(predicts),
-        torch.from_numpy(rows.tokens[trained].astype(np.int64)),
-        flat_index,
-        (count, most),
+        packing=packing,
+        rows=chosen,
+        tokens=torch.from_numpy(ids.ravel()[kept].astype(np.int64)),
+        positions=torch.from_numpy(kept % width),
+        grid=grid,
+        lengths=lengths,
+        owned=owned,
+        reads=reads,
+        predicts=torch.from_numpy(predicts),
+        targets=torch.from_numpy(rows.tokens[trained].astype(np.int64)),
+        flat_index=flat_index,
+        shape=(count, most),
     )
 
 

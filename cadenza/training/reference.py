@@ -6,7 +6,6 @@ memory and must not run while the actor trains. Without, it is a frozen copy, or
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -47,11 +46,6 @@ class Reference:
             module.requires_grad_(False).eval()
         self._forward = Forward(module, precision=self.config.precision, strategy=strategy)
         self._packing = self._forward.resolve(self.config.packing)
-
-    @classmethod
-    def of(cls, module: nn.Module, config: ReferenceConfig | None = None) -> Reference:
-        """Of the model as it is now, which may be trained on: shared under its adapter, or copied."""
-        return cls(module if is_adapted(module) else copy.deepcopy(module), config)
 
     def logprobs(self, batch: DataProto) -> DataProto:
         """The batch with the column `ref_logprobs`."""

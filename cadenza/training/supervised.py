@@ -15,10 +15,10 @@ import numpy.typing as npt
 from pydantic import Field
 from torch import Tensor, nn
 
-from cadenza.algorithms import denominator, loss_sum, merge_metrics, token_weights
+from cadenza.algorithms import denominator, loss_sum, token_weights
 from cadenza.data import DataProto, Ragged
 from cadenza.training.checkpoint import TrainingState
-from cadenza.training.learner import Learner, LearnerConfig, MicroLoss
+from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, merge_updates
 from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
 
@@ -72,7 +72,7 @@ class Supervised:
             metrics = self._learner.update(batch, losses, denominator(mask[chosen], by, constant_length=length))
             updated.append((metrics, float(rows.counts[chosen].sum())))
         self._learner.version += 1
-        return merge_metrics(updated) | {"tokens": float(len(rows.trained)), "lr": updated[-1][0]["lr"]}
+        return merge_updates(updated) | {"tokens": float(len(rows.trained))}
 
     def fit(self, pairs: Sequence[Pair], *, passes: int = 1) -> Iterator[dict[str, float]]:
         """Go through the pairs in batches, shuffled anew for every pass; the metrics of each batch."""

@@ -197,12 +197,21 @@ def test_ppo_clip_by_hand(ratio: float, advantage: float, loss: float, slope: fl
     assert x.grad.item() == pytest.approx(slope)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+@given(case=cases())
+def test_a_named_loss_has_no_gradient_without_advantages(name: str, case: Case) -> None:
+    x = case.logprobs.clone().requires_grad_()
+    LOSSES[name].function(x, case.old_logprobs, torch.zeros_like(case.advantages), case.mask).values.sum().backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
 @given(cases())
 def test_on_policy_ppo_and_policy_gradient_have_the_same_gradient(case: Case) -> None:
     gradients = []
-    for function in LOSSES.values():
+    for loss in LOSSES.values():
         x = case.logprobs.clone().requires_grad_()
-        function(x, case.logprobs, case.advantages, case.mask).values.sum().backward()
+        loss.function(x, case.logprobs, case.advantages, case.mask).values.sum().backward()
         assert x.grad is not None
         gradients.append(x.grad)
     close(gradients[0], gradients[1])

@@ -269,21 +269,59 @@ def test_leaving_out_rows_without_advantages_changes_no_weight(config: dict[str,
     assert all_metrics["skipped_rows"] == 0
 
 
-def test_a_batch_without_any_advantage_is_an_update_with_momentum() -> None:
-    batch = random_batch(3)
+def without_signal(batch: DataProto) -> DataProto:
     quiet = batch.select()
     quiet.batch["advantages"] = np.zeros(len(batch), np.float32)
-    actors = [
-        Actor(tiny_model(double=True), ActorConfig(lr=1e-2, weight_decay=0.1, skip_idle=skip), 0)
-        for skip in (True, False)
-    ]
-    for actor in actors:
-        actor.train(batch)
-        metrics = actor.train(quiet)
-        assert metrics["loss"] == 0
-        assert metrics["grad_norm"] == 0
+    return quiet
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"skip_idle": False}, {"loss": policy_gradient}, {"correction": "token"}], ids=str
+)
+def test_after_one_success_twenty_batches_without_signal_change_nothing(config: dict[str, Any]) -> None:
+    """Adam would go on by its momentum, and weights would decay."""
+    batch = random_batch(3)
+    actor = Actor(tiny_model(), ActorConfig(lr=1e-2, weight_decay=0.1, **config), 0)
+    assert actor.train(batch)["updates_skipped"] == 0
+    before, remembered = parameters(actor.module), actor.state()
+    for _ in range(20):
+        metrics = actor.train(without_signal(batch))
+        assert (metrics["updates_skipped"], metrics["loss"], metrics["grad_norm"]) == (1.0, 0.0, 0.0)
         assert metrics["entropy"] > 0
-    assert_same_parameters(parameters(actors[0].module), parameters(actors[1].module), atol=1e-12)
+    assert_same_parameters(parameters(actor.module), before, atol=0)
+    assert_same_parameters(dict(actor.state().tensors), dict(remembered.tensors), atol=0)
+    assert actor.version == 21
+    actor.train(batch)
+    assert any(not torch.equal(before[name], now) for name, now in parameters(actor.module).items())
+
+
+def test_an_update_without_signal_is_no_step_of_the_schedule() -> None:
+    batch = random_batch(3)
+    config = ActorConfig(lr=1e-2, schedule="linear", total_steps=4)
+    one, two = (Actor(tiny_model(double=True), config, 0) for _ in range(2))
+    for _ in range(3):
+        metrics = one.train(batch)
+        two.train(without_signal(batch))
+        assert two.train(batch)["lr"] == metrics["lr"]
+    assert_same_parameters(parameters(one.module), parameters(two.module), atol=0)
+
+
+def test_mini_batches_without_signal_are_left_out_one_by_one() -> None:
+    batch = random_batch(3)
+    advantages = np.zeros(len(batch), np.float32)
+    advantages[0] = 1.0
+    batch.batch["advantages"] = advantages
+    metrics = Actor(tiny_model(), ActorConfig(lr=1e-2, mini_batches=3), 0).train(batch)
+    assert (metrics["updates"], metrics["updates_skipped"]) == (3, 2)
+
+
+@pytest.mark.parametrize("config", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
+def test_kl_and_entropy_are_signal(config: dict[str, Any]) -> None:
+    batch = without_signal(random_batch(3))
+    actor = Actor(tiny_model(), ActorConfig(lr=1e-2, **config), 0)
+    before = parameters(actor.module)
+    assert actor.train(batch)["updates_skipped"] == 0
+    assert any(not torch.equal(before[name], now) for name, now in parameters(actor.module).items())
 
 
 def test_rows_without_advantages_count_where_entropy_or_kl_needs_them() -> None:

@@ -179,6 +179,16 @@ def test_a_rank_without_rows_takes_part_in_looking_back(two: Ranks) -> None:
     assert_as_one(two, act, [THREE[0][:2], THREE[1][3:5]], {**ADAM, "mini_batches": 2, "epochs": 2})
 
 
+def test_shards_agree_that_there_is_nothing_to_learn(two: Ranks) -> None:
+    idle = THREE[1].select()
+    idle.batch["advantages"] = np.zeros(len(idle), np.float32)
+    assert_as_one(two, act, [THREE[0], idle], ADAM)
+    (weights, told), (_, same) = two.run(act, "tiny", [THREE[0], idle], ADAM)
+    assert told == same
+    assert [metrics["updates_skipped"] for metrics in told] == [0.0, 1.0]
+    assert_same_parameters(weights, two.run(act, "tiny", THREE[:1], ADAM)[0][0], atol=0)
+
+
 def test_critics_in_shards_learn_what_one_would(two: Ranks) -> None:
     config = {"lr": 1e-2, "value_clip": None, "mini_batches": 3, "token_budget": 25}
     assert_as_one(two, criticise, [random_batch(seed) for seed in (11, 12, 13)], config)

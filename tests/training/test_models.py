@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_lora_goes_through_the_compact_pass_and_agrees_with_its_own_forward(tmp_
 
 def test_the_reference_of_an_adapted_model_is_its_base_without_a_copy(tmp_path: Path) -> None:
     module = adapted_model(tmp_path)
-    actor, reference = Actor(module, ActorConfig(lr=1e-2), 0), Reference.of(module)
+    actor, reference = Actor(module, ActorConfig(lr=1e-2), 0), Reference(module)
     assert reference.module is module
     batch = random_batch(2)
     actor.train(batch)
@@ -194,7 +195,7 @@ def test_supervised_steps_drop_and_those_of_a_critic_do_not(tmp_path: Path, kind
 
 def test_the_reference_stays_where_the_actor_began() -> None:
     actor = Actor(tiny_model(), ActorConfig(lr=1e-2, temperature=0.9), 0)
-    reference = Reference.of(actor.module, ReferenceConfig(temperature=0.9))
+    reference = Reference(copy.deepcopy(actor.module), ReferenceConfig(temperature=0.9))
     batch = without(random_batch(2), "old_logprobs", "ref_logprobs")
     before = responses(actor.logprobs(batch), "old_logprobs")
     first = actor.train(reference.logprobs(batch))

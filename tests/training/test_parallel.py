@@ -102,10 +102,21 @@ def test_a_rank_without_rows_takes_part_in_every_update(ranks: Ranks) -> None:
     assert_as_one(ranks, act, [batch, random_batch(3), batch], ADAM, 1e-9)
 
 
-def test_two_ranks_go_on_with_momentum_where_nothing_is_to_learn(ranks: Ranks) -> None:
+def test_two_ranks_agree_that_there_is_nothing_to_learn(ranks: Ranks) -> None:
     idle = without(random_batch(11), "old_logprobs")
     idle.batch["advantages"] = np.zeros(len(idle), np.float32)
     assert_as_one(ranks, act, [random_batch(12), idle], {**ADAM, "mini_batches": 2}, 1e-9)
+    for weights, told in ranks.run(act, [random_batch(12), idle], ADAM):
+        assert [metrics["updates_skipped"] for metrics in told] == [0.0, 1.0]
+        assert_same_parameters(weights, ranks.run(act, [random_batch(12)], ADAM)[0][0], atol=0)
+
+
+def test_ranks_step_together_where_one_alone_has_signal(ranks: Ranks) -> None:
+    batch = without(random_batch(11), "old_logprobs")
+    advantages = np.zeros(len(batch), np.float32)
+    advantages[-1] = 1.0
+    batch.batch["advantages"] = advantages
+    assert_as_one(ranks, act, [random_batch(12), batch], {**ADAM, "skip_idle": False}, 1e-9)
 
 
 def act_in_parts(group: RankGroup, batches: list[DataProto], config: dict[str, Any]) -> tuple[Weights, list[Any]]:
