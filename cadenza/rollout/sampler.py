@@ -151,6 +151,12 @@ class Sampler(GrantSource, Protocol):
         ...
 
     @property
+    def waits_for(self) -> str:
+        """The call without which no token is generated: 'resume' while the gate is held, 'expand' when all devices
+        were shrunk, '' otherwise."""
+        ...
+
+    @property
     def opened_at(self) -> float:
         """When the gate was last opened, on the clock of this loop."""
         ...
@@ -213,11 +219,13 @@ class Sampler(GrantSource, Protocol):
         ...
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
-        """Take replicas off these devices; their requests move, with their tokens, to the others."""
+        """Take replicas off these devices; their requests move, with their tokens, to the others. If none is left,
+        generation waits for the next expand. Devices that are asleep already are `unchanged` in the answer."""
         ...
 
     async def expand(self, devices: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
-        """Bring replicas back on these devices. `skip_load` says that they have the current weights already."""
+        """Bring replicas back on these devices. `skip_load` says that they have the current weights already. Devices
+        that are active already are `unchanged` in the answer."""
         ...
 
     async def stats(self) -> dict[str, ReplicaStats]:

@@ -584,6 +584,7 @@ def test_shrink_and_expand_report_what_they_did() -> None:
             shrunk = await scheduler.shrink_sampler([1, 2])
             assert shrunk == {
                 "replicas": ["r1", "r2"],
+                "unchanged": [],
                 "lost": [],
                 "devices": {0: "active", 1: "asleep", 2: "asleep"},
                 "seconds": 0.0,
@@ -594,6 +595,7 @@ def test_shrink_and_expand_report_what_they_did() -> None:
             expanded = await scheduler.expand_sampler([2])
             assert expanded == {
                 "replicas": ["r2"],
+                "unchanged": [],
                 "lost": [],
                 "devices": {0: "active", 1: "asleep", 2: "active"},
                 "seconds": pytest.approx(2.0 + 3.0),

@@ -359,7 +359,7 @@ class _Controller:
         try:
             await scheduler.shrink_sampler(devices)
         except ValueError:
-            return  # some of them are lost, or away already
+            return  # some of them are lost
         finally:
             self.monitor.left(devices)
         await asyncio.sleep(resize.away)
@@ -371,7 +371,7 @@ class _Controller:
                 if back:
                     await scheduler.expand_sampler(back, skip_load)
             except ValueError:
-                continue  # it was behind, or is lost, or somebody else has brought it back
+                continue  # it was behind, or is lost
             except NoReplicas:
                 if not self.scenario.doomed:
                     raise
