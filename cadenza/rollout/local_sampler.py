@@ -27,6 +27,7 @@ from cadenza.rollout.failures import logger
 from cadenza.rollout.replica_health import HealthCheck
 from cadenza.rollout.replica_pool import ReplicaPool
 from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, RouteRequest
+from cadenza.rollout.routing import make_rule
 from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, SamplerConfig
 from cadenza.rollout.wait_queue import Gate, WaitQueue
 
@@ -47,7 +48,7 @@ class LocalSampler:
         self.config = config or SamplerConfig()
         self.version = 0
         self.epoch = 0
-        self.router = Router(self.config.prefill_weight)
+        self.router = Router(make_rule(self.config))
         self.balancer = Balancer(self.config.prefill_weight)
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
@@ -116,7 +117,11 @@ class LocalSampler:
             if not self._wait_queue.has_earlier(route_request) or (
                 home is not None and not route_request.slices
             ):  # who has its context cached keeps it
-                found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
+                try:
+                    found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
+                except Exception as error:
+                    self._close_for_good(f"routing '{self.config.routing}' failed: {error!r}", error)
+                    raise InfrastructureError(f"routing '{self.config.routing}' failed: {error!r}") from error
             if found is None:
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
@@ -412,12 +417,16 @@ class LocalSampler:
 
     def _on_background_task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("'%s' died, the sampler closes", task.get_name(), exc_info=error)
-            for entry in self._pool.entries:
-                self._pool.give_up(entry, f"'{task.get_name()}' died: {error!r}")
-            self._closed = True
-            self._gate.open()
-            self._wait_queue.close()
+            self._close_for_good(f"'{task.get_name()}' died: {error!r}", error)
+
+    def _close_for_good(self, cause: str, error: BaseException) -> None:
+        """A bug, here or in a routing rule: every replica is given up, so that the schedulers end and name it."""
+        logger.error("%s; the sampler closes", cause, exc_info=error)
+        for entry in self._pool.entries:
+            self._pool.give_up(entry, cause)
+        self._closed = True
+        self._gate.open()
+        self._wait_queue.close()
 
     async def _balance_loop(self) -> None:
         """Move requests and let some give way, unless the gate is closed or a control operation is under way."""

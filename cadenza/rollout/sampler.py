@@ -25,7 +25,8 @@ from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.config import Config
 from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaStats
 from cadenza.rollout.failures import RolloutError
-from cadenza.rollout.router import PREFILL_WEIGHT, ReplicaEntry, RouteRequest
+from cadenza.rollout.prefix_routing import PREFILL_WEIGHT
+from cadenza.rollout.router import ReplicaEntry, RouteRequest
 
 
 class SamplerConfig(Config):
@@ -42,6 +43,8 @@ class SamplerConfig(Config):
     balance_seconds: float = Field(default=5.0, ge=0)
     """Between two looks at which running requests should change replicas, or give way to others (balance.py); 0 leaves
     them where they are."""
+    routing: str = "prefix"
+    """The rule that chooses the replica of a request: 'prefix' (prefix_routing.py), or 'module:name' (routing.py)."""
     prefill_weight: float = Field(default=PREFILL_WEIGHT, ge=0)
     """What the prefill of a token costs, in decode steps over a token of context: how dear it is to leave a prefix."""
 

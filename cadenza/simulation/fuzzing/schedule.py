@@ -25,7 +25,7 @@ from cadenza.data import DataProto
 from cadenza.inference.replica import PauseMode, Sampling
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled
-from cadenza.rollout.router import PREFILL_WEIGHT
+from cadenza.rollout.prefix_routing import PREFILL_WEIGHT
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.demo.view import SchedulerView
