@@ -17,9 +17,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.config import Config
@@ -27,6 +27,7 @@ from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaS
 from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.prefix_routing import PREFILL_WEIGHT
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
+from cadenza.rollout.routing import check_name
 
 
 class SamplerConfig(Config):
@@ -43,7 +44,7 @@ class SamplerConfig(Config):
     balance_seconds: float = Field(default=5.0, ge=0)
     """Between two looks at which running requests should change replicas, or give way to others (balance.py); 0 leaves
     them where they are."""
-    routing: str = "prefix"
+    routing: Annotated[str, AfterValidator(check_name)] = "prefix"
     """The rule that chooses the replica of a request: 'prefix' (prefix_routing.py), or 'module:name' (routing.py)."""
     prefill_weight: float = Field(default=PREFILL_WEIGHT, ge=0)
     """What the prefill of a token costs, in decode steps over a token of context: how dear it is to leave a prefix."""

@@ -98,7 +98,7 @@ def test_a_rule_that_chooses_a_replica_which_sleeps_is_told_so() -> None:
 @pytest.mark.parametrize(
     ("routing", "message"),
     [
-        ("prefx", "sampler.routing 'prefx' is not known; take one of prefix, or write 'module:name'"),
+        ("prefx", "routing 'prefx' is not known; take one of prefix, or write 'module:name'"),
         ("nowhere:Rule", "'nowhere:Rule' cannot be loaded"),
         ("builtins:str", "which has no method 'choose'; see RoutingRule"),
     ],
