@@ -31,7 +31,8 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
-from cadenza.rollout.router import ReplicaEntry, Router
+from cadenza.rollout.prefix_routing import PrefixRouting
+from cadenza.rollout.router import ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.testing import LocalCluster
 
@@ -215,12 +216,13 @@ def us_per_route(sessions: int, calls: int = 100_000) -> float:
     async def main() -> float:
         loop = asyncio.get_running_loop()
         entries = [ReplicaEntry(i, BenchReplica(i, 1, 0), loop.create_future()) for i in range(64)]
-        router = Router()
+        router = Router(PrefixRouting())
         router.rebuild(entries)
         held: deque[ReplicaEntry] = deque()
+        requests = [RouteRequest(number, number // GROUP, 512) for number in range(sessions + calls)]
 
         def route(number: int, sticky: ReplicaEntry | None) -> ReplicaEntry:
-            entry = router.pick(sticky, number // GROUP, 512, 512)
+            entry = router.choose(requests[number], sticky, 512)
             assert entry is not None
             router.add(entry, 512)
             return entry

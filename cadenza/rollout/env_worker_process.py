@@ -267,6 +267,14 @@ def _check_sendable(info: dict[str, object]) -> None:
 
 def _record(attempt: Attempt, trajectory: Trajectory, row: int) -> TrajectoryRecord:
     return TrajectoryRecord(
-        attempt.id, row, trajectory.score, trajectory.terminated, trajectory.truncated, trajectory.info,
-        trajectory.final, trajectory.started, trajectory.ended, trajectory.versions,
-    )  # fmt: skip
+        id=attempt.id,
+        row=row,
+        score=trajectory.score,
+        terminated=trajectory.terminated,
+        truncated=trajectory.truncated,
+        info=trajectory.info,
+        final=trajectory.final,
+        started=trajectory.started,
+        ended=trajectory.ended,
+        versions=trajectory.versions,
+    )

@@ -196,14 +196,14 @@ class EnvFleet:
         slots = len(worker.free)
         domains = {name: domain.model_copy(update={"tasks": None}) for name, domain in config.domains.items()}
         spec = EnvWorkerSpec(
-            f"env-worker-{self._namespace}-{worker.number}-{self.lost}",
-            config.model_copy(update={"domains": domains, "slots": slots, "workers": 0}),
-            self._codec,
-            self._addresses(),
-            self._namespace,
-            self._seed,
-            self._max_reward_tries,
-            self._slice_tokens,
+            name=f"env-worker-{self._namespace}-{worker.number}-{self.lost}",
+            config=config.model_copy(update={"domains": domains, "slots": slots, "workers": 0}),
+            codec=self._codec,
+            replicas=self._addresses(),
+            namespace=self._namespace,
+            seed=self._seed,
+            max_reward_tries=self._max_reward_tries,
+            slice_tokens=self._slice_tokens,
         )
         self._starting += 1
         try:
@@ -280,8 +280,11 @@ class EnvFleet:
                     return
                 logger.error(
                     "env worker %d cannot be started again, the next try is in %g s: %s: %s",
-                    worker.number, RETRY_SECONDS, type(error).__name__, error,
-                )  # fmt: skip
+                    worker.number,
+                    RETRY_SECONDS,
+                    type(error).__name__,
+                    error,
+                )
                 await self._unless_draining(asyncio.sleep(RETRY_SECONDS))
 
     async def _unless_draining(self, work: Coroutine[Any, Any, None]) -> bool:
@@ -348,11 +351,24 @@ class EnvFleet:
         self._losses_in_a_row = 0
         attempt.runner = None
         trajectory = LazyTrajectory(
-            attempt.id, group.task, group.id, attempt.member, attempt.number, attempt.slot,
-            sampling_key(self._seed, attempt), [], record.terminated, record.truncated, record.score, record.info,
-            record.final, record.started + bundle.clock_offset, record.ended + bundle.clock_offset, bundle, record.row,
-            record.versions,
-        )  # fmt: skip
+            id=attempt.id,
+            task=group.task,
+            group=group.id,
+            member=attempt.member,
+            attempt=attempt.number,
+            slot=attempt.slot,
+            seed=sampling_key(self._seed, attempt),
+            terminated=record.terminated,
+            truncated=record.truncated,
+            score=record.score,
+            info=record.info,
+            final=record.final,
+            started=record.started + bundle.clock_offset,
+            ended=record.ended + bundle.clock_offset,
+            bundle=bundle,
+            row=record.row,
+            version_range=record.versions,
+        )
         self._queue.put(attempt, trajectory)
 
     def _slot_freed(self, worker: _FleetWorker, message: SlotFreed) -> None:

@@ -27,6 +27,7 @@ from cadenza.rollout.failures import logger
 from cadenza.rollout.replica_health import HealthCheck
 from cadenza.rollout.replica_pool import ReplicaPool
 from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, RouteRequest
+from cadenza.rollout.routing import make_rule
 from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, SamplerConfig
 from cadenza.rollout.wait_queue import Gate, WaitQueue
 
@@ -47,7 +48,7 @@ class LocalSampler:
         self.config = config or SamplerConfig()
         self.version = 0
         self.epoch = 0
-        self.router = Router(self.config.prefill_weight)
+        self.router = Router(make_rule(self.config))
         self.balancer = Balancer(self.config.prefill_weight)
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
@@ -59,6 +60,8 @@ class LocalSampler:
         self._gate = Gate()
         self._suspended = False
         """The replicas are paused; the gate is closed a little earlier and opened a little later."""
+        self._shrunk_to_none = False
+        """A shrink took the last active replica: the gate is closed until an expand brings one."""
         self._wait_queue = WaitQueue()
         self._holders: set[object] = set()
         """Those who want the gate closed."""
@@ -114,7 +117,11 @@ class LocalSampler:
             if not self._wait_queue.has_earlier(route_request) or (
                 home is not None and not route_request.slices
             ):  # who has its context cached keeps it
-                found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
+                try:
+                    found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
+                except Exception as error:
+                    self._close_for_good(f"routing '{self.config.routing}' failed: {error!r}", error)
+                    raise InfrastructureError(f"routing '{self.config.routing}' failed: {error!r}") from error
             if found is None:
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
@@ -196,6 +203,12 @@ class LocalSampler:
     @property
     def suspended(self) -> bool:
         return bool(self._holders)
+
+    @property
+    def waits_for(self) -> str:
+        if self._holders:
+            return "resume"
+        return "expand" if self._shrunk_to_none else ""
 
     async def suspend(self, mode: PauseMode = PauseMode.ABORT, holder: object = None) -> None:
         self._pool.create_entries()
@@ -306,14 +319,15 @@ class LocalSampler:
         async with self._control:
             if version <= self.version:
                 raise ValueError(f"version must grow: it is {self.version}, got {version}")
+            active = self._pool.active()
             if self._suspended:
-                await self._pool.call_each(self._pool.active(), lambda entry: self._pool.load(entry, version, weights))
+                await self._pool.call_each(active, lambda entry: self._pool.load(entry, version, weights))
             else:
-                for entry in self._pool.active():
+                for entry in active:
                     await self._pool.call_each(
                         [entry], lambda entry: self._pool.load_in_place(entry, version, weights, self.epoch)
                     )
-            if not self._pool.active():
+            if not self._pool.active() and (active or not self._shrunk_to_none):
                 raise NoReplicas(f"no replica took version {version}: {self._pool.loss_summary()}")
             self.version = version
             self._weights = weights
@@ -324,40 +338,47 @@ class LocalSampler:
     async def _shrink(self, devices: Sequence[int]) -> dict[str, Any]:
         started = asyncio.get_running_loop().time()
         async with self._control:
-            leaving = self._pool.on_devices(devices, ReplicaState.ACTIVE, "shrink")
-            if len(leaving) == len(self._pool.active()):
-                raise ValueError(
-                    f"shrink of devices {sorted(devices)} would leave no replica; keep at least one of "
-                    f"{[entry.replica.devices for entry in self._pool.active()]}, or suspend instead"
-                )
-            self.epoch += 1
-            epoch = self.epoch
-            moved, moved_tokens = (
-                sum(entry.inflight for entry in leaving),
-                sum(entry.inflight_tokens for entry in leaving),
+            leaving, unchanged = self._pool.entries_to_change(
+                devices, ReplicaState.ACTIVE, ReplicaState.ASLEEP, "shrink"
             )
-            for entry in leaving:
-                entry.state = ReplicaState.LEAVING
-            self.router.rebuild(self._pool.entries)
-            await self._pool.call_each(leaving, lambda entry: self._pool.put_to_sleep(entry, epoch))
-            self._emit("shrink", "sampler", str(sorted(devices)))
-        return self._report(leaving, ReplicaState.ASLEEP, started, moved=moved, moved_tokens=moved_tokens)
+            moved = sum(entry.inflight for entry in leaving)
+            moved_tokens = sum(entry.inflight_tokens for entry in leaving)
+            if leaving:
+                self.epoch += 1
+                epoch = self.epoch
+                for entry in leaving:
+                    entry.state = ReplicaState.LEAVING
+                self.router.rebuild(self._pool.entries)
+                if not self._pool.active():
+                    self._gate.close()
+                    self._shrunk_to_none = True
+                await self._pool.call_each(leaving, lambda entry: self._pool.put_to_sleep(entry, epoch))
+                self._emit("shrink", "sampler", str(_devices_of(leaving)))
+        report = self._report(leaving, ReplicaState.ASLEEP, unchanged, started)
+        return report | {"moved": moved, "moved_tokens": moved_tokens}
 
     async def _expand(self, devices: Sequence[int], skip_load: bool) -> dict[str, Any]:
         started = asyncio.get_running_loop().time()
         async with self._control:
-            coming = self._pool.on_devices(devices, ReplicaState.ASLEEP, "expand")
-            await self._pool.call_each(coming, lambda entry: self._wake(entry, skip_load))
-            self.router.rebuild(self._pool.entries)
-            if behind := [entry for entry in coming if entry.state is ReplicaState.ASLEEP]:
-                versions = {entry.replica.name: entry.version for entry in behind}
-                raise ValueError(f"skip_load: {versions} do not have version {self.version}; expand without skip_load")
-            if not self._suspended and not self._holders:
-                self._open_gate()
-                if self.config.balance_seconds:
-                    self.balancer.spread(self._pool.active())
-            self._emit("expand", "sampler", str(sorted(devices)))
-        return self._report(coming, ReplicaState.ACTIVE, started)
+            coming, unchanged = self._pool.entries_to_change(
+                devices, ReplicaState.ASLEEP, ReplicaState.ACTIVE, "expand"
+            )
+            if coming:
+                await self._pool.call_each(coming, lambda entry: self._wake(entry, skip_load))
+                self.router.rebuild(self._pool.entries)
+                if self._pool.active():
+                    self._shrunk_to_none = False
+                if behind := [entry for entry in coming if entry.state is ReplicaState.ASLEEP]:
+                    versions = {entry.replica.name: entry.version for entry in behind}
+                    raise ValueError(
+                        f"skip_load: {versions} do not have version {self.version}; expand without skip_load"
+                    )
+                if not self._suspended and not self._holders:
+                    self._open_gate()
+                    if self.config.balance_seconds:
+                        self.balancer.spread(self._pool.active())
+                self._emit("expand", "sampler", str(_devices_of(coming)))
+        return self._report(coming, ReplicaState.ACTIVE, unchanged, started)
 
     async def _wake(self, entry: ReplicaEntry, skip_load: bool) -> None:
         await self._pool.wake(entry)
@@ -373,13 +394,15 @@ class LocalSampler:
         if entry.state is not ReplicaState.LOST:
             entry.state = ReplicaState.ACTIVE
 
-    def _report(self, entries: list[ReplicaEntry], state: ReplicaState, started: float, **more: int) -> dict[str, Any]:
+    def _report(
+        self, changed: list[ReplicaEntry], state: ReplicaState, unchanged: list[int], started: float
+    ) -> dict[str, Any]:
         return {
-            "replicas": [entry.replica.name for entry in entries if entry.state is state],
-            "lost": [entry.replica.name for entry in entries if entry.state is ReplicaState.LOST],
+            "replicas": [entry.replica.name for entry in changed if entry.state is state],
+            "unchanged": unchanged,
+            "lost": [entry.replica.name for entry in changed if entry.state is ReplicaState.LOST],
             "devices": self.devices,
             "seconds": asyncio.get_running_loop().time() - started,
-            **more,
         }
 
     def _on_lost(self, name: str, cause: str) -> None:
@@ -394,12 +417,16 @@ class LocalSampler:
 
     def _on_background_task_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("'%s' died, the sampler closes", task.get_name(), exc_info=error)
-            for entry in self._pool.entries:
-                self._pool.give_up(entry, f"'{task.get_name()}' died: {error!r}")
-            self._closed = True
-            self._gate.open()
-            self._wait_queue.close()
+            self._close_for_good(f"'{task.get_name()}' died: {error!r}", error)
+
+    def _close_for_good(self, cause: str, error: BaseException) -> None:
+        """A bug, here or in a routing rule: every replica is given up, so that the schedulers end and name it."""
+        logger.error("%s; the sampler closes", cause, exc_info=error)
+        for entry in self._pool.entries:
+            self._pool.give_up(entry, cause)
+        self._closed = True
+        self._gate.open()
+        self._wait_queue.close()
 
     async def _balance_loop(self) -> None:
         """Move requests and let some give way, unless the gate is closed or a control operation is under way."""
@@ -407,3 +434,7 @@ class LocalSampler:
             await asyncio.sleep(self.config.balance_seconds)
             if self._gate.is_open and not self._control.locked():
                 self.balancer.tick(self._pool.active(), self._wait_queue.first, len(self._wait_queue))
+
+
+def _devices_of(entries: list[ReplicaEntry]) -> list[int]:
+    return sorted(device for entry in entries for device in entry.replica.devices)

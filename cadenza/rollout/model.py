@@ -210,15 +210,18 @@ class Model:
         route_request = RouteRequest(
             attempt.id + namespace if namespace else attempt.id,
             attempt.group.id + namespace if namespace else attempt.group.id,
-            context, attempt.group.id, done // size if size else 0, size,
-        )  # fmt: skip
+            context,
+            attempt.group.id,
+            done // size if size else 0,
+            size,
+        )
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
             grant = await sampler.grant(route_request, self._entry, self._cached, self._interrupted)
             self._interrupted = None
             entry = grant.entry
-            request = Request(
+            request = Request(  # by position: this is the hot path
                 grant.request_id, chunks, context, limit, shared.sampling, seed, done,
                 route_request.session, route_request.group, grant.epoch,
             )  # fmt: skip

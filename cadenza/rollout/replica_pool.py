@@ -66,10 +66,12 @@ class ReplicaPool:
         self.create_entries()
         return {device: entry.state.value for entry in self.entries for device in entry.replica.devices}
 
-    def on_devices(self, devices: Sequence[int], state: ReplicaState, what: str) -> list[ReplicaEntry]:
-        """The entries on exactly these devices, all in the state that the operation needs."""
-        wanted = set(devices)
-        known = self.devices()
+    def entries_to_change(
+        self, devices: Sequence[int], before: ReplicaState, after: ReplicaState, what: str
+    ) -> tuple[list[ReplicaEntry], list[int]]:
+        """Returns the entries on exactly these devices that are in the state `before`, and the devices that are in
+        `after` already. Any other state is refused, as is a device without a replica, or half a replica."""
+        wanted, known = set(devices), self.devices()
         if not wanted:
             raise ValueError(f"{what} needs at least one device, got none; the sampler has {known}")
         if unknown := sorted(wanted - known.keys()):
@@ -81,9 +83,11 @@ class ReplicaPool:
                     f"{what}: replica {entry.replica.name} sits on devices {list(entry.replica.devices)}; "
                     f"name {missing} too, a replica moves as a whole"
                 )
-        if wrong := {device: known[device] for device in sorted(wanted) if known[device] != state.value}:
-            raise ValueError(f"{what} needs devices that are {state.value}, got {wrong}; the sampler has {known}")
-        return entries
+        possible = (before.value, after.value)
+        if wrong := {device: known[device] for device in sorted(wanted) if known[device] not in possible}:
+            raise ValueError(f"{what}: devices {wrong} cannot change; the sampler has {known}")
+        unchanged = [device for device in sorted(wanted) if known[device] == after.value]
+        return [entry for entry in entries if entry.state is before], unchanged
 
     def loss_summary(self) -> str:
         return "; ".join(f"{name}: {cause}" for name, cause in self.lost.items()) or "all are asleep"

@@ -1,16 +1,14 @@
-"""Which replica serves a request.
+"""Which replica serves a request: the load of every replica, its KV cache, and the routing rule that chooses.
 
-A session wants the replica that holds its prefix, the first turn of a group member the one that holds the group's
-prompt, and everybody the replica under the least pressure. What these wishes are worth is weighed in time, summed over
-all who wait for it. To leave costs the prefill of the prefix, which holds up everybody on the other replica. To stay
-costs, with every token of the answer, a decode step that is longer by the context which the replica has in excess. A
-replica without free KV cache is left anyway. Pressure is the context that is to be expected: what was granted, and for
-each request half of the answer it is going to write, so that a long context that comes back weighs as much as it will.
+The rule (`sampler.routing`, prefix_routing.py by default) names a replica; the router checks that its KV cache has
+capacity, takes the least loaded replica where it has not, and lets the request wait (wait_queue.py) where that has none
+either. The load of a replica is its pressure, the context that is to be expected: what was granted, and for each
+request half of the answer it is going to write, so that a long context that comes back weighs as much as it will.
 
 A session that is away, with its env, keeps its context in the cache of its replica, and so it counts there. Where the
-contexts do not fit any more, sessions that are away give way to older groups, and a turn that finds no capacity waits
-(wait_queue.py). An engine would throw contexts out in the order of their last use, which is the order in which they
-come back, so that everybody would prefill everything with every turn.
+contexts do not fit any more, sessions that are away give way to older groups, and a turn that finds no capacity waits.
+An engine would throw contexts out in the order of their last use, which is the order in which they come back, so that
+every session would prefill its whole context with every turn.
 
 The least loaded replica is on top of a heap whose items may be old; an item whose pressure is not its replica's
 any more is dropped when it surfaces. So a decision costs O(log replicas) and nothing per session.
@@ -21,14 +19,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from cadenza.inference.replica import Replica
 
 SEQUENCE_WEIGHT = 128
 """What a running sequence costs besides its context, in tokens of context (b/c of the cost model)."""
-PREFILL_WEIGHT = 400.0
-"""What the prefill of a token costs, in decode steps over a token of context (p/c of the cost model: 300 to 1500)."""
 ANSWER_WINDOW = 256
 """Answers over which their mean length is taken."""
 MAX_FILL = 0.85
@@ -36,8 +32,6 @@ MAX_FILL = 0.85
 sessions that ended or gave way."""
 HOLD_SECONDS = 30.0
 """How long a session may be away before its context gives way to younger ones too."""
-MAX_HOMES = 1 << 16
-"""Groups whose home is remembered; beyond it the oldest are forgotten."""
 
 
 class ReplicaState(Enum):
@@ -113,18 +107,37 @@ class ReplicaEntry:
         self.progress = -1
 
 
-class Router:
-    """Chooses among the active entries."""
+class RoutingRule(Protocol):
+    """Chooses the replica of a request, once for every grant. See prefix_routing.py for one, and routing.py for how
+    `sampler.routing` names another."""
 
-    def __init__(self, prefill_weight: float = PREFILL_WEIGHT) -> None:
-        self.prefill_weight = prefill_weight
+    def choose(
+        self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, router: Router
+    ) -> ReplicaEntry | None:
+        """Returns one of `router.active`, or None to let the request wait. `sticky` is the replica that has `cached`
+        tokens of the session in its KV cache; it may have left since. The rule need not look at KV-cache capacity."""
+        ...
+
+
+class Router:
+    """Keeps the load of the replicas and chooses among the active ones.
+
+    router = Router(PrefixRouting())
+    router.rebuild(entries)
+    entry = router.admit(route_request, sticky=None, cached=0, now=loop.time())   # None: no capacity
+    router.add(entry, route_request.context)                                      # the request goes there
+    router.remove(entry, route_request.context)                                   # and is over
+    """
+
+    def __init__(self, rule: RoutingRule) -> None:
+        self.rule = rule
+        self.active: list[ReplicaEntry] = []
+        """The entries that may be chosen, in the order of their replicas."""
         self.mean_answer = 1024.0
         """Mean length of the last answers, in tokens."""
         self.escapes = 0
-        """Requests that left the replica with their prefix because it was loaded."""
+        """Requests that left the replica with their prefix."""
         self._heap: list[tuple[float, int, ReplicaEntry]] = []
-        self._entries = 0
-        self._homes: dict[int, ReplicaEntry] = {}
 
     def rebuild(self, entries: list[ReplicaEntry]) -> None:
         """The set of entries changed. What slept or died forgot its contexts."""
@@ -132,14 +145,23 @@ class Router:
             if entry.state is not ReplicaState.ACTIVE and entry.cached_contexts:
                 entry.cached_contexts.clear()
                 entry.cached_tokens = 0
-        self._heap = [(entry.pressure, entry.index, entry) for entry in entries if entry.state is ReplicaState.ACTIVE]
-        heapq.heapify(self._heap)
-        self._entries = len(self._heap)
+        self.active = [entry for entry in entries if entry.state is ReplicaState.ACTIVE]
+        self._rebuild_heap()
 
     @property
     def is_empty(self) -> bool:
         """No entry is active."""
-        return self._least_loaded() is None
+        return self.least_loaded() is None
+
+    def least_loaded(self) -> ReplicaEntry | None:
+        """The active entry with the least pressure for its capacity; None if no entry is active."""
+        heap = self._heap
+        while heap:
+            pressure, _, entry = heap[0]
+            if entry.state is ReplicaState.ACTIVE and entry.pressure == pressure:
+                return entry
+            heapq.heappop(heap)
+        return None
 
     def admit(
         self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float
@@ -148,16 +170,18 @@ class Router:
         own = sticky.cached_contexts.get(route_request.session) if sticky is not None and cached else None
         if own is None:
             sticky = None
-        if not route_request.slices:
-            entry = self.pick(sticky, route_request.group, route_request.context, cached)
-        else:  # in the middle of an answer its prompt is the least, and to move it is for balance.py to decide
-            entry = sticky if sticky is not None and sticky.state is ReplicaState.ACTIVE else self._least_loaded()
+        entry = self.choose(route_request, sticky, cached)
         if entry is None:
             return None
+        if entry.state is not ReplicaState.ACTIVE:
+            raise ValueError(
+                f"the routing rule {type(self.rule).__name__} chose replica {entry.replica.name}, which is "
+                f"{entry.state.value}; it must choose one of router.active"
+            )
         if not self._make_capacity(
             entry, route_request, own.context if own is not None and entry is sticky else 0, now
         ):
-            best = self._least_loaded()
+            best = self.least_loaded()
             if best is None or best is entry or not self._make_capacity(best, route_request, 0, now):
                 return None
             entry = best
@@ -178,23 +202,12 @@ class Router:
         self._update_load(entry, 0)
         return True
 
-    def pick(self, sticky: ReplicaEntry | None, group: int, context: int, cached: int) -> ReplicaEntry | None:
-        """The entry for a request of `context` tokens, `cached` of which the sticky entry holds."""
-        best = self._least_loaded()
-        if best is None:
-            return None
-        if sticky is not None:
-            if sticky is best or self._worth_staying(sticky, best, context, cached):
-                return sticky
+    def choose(self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int) -> ReplicaEntry | None:
+        """The choice of the rule, before its KV cache is looked at."""
+        entry = self.rule.choose(route_request, sticky, cached, self)
+        if sticky is not None and entry is not sticky and entry is not None and not route_request.slices:
             self.escapes += 1
-            return best
-        home = self._homes.get(group)
-        if home is not None and (home is best or self._worth_staying(home, best, context, context)):
-            return home
-        if home is None and len(self._homes) >= MAX_HOMES:
-            del self._homes[next(iter(self._homes))]
-        self._homes[group] = best
-        return best
+        return entry
 
     def observe_answer_length(self, tokens: int) -> None:
         """An answer had so many tokens."""
@@ -248,26 +261,11 @@ class Router:
         )
         entry.pressure = expected / entry.capacity
         if entry.state is ReplicaState.ACTIVE:
-            if len(self._heap) > 8 * self._entries + 64:
-                self.rebuild(list({entry.index: entry for _, _, entry in self._heap}.values()))
+            if len(self._heap) > 8 * len(self.active) + 64:
+                self._rebuild_heap()
             else:
                 heapq.heappush(self._heap, (entry.pressure, entry.index, entry))
 
-    def _worth_staying(self, entry: ReplicaEntry, best: ReplicaEntry, context: int, cached: int) -> bool:
-        if entry.state is not ReplicaState.ACTIVE:
-            return False
-        if entry.inflight_tokens + context > entry.capacity and best.inflight_tokens + context <= best.capacity:
-            return False
-        weight = SEQUENCE_WEIGHT + self.mean_answer / 2
-        theirs = (best.inflight_tokens + best.inflight * weight) / best.capacity * entry.capacity
-        excess = entry.inflight_tokens + entry.inflight * weight - theirs
-        return self.mean_answer * excess <= self.prefill_weight * cached * (1 + best.inflight)
-
-    def _least_loaded(self) -> ReplicaEntry | None:
-        heap = self._heap
-        while heap:
-            pressure, _, entry = heap[0]
-            if entry.state is ReplicaState.ACTIVE and entry.pressure == pressure:
-                return entry
-            heapq.heappop(heap)
-        return None
+    def _rebuild_heap(self) -> None:
+        self._heap = [(entry.pressure, entry.index, entry) for entry in self.active]
+        heapq.heapify(self._heap)

@@ -17,15 +17,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.config import Config
 from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaStats
 from cadenza.rollout.failures import RolloutError
-from cadenza.rollout.router import PREFILL_WEIGHT, ReplicaEntry, RouteRequest
+from cadenza.rollout.prefix_routing import PREFILL_WEIGHT
+from cadenza.rollout.router import ReplicaEntry, RouteRequest
+from cadenza.rollout.routing import check_name
 
 
 class SamplerConfig(Config):
@@ -42,6 +44,8 @@ class SamplerConfig(Config):
     balance_seconds: float = Field(default=5.0, ge=0)
     """Between two looks at which running requests should change replicas, or give way to others (balance.py); 0 leaves
     them where they are."""
+    routing: Annotated[str, AfterValidator(check_name)] = "prefix"
+    """The rule that chooses the replica of a request: 'prefix' (prefix_routing.py), or 'module:name' (routing.py)."""
     prefill_weight: float = Field(default=PREFILL_WEIGHT, ge=0)
     """What the prefill of a token costs, in decode steps over a token of context: how dear it is to leave a prefix."""
 
@@ -151,6 +155,12 @@ class Sampler(GrantSource, Protocol):
         ...
 
     @property
+    def waits_for(self) -> str:
+        """The call without which no token is generated: 'resume' while the gate is held, 'expand' when all devices
+        were shrunk, '' otherwise."""
+        ...
+
+    @property
     def opened_at(self) -> float:
         """When the gate was last opened, on the clock of this loop."""
         ...
@@ -213,11 +223,13 @@ class Sampler(GrantSource, Protocol):
         ...
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
-        """Take replicas off these devices; their requests move, with their tokens, to the others."""
+        """Take replicas off these devices; their requests move, with their tokens, to the others. If none is left,
+        generation waits for the next expand. Devices that are asleep already are `unchanged` in the answer."""
         ...
 
     async def expand(self, devices: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
-        """Bring replicas back on these devices. `skip_load` says that they have the current weights already."""
+        """Bring replicas back on these devices. `skip_load` says that they have the current weights already. Devices
+        that are active already are `unchanged` in the answer."""
         ...
 
     async def stats(self) -> dict[str, ReplicaStats]:

@@ -40,7 +40,7 @@ class SamplerClient:
         self.opened_at = 0.0
         self.lost: Mapping[str, str] = {}
         self.devices: Mapping[int, str] = {}
-        self.suspended = False
+        self.waits_for = ""
         self.is_open = False
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
@@ -103,6 +103,10 @@ class SamplerClient:
 
     def observe_answer_length(self, tokens: int) -> None:
         self._grant_client.observe_answer_length(tokens)
+
+    @property
+    def suspended(self) -> bool:
+        return self.waits_for == "resume"
 
     # -- control ---------------------------------------------------------------------------------------------------
 
@@ -227,7 +231,7 @@ class SamplerClient:
         if state.opened_at != self._remote_opened_at:
             self._remote_opened_at = state.opened_at
             self.opened_at = asyncio.get_running_loop().time()
-        self.is_open, self.suspended = state.is_open, state.is_suspended
+        self.is_open, self.waits_for = state.is_open, state.waits_for
         self.devices, self._counters = state.devices, state.counters
         new = {name: cause for name, cause in state.lost.items() if name not in self.lost}
         self.lost = state.lost

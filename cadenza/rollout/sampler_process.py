@@ -37,7 +37,7 @@ class SamplerState(NamedTuple):
     """Grows: an older state is no news."""
     version: int
     is_open: bool
-    is_suspended: bool
+    waits_for: str
     opened_at: float
     lost: dict[str, str]
     devices: dict[int, str]
@@ -148,9 +148,15 @@ class SamplerProcess(Worker):
 
     def _state(self, sampler: LocalSampler) -> SamplerState:
         return SamplerState(
-            next(self._state_numbers), sampler.version, sampler.is_open, sampler.suspended, sampler.opened_at,
-            dict(sampler.lost), sampler.devices, sampler.counters(),
-        )  # fmt: skip
+            number=next(self._state_numbers),
+            version=sampler.version,
+            is_open=sampler.is_open,
+            waits_for=sampler.waits_for,
+            opened_at=sampler.opened_at,
+            lost=dict(sampler.lost),
+            devices=sampler.devices,
+            counters=sampler.counters(),
+        )
 
     def _broadcast_state(self) -> SamplerState:
         assert self._sampler is not None

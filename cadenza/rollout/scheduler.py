@@ -170,12 +170,13 @@ class RolloutScheduler:
             await self.sampler.resume(holder=self)
 
     async def shrink_sampler(self, target_gpus: Sequence[int]) -> dict[str, Any]:
-        """Take the replicas off these devices; their requests move to the others with their tokens."""
+        """Take the replicas off these devices; their requests move to the others with their tokens. If none is left,
+        generation waits for the next expand. Devices that are asleep already are `unchanged` in the answer."""
         self._check_devices(target_gpus)
         return await self.sampler.shrink(target_gpus)
 
     async def expand_sampler(self, target_gpus: Sequence[int], skip_load: bool = False) -> dict[str, Any]:
-        """Bring the replicas on these devices back."""
+        """Bring the replicas on these devices back. Those that are active already are `unchanged` in the answer."""
         self._check_devices(target_gpus)
         return await self.sampler.expand(target_gpus, skip_load)
 
@@ -319,13 +320,19 @@ class RolloutScheduler:
         """Take a batch, but notice when nothing moves any more, or when a bug ended the task group."""
         assert self._run_task is not None
         loop = asyncio.get_running_loop()
-        asked, stall_seconds = loop.time(), self.config.stall_seconds
+        asked, stall_seconds, has_told = loop.time(), self.config.stall_seconds, False
         with self.queue.demanding(groups):
             while (batch := self.queue.cut()) is None:
                 left = stall_seconds - (loop.time() - max(asked, self.queue.last_end_time, self.sampler.opened_at))
-                if left <= CLOCK_NOISE and not self.sampler.suspended:
+                if left <= CLOCK_NOISE and not self.sampler.waits_for:
                     self.queue.fatal(Stalled(self._stall_message()))
                     continue
+                if self.sampler.waits_for == "expand" and not has_told:
+                    has_told = True
+                    logger.warning(
+                        "get_batch waits for an expand: all devices of the sampler were shrunk (%s)",
+                        dict(self.sampler.devices),
+                    )
                 either: list[asyncio.Future[Any]] = [self.queue.changed(), self._run_task]
                 timeout = left if left > CLOCK_NOISE else stall_seconds
                 await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -350,11 +357,14 @@ class RolloutScheduler:
             ) from error
 
     def _stall_message(self) -> str:
-        groups = self.ledger.open_groups()
+        groups, devices = self.ledger.open_groups(), dict(self.sampler.devices)
+        inactive = ""
+        if "active" not in devices.values():
+            inactive = f"; no device of the sampler is active: {devices}; expand those that are asleep"
         names = ", ".join(f"g{group.id} ({len(group.live)} live, {group.state.value})" for group in groups[:10])
         return (
             f"no attempt ended for stall_seconds {self.config.stall_seconds}, with {self._slots.busy} slots busy and "
-            f"{len(groups)} groups open: {names}; `why` tells more of each"
+            f"{len(groups)} groups open: {names}; `why` tells more of each{inactive}"
         )
 
     def _on_gate_opened(self, opening: asyncio.Task[None]) -> None:

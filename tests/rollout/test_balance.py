@@ -21,6 +21,7 @@ from cadenza.rollout.balance import (
     Balancer,
     moves_to_balance,
 )
+from cadenza.rollout.prefix_routing import PrefixRouting
 from cadenza.rollout.router import SEQUENCE_WEIGHT, ReplicaEntry, Router
 from cadenza.rollout.sampler import NoReplicas
 from cadenza.rollout.scheduler import RolloutScheduler
@@ -38,7 +39,7 @@ def entry(
     """A entry with requests of so many tokens, and what its replica tells of them."""
     replica = fake(name=f"r{index}", devices=(index,), kv_capacity=CAPACITY)
     found = ReplicaEntry(index, replica, asyncio.get_running_loop().create_future())
-    router = Router()
+    router = Router(PrefixRouting())
     for context in contexts:
         router.add(found, context)
     ids = range(1000 * index, 1000 * index + len(contexts))

@@ -112,7 +112,7 @@ class Chaos:
                     await asyncio.sleep(random.choice([0, 1, 3]))
                     await train.expand_sampler([device])
                 except ValueError:
-                    pass  # it is lost, or would be the last one
+                    pass  # it is lost
 
     async def _suspended(self, who: RolloutScheduler | SamplerClient) -> None:
         """For a while."""

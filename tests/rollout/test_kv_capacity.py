@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cadenza.inference.replica import Request
 from cadenza.rollout.local_sampler import LocalSampler
+from cadenza.rollout.prefix_routing import PrefixRouting
 from cadenza.rollout.router import HOLD_SECONDS, MAX_FILL, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
 from cadenza.simulation.virtual_cluster.cost import CostModel
@@ -24,7 +25,7 @@ USABLE = int(MAX_FILL * CAPACITY)
 def entries(count: int = 1) -> tuple[Router, list[ReplicaEntry]]:
     loop = asyncio.get_running_loop()
     found = [ReplicaEntry(n, fake(name=f"r{n}", kv_capacity=CAPACITY), loop.create_future()) for n in range(count)]
-    router = Router()
+    router = Router(PrefixRouting())
     router.mean_answer = 100.0
     router.rebuild(found)
     return router, found

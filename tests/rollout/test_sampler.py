@@ -32,7 +32,8 @@ from builders import (
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Finish, Generation, PauseMode, ReplicaLost, Request, RequestRefused, Sampling
 from cadenza.rollout.local_sampler import LocalSampler
-from cadenza.rollout.router import MAX_HOMES, SEQUENCE_WEIGHT, ReplicaEntry, Router, RouteRequest
+from cadenza.rollout.prefix_routing import MAX_HOMES, PrefixRouting
+from cadenza.rollout.router import SEQUENCE_WEIGHT, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig
 from cadenza.simulation.virtual_cluster.cost import CostModel
 from cadenza.testing import FakeReplica
@@ -50,6 +51,10 @@ async def ask(sampler: LocalSampler, *, group: int = 0, context: int = 10, limit
         return await entry.replica.generate(request)
     finally:
         sampler.release(grant)
+
+
+def pick(router: Router, sticky: ReplicaEntry | None, group: int, *, context: int, cached: int) -> ReplicaEntry | None:
+    return router.choose(RouteRequest(group, group, context), sticky, cached)
 
 
 def start(work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
@@ -436,7 +441,7 @@ def entries(*loads: int, capacity: int = 100_000, answer: float = 50.0) -> tuple
     """A router over entries that carry so many tokens, when answers have so many."""
     loop = asyncio.get_running_loop()
     found = [ReplicaEntry(i, fake(name=f"r{i}", kv_capacity=capacity), loop.create_future()) for i in range(len(loads))]
-    router = Router()
+    router = Router(PrefixRouting())
     router.mean_answer = answer
     router.rebuild(found)
     for entry, load in zip(found, loads, strict=True):
@@ -448,9 +453,9 @@ def entries(*loads: int, capacity: int = 100_000, answer: float = 50.0) -> tuple
 def test_a_request_stays_where_its_prefix_is_while_the_load_there_is_worth_it() -> None:
     async def main() -> None:
         router, (home, idle) = entries(3_000, 0)
-        assert router.pick(home, 0, context=1_100, cached=1_000) is home
+        assert pick(router, home, 0, context=1_100, cached=1_000) is home
         assert router.escapes == 0
-        assert router.pick(None, 0, context=1_100, cached=0) is idle
+        assert pick(router, None, 0, context=1_100, cached=0) is idle
 
     simulate(main)
 
@@ -458,7 +463,7 @@ def test_a_request_stays_where_its_prefix_is_while_the_load_there_is_worth_it() 
 def test_a_request_leaves_its_prefix_when_the_load_there_costs_more_than_computing_it_again() -> None:
     async def main() -> None:
         router, (home, idle) = entries(50_000, 0)
-        assert router.pick(home, 0, context=1_100, cached=1_000) is idle
+        assert pick(router, home, 0, context=1_100, cached=1_000) is idle
         assert router.escapes == 1
 
     simulate(main)
@@ -470,7 +475,7 @@ def test_a_request_leaves_its_prefix_the_sooner_the_longer_answers_are() -> None
         for _ in range(2_000):
             router.observe_answer_length(10_000)
         assert router.mean_answer == pytest.approx(10_000, rel=0.01)
-        assert router.pick(home, 0, context=1_100, cached=1_000) is idle
+        assert pick(router, home, 0, context=1_100, cached=1_000) is idle
 
     simulate(main)
 
@@ -480,10 +485,10 @@ def test_a_request_stays_with_its_prefix_the_longer_the_more_requests_its_prefil
         router, (home, other) = entries(30_000, 0)
         for _ in range(20):
             router.add(other, 0)
-        assert router.pick(home, 0, context=1_100, cached=1_000) is home
+        assert pick(router, home, 0, context=1_100, cached=1_000) is home
         router, (home, other) = entries(30_000, 0)
         router.add(other, 20 * SEQUENCE_WEIGHT)
-        assert router.pick(home, 0, context=1_100, cached=1_000) is other
+        assert pick(router, home, 0, context=1_100, cached=1_000) is other
 
     simulate(main)
 
@@ -491,9 +496,9 @@ def test_a_request_stays_with_its_prefix_the_longer_the_more_requests_its_prefil
 def test_a_request_leaves_its_prefix_when_the_kv_cache_there_has_no_room() -> None:
     async def main() -> None:
         router, (home, idle) = entries(9_500, 0, capacity=10_000)
-        assert router.pick(home, 0, context=3_000, cached=2_900) is idle
+        assert pick(router, home, 0, context=3_000, cached=2_900) is idle
         router, (home, _) = entries(6_500, 0, capacity=10_000)
-        assert router.pick(home, 0, context=3_000, cached=2_900) is home
+        assert pick(router, home, 0, context=3_000, cached=2_900) is home
 
     simulate(main)
 
@@ -501,7 +506,7 @@ def test_a_request_leaves_its_prefix_when_the_kv_cache_there_has_no_room() -> No
 def test_when_no_kv_cache_has_room_a_request_stays_with_its_prefix() -> None:
     async def main() -> None:
         router, (home, _) = entries(9_500, 9_400, capacity=10_000)
-        assert router.pick(home, 0, context=3_000, cached=2_900) is home
+        assert pick(router, home, 0, context=3_000, cached=2_900) is home
 
     simulate(main)
 
@@ -534,7 +539,7 @@ def test_what_the_router_keeps_does_not_grow_with_the_sessions_in_flight() -> No
         router, found = entries(0, 0, 0, 0)
         flight = []
         for session in range(20_000):
-            entry = router.pick(None, session, context=10, cached=0)
+            entry = pick(router, None, session, context=10, cached=0)
             assert entry is not None
             router.add(entry, 10)
             flight.append(entry)
@@ -551,8 +556,8 @@ def test_the_homes_of_old_groups_are_forgotten() -> None:
     async def main() -> None:
         router, _ = entries(0, 0)
         for group in range(MAX_HOMES + 100):
-            router.pick(None, group, context=10, cached=0)
-        assert len(router._homes) == MAX_HOMES
+            pick(router, None, group, context=10, cached=0)
+        assert len(router.rule._homes) == MAX_HOMES
 
     simulate(main)
 
@@ -584,6 +589,7 @@ def test_shrink_and_expand_report_what_they_did() -> None:
             shrunk = await scheduler.shrink_sampler([1, 2])
             assert shrunk == {
                 "replicas": ["r1", "r2"],
+                "unchanged": [],
                 "lost": [],
                 "devices": {0: "active", 1: "asleep", 2: "asleep"},
                 "seconds": 0.0,
@@ -594,6 +600,7 @@ def test_shrink_and_expand_report_what_they_did() -> None:
             expanded = await scheduler.expand_sampler([2])
             assert expanded == {
                 "replicas": ["r2"],
+                "unchanged": [],
                 "lost": [],
                 "devices": {0: "active", 1: "asleep", 2: "active"},
                 "seconds": pytest.approx(2.0 + 3.0),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cadenza.inference.replica import Request, RequestProgress
 from cadenza.rollout.balance import Balancer, requests_to_preempt
 from cadenza.rollout.config import SLICE_TOKENS, RolloutConfig
+from cadenza.rollout.prefix_routing import PrefixRouting
 from cadenza.rollout.router import MAX_FILL, ReplicaEntry, Router, RouteRequest
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.wait_queue import WaitQueue
@@ -321,7 +322,7 @@ def test_no_more_give_way_than_wait(first: RouteRequest | None, waiting: int, ex
 def test_room_is_kept_for_what_slices_are_going_to_write() -> None:
     async def main() -> None:
         capacity = 10_000
-        router = Router()
+        router = Router(PrefixRouting())
         entry = ReplicaEntry(0, fake(kv_capacity=capacity), asyncio.get_running_loop().create_future())
         router.rebuild([entry])
         router.mean_answer = 2_000.0
@@ -343,7 +344,7 @@ def test_an_answer_goes_on_where_its_context_is_and_else_where_there_is_least_to
     async def main() -> None:
         loop = asyncio.get_running_loop()
         home, idle = (ReplicaEntry(n, fake(name=f"r{n}", kv_capacity=10_000), loop.create_future()) for n in range(2))
-        router = Router(prefill_weight=0.0)
+        router = Router(PrefixRouting(0.0))
         router.rebuild([home, idle])
         route_request = RouteRequest(1, 1, 1_000, slices=1, slice_tokens=100)
         assert router.admit(RouteRequest(0, 1, 10), None, 0, 0.0) is home  # the group's prompt is there

@@ -340,7 +340,7 @@ class _Controller:
         try:
             await scheduler.shrink_sampler(devices)
         except ValueError:
-            return  # some of the devices are lost, or away already
+            return  # some of the devices are lost
         finally:
             self.monitor.left(devices)
         await asyncio.sleep(resize.away)
@@ -352,7 +352,7 @@ class _Controller:
                 if back:
                     await scheduler.expand_sampler(back, skip_load)
             except ValueError:
-                continue  # the replica lacks the version, or is lost, or another resize has woken it
+                continue  # the replica lacks the version, or is lost
             except NoReplicas:
                 if not self.scenario.doomed:
                     raise
