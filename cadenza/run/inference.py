@@ -204,12 +204,12 @@ class ObjectStoreDelivery:
     name = "through shared memory"
 
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
-        self._actor, self._replicas = actor, replicas
+        self._actor, self.replicas = actor, replicas
 
     async def deliver(self) -> StoredWeights:
         """A replica that cannot prepare them fetches them again when it loads them, or is lost then."""
         stored: StoredWeights = await self._actor.store_weights()
-        living = [replica for replica in self._replicas if not replica.is_lost]
+        living = [replica for replica in self.replicas if not replica.is_lost]
         await asyncio.gather(*(replica.prepare(stored) for replica in living), return_exceptions=True)
         return stored
 
@@ -220,12 +220,12 @@ class BroadcastDelivery:
     name = "by a collective broadcast"
 
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
-        self._actor, self._replicas = actor, replicas
+        self._actor, self.replicas = actor, replicas
         self._object_store = ObjectStoreDelivery(actor, replicas)
         self._last: tuple[Sequence[RemoteReplica], WeightBroadcast] | None = None
 
     async def deliver(self) -> StoredWeights | WeightBroadcast:
-        living = [replica for replica in self._replicas if not replica.is_lost]
+        living = [replica for replica in self.replicas if not replica.is_lost]
         if self._last is None or self._last[0] != living:
             self._last = living, await self._actor.open_broadcast(len(living))
         broadcast = self._last[1].with_new_id()
