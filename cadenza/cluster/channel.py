@@ -104,9 +104,14 @@ class Channel:
         self._tasks.cancel()
 
     def _schedule(self, seconds: float) -> None:
+        """Make the next call after this time at the latest."""
+        loop = asyncio.get_running_loop()
+        when = loop.time() + seconds
         if self._timer is not None:
+            if self._timer.when() <= when:
+                return
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._flush)
+        self._timer = loop.call_at(when, self._flush)
 
     def _flush(self) -> None:
         self._timer = None

@@ -284,6 +284,10 @@ class RemoteReplica:
         self._fail(f"{self.name} was killed: {cause}")
         self._tasks.begin(self.worker_handle.shutdown())
 
+    def mark_lost(self, cause: str) -> None:
+        """Give the replica up in this process: another one has found that it is lost."""
+        self._fail(f"{self.name} is lost: {cause}")
+
     # -- inside ----------------------------------------------------------------------------------------------------
 
     async def _exchange(self, number: int, messages: list[Any]) -> tuple[int, Sequence[Any]]:

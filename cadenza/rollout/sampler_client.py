@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from cadenza.cluster.channel import Channel
@@ -29,6 +30,7 @@ from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOu
 from cadenza.rollout.sampler_process import SamplerProcess, SamplerState
 
 START_SECONDS = 600.0
+CLOSE_SECONDS = 10.0
 
 
 class SamplerClient:
@@ -257,8 +259,8 @@ class SamplerClient:
 
 
 class InferenceService:
-    """An inference cluster whose sampler is a worker of its own: it pickles, and all processes that get it share the
-    one gate and the one version."""
+    """The inference cluster of a run on Ray: replicas, and the sampler in a process of its own. It pickles, and all
+    processes that get it share the one gate and the one version."""
 
     def __init__(self, process: WorkerHandle, codec: Codec) -> None:
         self.codec = codec
@@ -274,7 +276,7 @@ class InferenceService:
         *,
         backend: str = "ray",
     ) -> InferenceService:
-        """Over running replicas: the `worker_handles` of a cluster of `ReplicaWorker`s."""
+        """Start the sampler over running replicas: the `worker_handles` of clusters of `ReplicaWorker`s."""
         init = {"replicas": list(replicas), "config": config}
         return cls(await start_worker(backend, "sampler", 0, SamplerProcess, init, seconds=START_SECONDS), codec)
 
@@ -285,10 +287,11 @@ class InferenceService:
         return self._client
 
     async def shutdown(self) -> None:
-        """End the sampler; the replicas belong to whoever started them."""
+        """End the sampler, also one that does not answer any more. The program that started the replicas ends them."""
         if self._client is not None:
             await self._client.close()
-        await self._process.end()
+        with suppress(InfrastructureError):
+            await with_deadline(CLOSE_SECONDS, self._process.end(), "close seconds")
         self._process.kill()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,8 @@
-"""The inference side of a run: its replicas, and how weights reach them.
+"""The inference side of a run: its replicas behind their sampler, and how weights reach them.
+
+Where the replicas are processes of their own, so is the sampler: `cadenza train` on Ray is made of the same pieces as a
+program with its scheduler in a Ray actor (`ReplicaWorker`s, and an `InferenceService` over them). Replicas in this
+process have their sampler here.
 
 Invariant: `Inference.deliver_weights` brings what the actor has now to every replica, beside the generation, and
 changes nothing that is generated; `sampler.load_weights` with its answer swaps it in between two steps of an engine. So
@@ -34,6 +38,7 @@ from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import PreparedWeights, TorchReplica
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.sampler import Sampler, SamplerConfig
+from cadenza.rollout.sampler_client import InferenceService
 from cadenza.run.engines import EngineConfig, servers, torch_options, vllm_cluster
 from cadenza.run.workers import ActorWorker, InferenceWorker, ModelSpec
 
@@ -46,7 +51,7 @@ class WeightDelivery(Protocol):
     name: str
 
     async def deliver(self) -> object:
-        """Bring them to the replicas; what `load_weights` takes."""
+        """Bring the weights to the replicas; returns what `load_weights` takes."""
         ...
 
 
@@ -81,24 +86,47 @@ class InferenceSpec:
 async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
     """Replicas with the policy in them: one on each replica's share of the role's devices, or one for each server."""
     async with AsyncExitStack() as stack:
-        replicas: Sequence[Replica]
+        sampler: Sampler
         delivery: WeightDelivery
         if spec.engine.kind == "http":
             delivery = ServerDelivery(spec.actor)
             running = servers(spec.engine, spec.codec.eos_token_ids, await delivery.deliver())
-            replicas = await stack.enter_async_context(running)
+            sampler = _local_sampler(spec, await stack.enter_async_context(running), stack)
         elif spec.devices.resources.backend == "embedded":
-            replicas = local = await _embedded_replicas(spec, stack)
-            delivery = InProcessDelivery(spec.actor, local)
+            replicas = await _embedded_replicas(spec, stack)
+            delivery = InProcessDelivery(spec.actor, replicas)
+            sampler = _local_sampler(spec, replicas, stack)
         else:
-            replicas = remote = await _ray_replicas(spec, stack)
+            remote = await _ray_replicas(spec, stack)
             delivery = ray_delivery_for(spec.devices)(spec.actor, remote)
             weights = await delivery.deliver()
             await asyncio.gather(*(replica.load_weights(0, weights) for replica in remote))
-        logger.info("weights reach %d replicas %s", len(replicas), delivery.name)
-        sampler = LocalSampler(replicas, spec.sampler)
-        stack.push_async_callback(sampler.close)
+            sampler = await _ray_sampler(spec, remote, stack)
+        logger.info("weights reach the replicas %s", delivery.name)
         yield Inference(sampler, spec.codec, delivery, spec.devices.resources)
+
+
+def _local_sampler(spec: InferenceSpec, replicas: Sequence[Replica], stack: AsyncExitStack) -> Sampler:
+    """A sampler in this process."""
+    sampler = LocalSampler(replicas, spec.sampler)
+    stack.push_async_callback(sampler.close)
+    return sampler
+
+
+async def _ray_sampler(spec: InferenceSpec, replicas: Sequence[RemoteReplica], stack: AsyncExitStack) -> Sampler:
+    """A sampler in a process of its own. What it gives up as lost gets no weights from here any more."""
+    handles = [replica.worker_handle for replica in replicas]
+    service = await InferenceService.start(handles, spec.codec, spec.sampler)
+    stack.push_async_callback(service.shutdown)
+    by_name = {replica.name: replica for replica in replicas}
+
+    def on_lost(name: str, cause: str) -> None:
+        if name in by_name:
+            by_name[name].mark_lost(cause)
+
+    service.sampler.on_lost.append(on_lost)
+    await service.sampler.refresh()
+    return service.sampler
 
 
 async def _embedded_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[TorchReplica]:
@@ -113,7 +141,7 @@ async def _embedded_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list
 
 
 async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[RemoteReplica]:
-    """Each is a cluster of its own, so that one that dies leaves the others alone. They start together."""
+    """Each replica is a cluster of its own, so that one that dies costs itself alone. All of them start together."""
     clusters = [_replica_cluster(spec, placement) for placement in spec.devices["inference"].replicas()]
     for cluster in clusters:
         stack.push_async_exit(cluster)
@@ -177,12 +205,12 @@ class ObjectStoreDelivery:
     name = "through shared memory"
 
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
-        self._actor, self._replicas = actor, replicas
+        self._actor, self.replicas = actor, replicas
 
     async def deliver(self) -> StoredWeights:
-        """Whoever cannot prepare them is dealt with when they are loaded."""
+        """A replica that cannot prepare them fetches them again when it loads them, or is lost then."""
         stored: StoredWeights = await self._actor.store_weights()
-        living = [replica for replica in self._replicas if not replica.is_lost]
+        living = [replica for replica in self.replicas if not replica.is_lost]
         await asyncio.gather(*(replica.prepare(stored) for replica in living), return_exceptions=True)
         return stored
 
@@ -193,12 +221,12 @@ class BroadcastDelivery:
     name = "by a collective broadcast"
 
     def __init__(self, actor: Cluster[ActorWorker], replicas: Sequence[RemoteReplica]) -> None:
-        self._actor, self._replicas = actor, replicas
+        self._actor, self.replicas = actor, replicas
         self._object_store = ObjectStoreDelivery(actor, replicas)
         self._last: tuple[Sequence[RemoteReplica], WeightBroadcast] | None = None
 
     async def deliver(self) -> StoredWeights | WeightBroadcast:
-        living = [replica for replica in self._replicas if not replica.is_lost]
+        living = [replica for replica in self.replicas if not replica.is_lost]
         if self._last is None or self._last[0] != living:
             self._last = living, await self._actor.open_broadcast(len(living))
         broadcast = self._last[1].with_new_id()

@@ -153,6 +153,12 @@ def test_rank_zero_answers_alone_and_off_the_loop() -> None:
     assert run(lambda adder: adder.thread()) == "cadenza-off-loop"
 
 
+def test_a_call_that_cannot_be_dispatched_says_that_it_reached_no_worker() -> None:
+    with pytest.raises(TypeError, match="needs a DataProto with rows") as caught:
+        run(lambda adder: adder.total(7))
+    assert "in adder.total, before it reached a worker" in caught.value.__notes__
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 7, 100])
 def test_rows_come_back_as_they_were_sent_however_they_divide(count: int) -> None:
     batch = rows(count)

@@ -326,3 +326,14 @@ def test_a_replica_that_is_silent_is_lost() -> None:
             await replica.generate(request(1))
 
     run(work)
+
+
+def test_a_replica_that_another_process_found_lost_is_lost_here() -> None:
+    async def work(replica: RemoteReplica, desk: Desk, calls: list[int]) -> None:
+        future = replica.generate(request(1))
+        replica.mark_lost("no progress")
+        with pytest.raises(ReplicaLost, match="desk is lost: no progress"):
+            await future
+        assert replica.is_lost
+
+    run(work)

@@ -21,6 +21,13 @@ from cadenza.rollout.sampler_process import FORGET_SECONDS
 from cadenza.testing import ByteCodec, FakeReplica
 
 
+class Silent(LocalWorkerHandle):
+    """Of a worker that does not answer."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        await asyncio.sleep(FOREVER)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_come_and_every_grant_is_given_back(workers: int) -> None:
     async def main() -> None:
@@ -95,10 +102,6 @@ def test_a_call_that_came_after_a_suspension_opens_the_gate(call: str, late: str
 
 @pytest.mark.parametrize("call", ["suspend", "resume", "get_batch", "shrink", "shutdown"])
 def test_nobody_waits_for_ever_for_a_sampler_that_is_silent(call: str) -> None:
-    class Silent(LocalWorkerHandle):
-        async def call(self, method: str, *args: Any) -> Any:
-            await asyncio.sleep(FOREVER)
-
     async def main() -> None:
         async with site() as here:
             scheduler = here.scheduler(batch_size=4, alpha=1.0)
@@ -251,5 +254,19 @@ def test_the_sampler_and_the_env_workers_reach_replicas_by_their_handles(workers
             for step in range(2):
                 assert column(await got(scheduler, 4, step), "attempt") == [0] * 4
                 await publish(scheduler, step + 1)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("handle", [Silent, LocalWorkerHandle])
+def test_the_service_of_a_sampler_that_does_not_answer_can_be_shut_down(handle: type[LocalWorkerHandle]) -> None:
+    async def main() -> None:
+        async with site() as here:
+            await here.service.sampler.refresh()
+            if handle is LocalWorkerHandle:
+                here.process.kill()
+            here.process.__class__ = handle
+            async with asyncio.timeout(60.0):
+                await here.service.shutdown()
 
     simulate(main)

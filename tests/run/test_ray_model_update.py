@@ -99,7 +99,8 @@ def run(devices: str, work: Work, *, trainers: str = "0", strategy: StrategyName
                 await actor.nudge(0)
                 spec = InferenceSpec(actor, places, codec, model_spec, EngineConfig(), SamplerConfig(balance_seconds=0))
                 async with open_inference(spec) as running:
-                    await work(actor, running, list(running.sampler.replicas))  # type: ignore[arg-type]
+                    assert isinstance(running.delivery, ObjectStoreDelivery | BroadcastDelivery)
+                    await work(actor, running, list(running.delivery.replicas))
         finally:
             await resources.shutdown()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cadenza.inference.replica import PauseMode, Request, Sampling
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
-from cadenza.rollout.router import PREFILL_WEIGHT
+from cadenza.rollout.prefix_routing import PREFILL_WEIGHT
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.simulation.fuzzing.deadlines import DEADLINES
