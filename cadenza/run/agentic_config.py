@@ -18,7 +18,7 @@ from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.run.config import ConfigError, RunConfig, check_name
 from cadenza.run.config_tree import merged_trees, value_at
-from cadenza.run.engines import EngineConfig
+from cadenza.run.engines import EngineConfig, find_engine
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig, SupervisedConfig
 from cadenza.training.learner import LearnerConfig
 
@@ -91,7 +91,7 @@ class AgenticConfig(RunConfig):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig | None = None
     reference: ReferenceConfig | None = None
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = Field(default_factory=EngineConfig)
     sampler: SamplerConfig = SamplerConfig()
     validation: ValidationConfig | None = ValidationConfig()
 
@@ -185,30 +185,15 @@ class AgenticConfig(RunConfig):
 
     def _check_engine(self) -> None:
         """An engine has the backend, the model and the devices that it can use."""
-        kind = self.engine.kind
-        needed = {"vllm": "ray", "http": "embedded"}.get(kind, self.backend)
-        if self.backend != needed:
-            raise ValueError(f"engine.kind '{kind}' needs backend '{needed}', got '{self.backend}'")
-        if kind != "torch" and self.model.path is None:
+        kind, engine = self.engine.kind, find_engine(self.engine.kind)
+        if engine.backend not in (None, self.backend):
+            raise ValueError(f"engine.kind '{kind}' needs backend '{engine.backend}', got '{self.backend}'")
+        if engine.needs_model_path and self.model.path is None:
             raise ValueError(f"engine.kind '{kind}' needs a model.path: a tiny policy is built for 'torch'")
-        if kind == "http" and self.model.lora is not None:
-            raise ValueError("model.lora does not go with engine.kind 'http': servers are sent whole models")
-        if (config := self.devices.get("inference")) is None:
-            return
-        if kind == "http":
-            raise ValueError(
-                "devices.inference does nothing with engine.kind 'http', its servers have theirs: remove it"
-            )
-        if kind == "torch" and config.devices_per_replica != 1:
-            raise ValueError(
-                "devices.inference: the torch engine runs on one device: leave devices_per_worker and "
-                "tensor_parallel out, and every device is a replica"
-            )
-        if kind == "vllm" and config.tensor_parallel != 1:
-            raise ValueError(
-                f"devices.inference: one worker of vLLM drives all devices of its replica: set devices_per_worker="
-                f"{config.devices_per_replica} and leave tensor_parallel out"
-            )
+        if self.model.lora is not None and not engine.takes_adapters:
+            raise ValueError(f"model.lora does not go with engine.kind '{kind}': servers are sent whole models")
+        if (devices := self.devices.get("inference")) is not None:
+            engine.check_devices(devices)
 
     def _check_chunks(self) -> None:
         """The chunks of a batch must come to what the whole batch would."""

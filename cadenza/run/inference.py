@@ -20,12 +20,11 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from cadenza.cluster import Cluster, DeviceMap, Placement
+from cadenza.cluster import Cluster, DeviceMap
 from cadenza.cluster.placement import DeviceSource
 from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.weight_transfer import StoredWeights, WeightBroadcast, WeightTransferError
@@ -33,8 +32,8 @@ from cadenza.inference.codec import TextCodec
 from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import PreparedWeights, TorchReplica
 from cadenza.rollout.sampler import Sampler, SamplerConfig
-from cadenza.run.engines import EngineConfig, servers, torch_options, vllm_cluster
-from cadenza.run.workers import ActorWorker, InferenceWorker, ModelSpec
+from cadenza.run.engines import EngineConfig, find_engine
+from cadenza.run.workers import ActorWorker, ModelSpec
 
 logger = logging.getLogger("cadenza")
 
@@ -82,13 +81,9 @@ async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
     async with AsyncExitStack() as stack:
         replicas: Sequence[Replica]
         delivery: WeightDelivery
-        if spec.engine.kind == "http":
-            delivery = ServerDelivery(spec.actor)
-            running = servers(spec.engine, spec.codec.eos_token_ids, await delivery.deliver())
-            replicas = await stack.enter_async_context(running)
-        elif spec.devices.resources.backend == "embedded":
-            replicas = local = await _embedded_replicas(spec, stack)
-            delivery = InProcessDelivery(spec.actor, local)
+        if spec.devices.resources.backend == "embedded":
+            running = find_engine(spec.engine.kind).local_replicas(spec)
+            replicas, delivery = await stack.enter_async_context(running)
         else:
             replicas = remote = await _ray_replicas(spec, stack)
             delivery = ray_delivery_for(spec.devices)(spec.actor, remote)
@@ -100,20 +95,10 @@ async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
         yield Inference(sampler, spec.codec, delivery, spec.devices.resources)
 
 
-async def _embedded_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[TorchReplica]:
-    options = torch_options(spec.engine, spec.codec.eos_token_ids)
-    first, *others = (placement.devices for placement in spec.devices["inference"].replicas())
-    replicas = [TorchReplica(await spec.actor.module(), name="torch-0", devices=first, **options)]
-    stack.callback(replicas[0].close)
-    for number, devices in enumerate(others, 1):
-        replicas.append(replicas[0].clone(name=f"torch-{number}", devices=devices, **options))
-        stack.callback(replicas[-1].close)
-    return replicas
-
-
 async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[RemoteReplica]:
     """Each is a cluster of its own, so that one that dies leaves the others alone. They start together."""
-    clusters = [_replica_cluster(spec, placement) for placement in spec.devices["inference"].replicas()]
+    engine = find_engine(spec.engine.kind)
+    clusters = [engine.replica_cluster(spec, placement) for placement in spec.devices["inference"].replicas()]
     for cluster in clusters:
         stack.push_async_exit(cluster)
     started = await asyncio.gather(*(cluster.start() for cluster in clusters), return_exceptions=True)
@@ -121,24 +106,6 @@ async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[Remo
         if isinstance(error, BaseException):
             raise error
     return [await RemoteReplica.of(cluster, is_shared=True) for cluster in clusters]  # env workers ask them too
-
-
-def _replica_cluster(spec: InferenceSpec, placement: Placement) -> Cluster[Any]:
-    """The process of one replica."""
-    engine, eos_token_ids = spec.engine, spec.codec.eos_token_ids
-    if engine.kind == "torch":
-        options: dict[str, Any] = {"model_spec": spec.model_spec, "engine": engine, "eos_token_ids": eos_token_ids}
-        return Cluster("inference", InferenceWorker, placement, **options)
-    model = spec.model_spec.model
-    path = Path(str(model.path))  # a directory, by a name that means the same in other processes, or a name of a hub
-    return vllm_cluster(
-        placement,
-        engine,
-        model=str(path.absolute()) if path.is_dir() else str(model.path),
-        eos_token_ids=eos_token_ids,
-        dtype=model.dtype,
-        lora=None if model.lora is None else (model.lora.r, model.lora.alpha),
-    )
 
 
 # -- weight deliveries -------------------------------------------------------------------------------------------------
