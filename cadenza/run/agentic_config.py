@@ -19,6 +19,7 @@ from cadenza.rollout.sampler import SamplerConfig
 from cadenza.run.config import ConfigError, RunConfig, check_name
 from cadenza.run.config_tree import merged_trees, value_at
 from cadenza.run.engines import EngineConfig, find_engine
+from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig, SupervisedConfig
 from cadenza.training.learner import LearnerConfig
 
@@ -156,7 +157,7 @@ class AgenticConfig(RunConfig):
                 f"reference.temperature {self.reference.temperature} is not that of envs.sampling, "
                 f"{self.envs.sampling.temperature}: leave it out"
             )
-        for name, learner in (("actor", self.actor), ("critic", self.critic)):
+        for name, learner in ((ACTOR, self.actor), (CRITIC, self.critic)):
             if learner is not None and learner.mini_batches > self.rollout.batch_size:
                 raise ValueError(
                     f"{name}.mini_batches must be at most rollout.batch_size {self.rollout.batch_size}, got "
@@ -192,7 +193,7 @@ class AgenticConfig(RunConfig):
             raise ValueError(f"engine.kind '{kind}' needs a model.path: a tiny policy is built for 'torch'")
         if self.model.lora is not None and not engine.takes_adapters:
             raise ValueError(f"model.lora does not go with engine.kind '{kind}': servers are sent whole models")
-        if (devices := self.devices.get("inference")) is not None:
+        if (devices := self.devices.get(INFERENCE)) is not None:
             engine.check_devices(devices)
 
     def _check_chunks(self) -> None:
@@ -231,18 +232,18 @@ class AgenticConfig(RunConfig):
 
     @property
     def learners(self) -> Mapping[str, LearnerConfig | None]:
-        return {"actor": self.actor, "critic": self.critic, "reference": None}
+        return {ACTOR: self.actor, CRITIC: self.critic, REFERENCE: None}
 
     @property
     def role_names(self) -> tuple[str, ...]:
         """Who gets devices. Under an adapter, the actor is the reference too."""
-        found = {"critic": self.critic is not None, "reference": self.needs_reference and self.model.lora is None}
-        return ("actor", *(role for role, is_there in found.items() if is_there), "inference")
+        found = {CRITIC: self.critic is not None, REFERENCE: self.needs_reference and self.model.lora is None}
+        return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE)
 
     @property
     def shared_devices(self) -> tuple[int, ...]:
         """Which actor and replicas use alternately: the devices of both, if there are others that only generate."""
-        named = [self.devices.get(role, RoleConfig(devices=(0,))) for role in ("actor", "inference")]
+        named = [self.devices.get(role, RoleConfig(devices=(0,))) for role in (ACTOR, INFERENCE)]
         if any(config.devices == AUTO for config in named):
             return ()
         trains, generates = (set(config.device_numbers) for config in named)

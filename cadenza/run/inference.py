@@ -33,6 +33,7 @@ from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import PreparedWeights, TorchReplica
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 from cadenza.run.engines import EngineConfig, find_engine
+from cadenza.run.role_names import ACTOR, INFERENCE
 from cadenza.run.workers import ActorWorker, ModelSpec
 
 logger = logging.getLogger("cadenza")
@@ -98,7 +99,7 @@ async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
 async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[RemoteReplica]:
     """Each is a cluster of its own, so that one that dies leaves the others alone. They start together."""
     engine = find_engine(spec.engine.kind)
-    clusters = [engine.replica_cluster(spec, placement) for placement in spec.devices["inference"].replicas()]
+    clusters = [engine.replica_cluster(spec, placement) for placement in spec.devices[INFERENCE].replicas()]
     for cluster in clusters:
         stack.push_async_exit(cluster)
     started = await asyncio.gather(*(cluster.start() for cluster in clusters), return_exceptions=True)
@@ -186,6 +187,6 @@ class BroadcastDelivery:
 
 def ray_delivery_for(devices: DeviceMap) -> type[ObjectStoreDelivery] | type[BroadcastDelivery]:
     """Shared memory where all replicas are on the node of the actor's first rank."""
-    home = devices["actor"].places[0].node
-    is_near = all(place.node == home for place in devices["inference"].places)
+    home = devices[ACTOR].places[0].node
+    is_near = all(place.node == home for place in devices[INFERENCE].places)
     return ObjectStoreDelivery if is_near else BroadcastDelivery

@@ -181,7 +181,7 @@ def loss(logprobs, old, advantages, mask, updates=[]):
 MORTAL = """
 import os, signal
 from pathlib import Path
-from cadenza.run import workers as replicas
+from cadenza.run import inference
 class Mortal(replicas.InferenceWorker):
     turns = 0
     async def exchange(self, requests, aborts, *client):

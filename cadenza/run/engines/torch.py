@@ -10,6 +10,7 @@ from cadenza.cluster import Cluster, Placement, RoleConfig
 from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.run.engines import Engine, EngineConfig
+from cadenza.run.role_names import INFERENCE
 
 if TYPE_CHECKING:
     from cadenza.run.inference import InferenceSpec, WeightDelivery
@@ -32,7 +33,7 @@ class TorchEngine(Engine):
         from cadenza.run.inference import InProcessDelivery
 
         options = torch_options(spec.engine, spec.codec.eos_token_ids)
-        first, *others = (placement.devices for placement in spec.devices["inference"].replicas())
+        first, *others = (placement.devices for placement in spec.devices[INFERENCE].replicas())
         with ExitStack() as stack:
             replicas = [TorchReplica(await spec.actor.module(), name="torch-0", devices=first, **options)]
             stack.callback(replicas[0].close)
@@ -49,7 +50,7 @@ class TorchEngine(Engine):
             "engine": spec.engine,
             "eos_token_ids": spec.codec.eos_token_ids,
         }
-        return Cluster("inference", InferenceWorker, placement, **options)
+        return Cluster(INFERENCE, InferenceWorker, placement, **options)
 
 
 def torch_options(engine: EngineConfig, eos_token_ids: frozenset[int]) -> Mapping[str, Any]:
