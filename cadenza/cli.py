@@ -365,3 +365,7 @@ def _print_error(message: str, code: int, as_json: bool, *, hint: str = "") -> i
     if hint:
         print(hint, file=sys.stderr)
     return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

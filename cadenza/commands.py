@@ -17,6 +17,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from cadenza.config import import_from_working_directory
 from cadenza.data import DataProto
 from cadenza.observe.curve import curve
 from cadenza.observe.display import Display
@@ -38,7 +39,7 @@ REPORT_SECONDS = 120
 
 def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
     """A new run."""
-    _import_from_here()
+    import_from_working_directory()
     config = read_config(path, overrides)
     config.check_names()
     if dry_run:
@@ -58,7 +59,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool)
 
 def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     """Go on with a run from its last checkpoint."""
-    _import_from_here()
+    import_from_working_directory()
     config = _config_of(run_dir, overrides)
     checkpoint = _checkpoint(run_dir, "last")
     step = step_of(checkpoint)
@@ -261,7 +262,7 @@ async def _play_checkpoint(
     run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int
 ) -> tuple[DataProto, int]:
     """Plays episodes with a checkpoint; the batch, and the version."""
-    _import_from_here()
+    import_from_working_directory()
     config = _config_of(run_dir, [])
     if not isinstance(config, AgenticConfig):
         raise ConfigError(f"{run_dir} plays no episodes: its pipeline '{config.pipeline}' has no envs")
@@ -306,9 +307,3 @@ def _checkpoint(run_dir: Path, which: str) -> Path:
         rest = f"there are {', '.join(known)}" if known else "it has none: start it again with `cadenza train`"
         raise ConfigError(f"{run_dir} has no checkpoint '{which}'; {rest}")
     return path.resolve()
-
-
-def _import_from_here() -> None:
-    """Envs and rewards named as 'module:name' may lie in the working directory."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -52,3 +54,9 @@ def load_object(path: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"'{path}' cannot be loaded: {error}") from error
     return found
+
+
+def import_from_working_directory() -> None:
+    """Let what a config names as 'module:name' lie in the working directory."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))

@@ -25,7 +25,6 @@ import yaml
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-import cadenza as package
 from cadenza.cli import main
 from cadenza.observe.run import read_lines
 
@@ -147,7 +146,7 @@ class Commands:
     def __init__(self) -> None:
         self._server = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(package.__file__).parents[1])},
+            env={**os.environ, "PYTHONPATH": ""},
         )  # fmt: skip
 
     def __enter__(self) -> Commands:

@@ -12,6 +12,7 @@ LIGHT = [
     "cadenza.inference.codec",
     "cadenza.inference.replica",
     "cadenza.rollout",
+    "cadenza.run.engines.vllm",
     "cadenza.simulation",
 ]
 

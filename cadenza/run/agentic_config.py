@@ -18,7 +18,8 @@ from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.run.config import ConfigError, RunConfig, check_name
 from cadenza.run.config_tree import merged_trees, value_at
-from cadenza.run.engines import EngineConfig
+from cadenza.run.engines import EngineConfig, find_engine
+from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig, SupervisedConfig
 from cadenza.training.estimators import names_within_groups
 from cadenza.training.learner import LearnerConfig
@@ -94,7 +95,7 @@ class AgenticConfig(RunConfig):
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig | None = None
     reference: ReferenceConfig | None = None
-    engine: EngineConfig = EngineConfig()
+    engine: EngineConfig = Field(default_factory=EngineConfig)
     sampler: SamplerConfig = SamplerConfig()
     validation: ValidationConfig | None = ValidationConfig()
 
@@ -158,7 +159,7 @@ class AgenticConfig(RunConfig):
                 f"reference.temperature {self.reference.temperature} is not that of envs.sampling, "
                 f"{self.envs.sampling.temperature}: leave it out"
             )
-        for name, learner in (("actor", self.actor), ("critic", self.critic)):
+        for name, learner in ((ACTOR, self.actor), (CRITIC, self.critic)):
             if learner is not None and learner.mini_batches > self.rollout.batch_size:
                 raise ValueError(
                     f"{name}.mini_batches must be at most rollout.batch_size {self.rollout.batch_size}, got "
@@ -187,30 +188,15 @@ class AgenticConfig(RunConfig):
 
     def _check_engine(self) -> None:
         """An engine has the backend, the model and the devices that it can use."""
-        kind = self.engine.kind
-        needed = {"vllm": "ray", "http": "embedded"}.get(kind, self.backend)
-        if self.backend != needed:
-            raise ValueError(f"engine.kind '{kind}' needs backend '{needed}', got '{self.backend}'")
-        if kind != "torch" and self.model.path is None:
+        kind, engine = self.engine.kind, find_engine(self.engine.kind)
+        if engine.backend not in (None, self.backend):
+            raise ValueError(f"engine.kind '{kind}' needs backend '{engine.backend}', got '{self.backend}'")
+        if engine.needs_model_path and self.model.path is None:
             raise ValueError(f"engine.kind '{kind}' needs a model.path: a tiny policy is built for 'torch'")
-        if kind == "http" and self.model.lora is not None:
-            raise ValueError("model.lora does not go with engine.kind 'http': servers are sent whole models")
-        if (config := self.devices.get("inference")) is None:
-            return
-        if kind == "http":
-            raise ValueError(
-                "devices.inference does nothing with engine.kind 'http', its servers have theirs: remove it"
-            )
-        if kind == "torch" and config.devices_per_replica != 1:
-            raise ValueError(
-                "devices.inference: the torch engine runs on one device: leave devices_per_worker and "
-                "tensor_parallel out, and every device is a replica"
-            )
-        if kind == "vllm" and config.tensor_parallel != 1:
-            raise ValueError(
-                f"devices.inference: one worker of vLLM drives all devices of its replica: set devices_per_worker="
-                f"{config.devices_per_replica} and leave tensor_parallel out"
-            )
+        if self.model.lora is not None and not engine.takes_adapters:
+            raise ValueError(f"model.lora does not go with engine.kind '{kind}': servers are sent whole models")
+        if (devices := self.devices.get(INFERENCE)) is not None:
+            engine.check_devices(devices)
 
     def _check_chunks(self) -> None:
         """The chunks of a batch must come to what the whole batch would."""
@@ -248,18 +234,18 @@ class AgenticConfig(RunConfig):
 
     @property
     def learners(self) -> Mapping[str, LearnerConfig | None]:
-        return {"actor": self.actor, "critic": self.critic, "reference": None}
+        return {ACTOR: self.actor, CRITIC: self.critic, REFERENCE: None}
 
     @property
     def role_names(self) -> tuple[str, ...]:
         """Who gets devices. Under an adapter, the actor is the reference too."""
-        found = {"critic": self.critic is not None, "reference": self.needs_reference and self.model.lora is None}
-        return ("actor", *(role for role, is_there in found.items() if is_there), "inference")
+        found = {CRITIC: self.critic is not None, REFERENCE: self.needs_reference and self.model.lora is None}
+        return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE)
 
     @property
     def shared_devices(self) -> tuple[int, ...]:
         """Which actor and replicas use alternately: the devices of both, if there are others that only generate."""
-        named = [self.devices.get(role, RoleConfig(devices=(0,))) for role in ("actor", "inference")]
+        named = [self.devices.get(role, RoleConfig(devices=(0,))) for role in (ACTOR, INFERENCE)]
         if any(config.devices == AUTO for config in named):
             return ()
         trains, generates = (set(config.device_numbers) for config in named)

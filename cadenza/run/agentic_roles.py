@@ -12,7 +12,9 @@ from cadenza.data import DataProto
 from cadenza.off_loop import as_async
 from cadenza.run.agentic_config import AgenticConfig, WarmStartConfig
 from cadenza.run.config import ConfigError
+from cadenza.run.engines import find_engine
 from cadenza.run.inference import Inference, InferenceSpec, open_inference
+from cadenza.run.role_names import ACTOR, CRITIC, REFERENCE
 from cadenza.run.roles import Roles, absolute_path
 from cadenza.run.warm_start import warm_start_pairs
 from cadenza.run.workers import ActorWorker, CriticWorker, ReferenceWorker
@@ -38,22 +40,24 @@ class AgenticRoles(Roles):
         policy = config.actor.model_copy(update=temperature)
         reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
         self.actor = await self.start_trainers(
-            "actor", ActorWorker, config=policy, reference=reference, failures=self.failures
+            ACTOR, ActorWorker, config=policy, reference=reference, failures=self.failures
         )
         if config.critic is not None:
-            self.critic = await self.start_trainers(
-                "critic", CriticWorker, config=config.critic, failures=self.failures
-            )
-        if "reference" in self.device_map:
-            self.reference = await self.start_cluster("reference", ReferenceWorker, config=reference)
+            self.critic = await self.start_trainers(CRITIC, CriticWorker, config=config.critic, failures=self.failures)
+        if REFERENCE in self.device_map:
+            self.reference = await self.start_cluster(REFERENCE, ReferenceWorker, config=reference)
 
     def check_resources(self, resources: ResourceManager) -> None:
         config = self.config
-        if config.shared_devices and config.engine.kind == "vllm" and getattr(resources, "kind", None) == "CPU":
+        if not config.shared_devices:
+            return
+        try:
+            find_engine(config.engine.kind).check_sharing(getattr(resources, "kind", None))
+        except ValueError as error:
             raise ConfigError(
-                f"devices: actor and inference cannot alternate on {format_devices(config.shared_devices)}: vLLM "
-                "cannot sleep on a CPU. Give them devices of their own, or all of them to both"
-            )
+                f"devices: actor and inference cannot alternate on {format_devices(config.shared_devices)}: {error}. "
+                "Give them devices of their own, or all of them to both"
+            ) from error
 
     def inference(self) -> AbstractAsyncContextManager[Inference]:
         """The engines with the policy in them."""

@@ -12,6 +12,7 @@ from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import Config, load_object
 from cadenza.observe.trackers import check_tracker
+from cadenza.run.role_names import ACTOR, INFERENCE
 from cadenza.training import ModelConfig
 from cadenza.training.learner import LearnerConfig
 from cadenza.training.strategy import load_strategy, names_with_tensor_parallel
@@ -103,7 +104,7 @@ class RunConfig(Config):
     @classmethod
     def _expand_short_forms(cls, devices: Any) -> Any:
         if devices == AUTO:
-            return {"actor": {"devices": AUTO}, "inference": {"devices": AUTO}}
+            return {role: {"devices": AUTO} for role in (ACTOR, INFERENCE)}
         if not isinstance(devices, dict):
             return devices
         short = {role: [given] if isinstance(given, int) else given for role, given in devices.items()}
@@ -142,12 +143,12 @@ class RunConfig(Config):
     @property
     def learners(self) -> Mapping[str, LearnerConfig | None]:
         """The roles that hold weights, and how each of them learns; None where it does not."""
-        return {"actor": self.actor}
+        return {ACTOR: self.actor}
 
     @property
     def role_names(self) -> tuple[str, ...]:
         """Who gets devices."""
-        return ("actor",)
+        return (ACTOR,)
 
     @property
     def device_count(self) -> int:

@@ -24,12 +24,11 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from cadenza.cluster import Cluster, DeviceMap, Placement
+from cadenza.cluster import Cluster, DeviceMap
 from cadenza.cluster.placement import DeviceSource
 from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.weight_transfer import StoredWeights, WeightBroadcast, WeightTransferError
@@ -39,8 +38,9 @@ from cadenza.inference.torch_engine import PreparedWeights, TorchReplica
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 from cadenza.rollout.sampler_client import InferenceService
-from cadenza.run.engines import EngineConfig, servers, torch_options, vllm_cluster
-from cadenza.run.workers import ActorWorker, InferenceWorker, ModelSpec
+from cadenza.run.engines import EngineConfig, find_engine
+from cadenza.run.role_names import ACTOR, INFERENCE
+from cadenza.run.workers import ActorWorker, ModelSpec
 
 logger = logging.getLogger("cadenza")
 
@@ -88,13 +88,9 @@ async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
     async with AsyncExitStack() as stack:
         sampler: Sampler
         delivery: WeightDelivery
-        if spec.engine.kind == "http":
-            delivery = ServerDelivery(spec.actor)
-            running = servers(spec.engine, spec.codec.eos_token_ids, await delivery.deliver())
-            sampler = _local_sampler(spec, await stack.enter_async_context(running), stack)
-        elif spec.devices.resources.backend == "embedded":
-            replicas = await _embedded_replicas(spec, stack)
-            delivery = InProcessDelivery(spec.actor, replicas)
+        if spec.devices.resources.backend == "embedded":
+            running = find_engine(spec.engine.kind).local_replicas(spec)
+            replicas, delivery = await stack.enter_async_context(running)
             sampler = _local_sampler(spec, replicas, stack)
         else:
             remote = await _ray_replicas(spec, stack)
@@ -129,20 +125,10 @@ async def _ray_sampler(spec: InferenceSpec, replicas: Sequence[RemoteReplica], s
     return service.sampler
 
 
-async def _embedded_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[TorchReplica]:
-    options = torch_options(spec.engine, spec.codec.eos_token_ids)
-    first, *others = (placement.devices for placement in spec.devices["inference"].replicas())
-    replicas = [TorchReplica(await spec.actor.module(), name="torch-0", devices=first, **options)]
-    stack.callback(replicas[0].close)
-    for number, devices in enumerate(others, 1):
-        replicas.append(replicas[0].clone(name=f"torch-{number}", devices=devices, **options))
-        stack.callback(replicas[-1].close)
-    return replicas
-
-
 async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[RemoteReplica]:
     """Each replica is a cluster of its own, so that one that dies costs itself alone. All of them start together."""
-    clusters = [_replica_cluster(spec, placement) for placement in spec.devices["inference"].replicas()]
+    engine = find_engine(spec.engine.kind)
+    clusters = [engine.replica_cluster(spec, placement) for placement in spec.devices[INFERENCE].replicas()]
     for cluster in clusters:
         stack.push_async_exit(cluster)
     started = await asyncio.gather(*(cluster.start() for cluster in clusters), return_exceptions=True)
@@ -150,24 +136,6 @@ async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[Remo
         if isinstance(error, BaseException):
             raise error
     return [await RemoteReplica.of(cluster) for cluster in clusters]
-
-
-def _replica_cluster(spec: InferenceSpec, placement: Placement) -> Cluster[Any]:
-    """The process of one replica."""
-    engine, eos_token_ids = spec.engine, spec.codec.eos_token_ids
-    if engine.kind == "torch":
-        options: dict[str, Any] = {"model_spec": spec.model_spec, "engine": engine, "eos_token_ids": eos_token_ids}
-        return Cluster("inference", InferenceWorker, placement, **options)
-    model = spec.model_spec.model
-    path = Path(str(model.path))  # a directory, by a name that means the same in other processes, or a name of a hub
-    return vllm_cluster(
-        placement,
-        engine,
-        model=str(path.absolute()) if path.is_dir() else str(model.path),
-        eos_token_ids=eos_token_ids,
-        dtype=model.dtype,
-        lora=None if model.lora is None else (model.lora.r, model.lora.alpha),
-    )
 
 
 # -- weight deliveries -------------------------------------------------------------------------------------------------
@@ -248,6 +216,6 @@ class BroadcastDelivery:
 
 def ray_delivery_for(devices: DeviceMap) -> type[ObjectStoreDelivery] | type[BroadcastDelivery]:
     """Shared memory where all replicas are on the node of the actor's first rank."""
-    home = devices["actor"].places[0].node
-    is_near = all(place.node == home for place in devices["inference"].places)
+    home = devices[ACTOR].places[0].node
+    is_near = all(place.node == home for place in devices[INFERENCE].places)
     return ObjectStoreDelivery if is_near else BroadcastDelivery

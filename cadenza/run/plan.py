@@ -14,9 +14,11 @@ from typing import Any
 
 from cadenza.cluster import DeviceMap, DeviceSharing, PlacementError, ResourceManager, RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
+from cadenza.config import import_from_working_directory
 from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.config_file import read_config
+from cadenza.run.role_names import ACTOR, INFERENCE
 from cadenza.simulation.comparison import cli_args
 from cadenza.simulation.comparison.cli_args import InvalidArgument
 from cadenza.simulation.comparison.experiment import TrialPool, trial_pool
@@ -51,15 +53,15 @@ class RunLayout:
 
     def mode(self, role: str) -> DeviceSharing:
         """What it has to do with generation, or generation with training."""
-        return self.map.sharing(role, "inference" if role != "inference" else "actor")
+        return self.map.sharing(role, INFERENCE if role != INFERENCE else ACTOR)
 
     def when(self, role: str) -> str:
         """When it has its devices."""
-        other = "generation" if role != "inference" else "training"
+        other = "generation" if role != INFERENCE else "training"
         if self.mode(role) is DeviceSharing.DISAGGREGATED:
             return f"all the time, beside {other}"
         shared = set(self.map.roles[role].device_numbers) & set(
-            self.map.roles["inference" if role != "inference" else "actor"].device_numbers
+            self.map.roles[INFERENCE if role != INFERENCE else ACTOR].device_numbers
         )
         which = "" if self.mode(role) is DeviceSharing.COLOCATED else f" on {format_devices(sorted(shared))}"
         return f"in turn with {other}{which}"
@@ -83,6 +85,7 @@ class RunLayout:
 
 def plan(path: Path, overrides: Sequence[str], args: PlanArgs, *, as_json: bool) -> int:
     """Lay out a run and show it; returns the exit code."""
+    import_from_working_directory()
     config = read_config(path, overrides)
     if not isinstance(config, AgenticConfig):
         raise ConfigError(
@@ -109,7 +112,7 @@ def lay_out(config: AgenticConfig, args: PlanArgs, pool: TrialPool) -> RunLayout
     """The devices of all roles, chosen where the config says 'auto', and what a step will take."""
     resources = _resources(config, args)
     roles = {role: config.devices.get(role) or RoleConfig(devices=(0,)) for role in config.role_names}
-    is_open = {role: roles[role].devices == AUTO for role in ("actor", "inference")}
+    is_open = {role: roles[role].devices == AUTO for role in (ACTOR, INFERENCE)}
     if any(role.devices == AUTO for role in roles.values()) and not all(is_open.values()):
         raise ConfigError("devices: 'auto' is for actor and inference together: say it of both, or 'devices: auto'")
     alphas = cli_args.alphas(args.alpha) if args.alpha is not None else [config.rollout.alpha]
@@ -157,8 +160,8 @@ def _named_layout(
     device_map: DeviceMap, pool: TrialPool, workload: Workload, source: str, alphas: Sequence[float]
 ) -> RunLayout:
     """What the devices that are named make of a step."""
-    sharing = device_map.sharing("actor", "inference")
-    trains, generates = (set(device_map.roles[role].device_numbers) for role in ("actor", "inference"))
+    sharing = device_map.sharing(ACTOR, INFERENCE)
+    trains, generates = (set(device_map.roles[role].device_numbers) for role in (ACTOR, INFERENCE))
     train_gpus, shared_gpus = len(trains), len(trains & generates)
     if sharing is DeviceSharing.COLOCATED:
         train_gpus = shared_gpus = 0
@@ -180,8 +183,8 @@ def _split_devices(
     train = tuple(range(train_gpus or gpus))
     generate = tuple(range(train_gpus - shared_gpus, gpus))
     return {
-        "actor": roles["actor"].model_copy(update={"devices": train}),
-        "inference": roles["inference"].model_copy(update={"devices": generate}),
+        ACTOR: roles[ACTOR].model_copy(update={"devices": train}),
+        INFERENCE: roles[INFERENCE].model_copy(update={"devices": generate}),
     }
 
 

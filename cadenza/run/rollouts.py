@@ -22,6 +22,7 @@ from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.episodes import EpisodeStats, RolloutMode
 from cadenza.run.inference import Inference
+from cadenza.run.role_names import ACTOR
 from cadenza.run.roles import absolute_path
 from cadenza.training.checkpoint import CheckpointError, step_of
 
@@ -184,7 +185,7 @@ def step_trace(
 
 def _devices_in_use(config: AgenticConfig, generating: int) -> int:
     """Devices that work at the same time."""
-    actor = config.devices.get("actor")
+    actor = config.devices.get(ACTOR)
     training = len(actor.device_numbers) if actor else 1
     if config.shared_devices:
         return training + generating - len(config.shared_devices)

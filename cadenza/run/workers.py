@@ -25,7 +25,8 @@ from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
 from cadenza.run.agentic_config import WarmStartConfig
 from cadenza.run.config import ConfigError
-from cadenza.run.engines import EngineConfig, torch_options
+from cadenza.run.engines import EngineConfig
+from cadenza.run.engines.torch import torch_options
 from cadenza.training import (
     Actor,
     ActorConfig,

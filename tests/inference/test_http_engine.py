@@ -443,7 +443,8 @@ def test_weights_go_to_a_server_with_endpoints_for_them() -> None:
 
 def test_a_run_gives_each_server_its_weights_first() -> None:
     torch = pytest.importorskip("torch")
-    from cadenza.run.engines import EngineConfig, servers
+    from cadenza.run.engines import EngineConfig
+    from cadenza.run.engines.http import servers
 
     async def work(desk: Desk, replica: HttpReplica) -> None:
         engine = EngineConfig(kind="http", servers=({"url": desk.url}, {"url": desk.url}), kv_tokens=50)  # type: ignore[arg-type]

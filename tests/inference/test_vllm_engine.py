@@ -47,7 +47,8 @@ from cadenza.inference.replica import (  # noqa: E402
 from cadenza.inference.server import Server, ServerConfig  # noqa: E402
 from cadenza.observe.run import read_lines  # noqa: E402
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig  # noqa: E402
-from cadenza.run.engines import EngineConfig, vllm_cluster  # noqa: E402
+from cadenza.run.engines import EngineConfig  # noqa: E402
+from cadenza.run.engines.vllm import vllm_cluster  # noqa: E402
 from cadenza.testing import LocalCluster  # noqa: E402
 from cadenza.training import Actor, ActorConfig  # noqa: E402
 

@@ -391,7 +391,7 @@ def test_a_resume_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     before = (run / "config.yaml").read_text()
     for overrides in (["model.hidden=16"], ["estimator.name=gae", "critic={}"]):
         done = cadenza("resume", run, "steps=4", *overrides, "--json")
-        assert (done.code, done.out) == (1, "")
+        assert (done.code, list(done.figures)) == (1, ["error"])
         assert len(done.err.splitlines()) == 1, done.err
         assert "checkpoint" in done.err
     assert (run / "config.yaml").read_text() == before
@@ -719,8 +719,9 @@ def test_validation_may_have_tasks_of_its_own(tmp_path: Path) -> None:
 
 
 def refused(done: Done, *said: str, code: int = 1) -> None:
-    """A short message and nothing else."""
-    assert (done.code, done.out) == (code, ""), done
+    """A short message and nothing else; with --json, as an object too."""
+    assert done.code == code, done
+    assert not done.out or (list(done.figures), len(done.out.splitlines())) == (["error"], 1), done
     assert done.err.startswith("cadenza: ")
     assert len(done.err.splitlines()) == 1, done.err
     for text in said:

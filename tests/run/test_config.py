@@ -54,7 +54,7 @@ def test_a_later_override_wins_and_the_values_given_stay_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["engine.kind=sglang"], "engine.kind: Input should be 'torch', 'vllm' or 'http' (got 'sglang')"),
+        (["engine.kind=sglang"], "engine.kind: Input should be 'torch', 'vllm' or 'http', or 'module:name'"),
         (["engine.python=python3"], "engine: python does nothing with kind 'torch', it is for 'vllm': remove it"),
         (["engine.kind=vllm", "engine.threads=2"], "engine: threads does nothing with kind 'vllm', it is for 'torch'"),
         (["engine.kind=http"], "engine: kind 'http' needs servers: give it some, as servers: [{url:"),

@@ -1,0 +1,6 @@
+"""The roles of a run, by the names that `devices`, workers and checkpoints know them by."""
+
+ACTOR = "actor"
+CRITIC = "critic"
+REFERENCE = "reference"
+INFERENCE = "inference"
