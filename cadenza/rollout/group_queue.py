@@ -42,7 +42,7 @@ from cadenza.rollout.failures import (
     UserErrors,
     logger,
 )
-from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
+from cadenza.rollout.ledger import Attempt, AttemptCopy, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.tasks import Domains
 
@@ -53,7 +53,19 @@ GroupFilter = Callable[[list[Trajectory]], Awaitable[bool]]
 
 
 class GroupQueueManager:
-    """Buffers finished episodes, assembles groups, cuts batches."""
+    """Buffers finished episodes, assembles groups, cuts batches.
+
+    A scheduler has one and calls it directly. It also runs as an actor, for a program that brings workers of its own:
+
+        queue = ray.remote(GroupQueueManager).remote(RolloutConfig(batch_size=8, group_size=4), env_manager_config)
+        attempt = ray.get(queue.next_attempt.remote())       # a worker: which task to run; None when there is no more
+        queue.put.remote(attempt, trajectory)                # or queue.fail.remote(attempt, "env: crashed")
+        groups = ray.get(queue.take.remote(2))               # the controller: two whole groups, the oldest first
+        queue.advance.remote(1)                              # after weights were published; queue.reset.remote()
+
+    A worker far away has a copy of its attempt. `put` and `fail` of a copy also free its slot; what comes of an attempt
+    that has its fate already is dropped. The calls need a running event loop, the constructor does not.
+    """
 
     def __init__(
         self,
@@ -79,8 +91,10 @@ class GroupQueueManager:
         """When an attempt last finished or failed."""
         self.stop: Callable[[Attempt], None] = lambda attempt: None
         """Set by whoever runs attempts: end this one, it has its fate."""
-        self.refill: Callable[[], None] = lambda: None
-        """Set by whoever has slots: there may be work."""
+        self._work = asyncio.Event()
+        """Wakes those that wait in `next_attempt`."""
+        self.refill: Callable[[], None] = self._wake_workers
+        """Set by the owner of the slots: there may be work."""
         self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
         """Set by whoever owns the tasks: run a filter."""
         self._filter: GroupFilter | None = None
@@ -141,6 +155,15 @@ class GroupQueueManager:
         self._unconsumed[self.version] += 1
         return self.ledger.issue(group, 0, slot, self._now())
 
+    async def next_attempt(self, slot: int = 0) -> Attempt | None:
+        """Waits for the next attempt to run, for a worker without a `refill` callback. None when the tasks ran out, or
+        the run has ended."""
+        while (attempt := self.issue(slot)) is None:
+            if self._error is not None or (self.domains.exhausted and not self._unconsumed):
+                return None
+            await self._work.wait()
+        return attempt
+
     def slot_freed(self, attempt: Attempt) -> None:
         """The env of this attempt is gone."""
         self.domains.all[attempt.group.task.domain].running -= 1
@@ -151,6 +174,11 @@ class GroupQueueManager:
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """The episode is finished and has its reward."""
+        if isinstance(attempt, AttemptCopy):
+            if (original := self._end_copy(attempt)) is None:
+                return
+            attempt = original
+            self.ledger.score(attempt)
         self.last_end_time = self._now()
         self._failed_in_a_row = 0
         self.ledger.finish(attempt, trajectory, self.last_end_time)
@@ -170,6 +198,10 @@ class GroupQueueManager:
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
         """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
         this one was."""
+        if isinstance(attempt, AttemptCopy):
+            if (original := self._end_copy(attempt)) is None:
+                return
+            attempt = original
         self.last_end_time = self._now()
         if attempt.state is AttemptState.FINISHED:
             raise LedgerError(f"{attempt.key} has finished, and fails now: {cause} {detail}")
@@ -232,6 +264,20 @@ class GroupQueueManager:
         finally:
             self._demand = None  # before the slots look for work: the limit falls with it
             self.refill()
+
+    async def take(self, groups: int | None = None) -> list[list[Trajectory]]:
+        """Waits for a batch of so many groups, or of all that the tasks give, and hands over its trajectories group by
+        group. Fewer, or none, when the tasks ran out."""
+        with self.demanding(groups):
+            while (batch := self.cut()) is None:
+                await self.changed()
+        taken: list[list[Trajectory]] = []
+        for group in batch:
+            attempts = sorted(group.finished, key=lambda attempt: attempt.member)
+            taken.append([attempt.trajectory for attempt in attempts if attempt.trajectory is not None])
+            for attempt in attempts:
+                attempt.trajectory = None
+        return taken
 
     def changed(self) -> asyncio.Future[None]:
         """Resolves when `cut` may have something to say."""
@@ -304,6 +350,7 @@ class GroupQueueManager:
         self._ready_by_version.clear()
         self._unconsumed.clear()
         self._wake()
+        self._wake_workers()
 
     # -- over a restart ------------------------------------------------------------------------------------------
 
@@ -544,6 +591,16 @@ class GroupQueueManager:
         if not self._unconsumed[group.begun]:
             del self._unconsumed[group.begun]
             self._ready_by_version.pop(group.begun, None)
+
+    def _end_copy(self, copy: AttemptCopy) -> Attempt | None:
+        """A worker elsewhere is done with an attempt: its slot is free. Returns the attempt, unless it has its fate."""
+        self.slot_freed(copy)
+        self._wake_workers()
+        return self.ledger.original(copy)
+
+    def _wake_workers(self) -> None:
+        self._work.set()
+        self._work.clear()
 
     def _wake(self) -> None:
         if self._change is not None and not self._change.done():

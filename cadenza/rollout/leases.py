@@ -52,7 +52,8 @@ class LeaseDeadlines:
         """Attempts that the log has named or counted; each is told of once."""
         self._has_told_of_model = False
         self._pause = NO_PROGRESS_SECONDS
-        """Between the last line of the log and the next one."""
+        """Between the next line of the log and the one after it."""
+        self._quiet_until = -math.inf
         self._is_watching = seconds < UNWATCHED_SECONDS and logger.isEnabledFor(logging.WARNING)
         self._watch: asyncio.TimerHandle | None = None
 
@@ -118,17 +119,17 @@ class LeaseDeadlines:
         """Name the oldest attempt without progress, and count the others."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        found, upcoming = self._find_still(now)
+        found, upcoming = self._find_still(now) if now >= self._quiet_until else ([], self._quiet_until)
         if found:
             oldest = min(found, key=lambda still: still.since)
             self._named.update(still.attempt for still in found)
             self._has_told_of_model |= any(still.stage == "model" for still in found)
             logger.warning("%s", self._describe(oldest, len(found) - 1, now))
-            upcoming = max(upcoming, now + self._pause)
+            self._quiet_until = now + self._pause
             self._pause *= 2
         self._watch = None
         if upcoming < math.inf:
-            self._watch = loop.call_at(upcoming, self._name_those_that_stand_still)
+            self._watch = loop.call_at(max(upcoming, self._quiet_until), self._name_those_that_stand_still)
 
     def _find_still(self, now: float) -> tuple[list[_Still], float]:
         """Attempts without progress that were not told of, and when the next one may be due. Waiting for the model is

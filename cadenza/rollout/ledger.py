@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from enum import Enum
+from typing import Any
 
 from cadenza.observe.events import Event, EventSink
 from cadenza.rollout.records import Fate, Task, Trajectory
@@ -75,6 +76,18 @@ class Attempt:
     def key(self) -> str:
         """Readable, unique: group, member, number of the try."""
         return f"g{self.group.id}.{self.member}#{self.number}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, it becomes an `AttemptCopy`: the other attempts of its group and their tokens stay here."""
+        group = self.group
+        names = (self.id, self.member, self.number, self.slot, self.started)
+        return _attempt_copy, (*names, group.id, group.task, group.begun, group.opened)
+
+
+class AttemptCopy(Attempt):
+    """What another process has of an attempt: enough to run it, and to say which one it was."""
+
+    __slots__ = ()
 
 
 class Group:
@@ -257,6 +270,12 @@ class Ledger:
         self._forget()
         return stopped
 
+    def original(self, copy: Attempt) -> Attempt | None:
+        """The attempt of which this is a copy; None when it has its fate already."""
+        group = self._open.get(copy.group.id)
+        attempts = [] if group is None else group.attempts
+        return next((attempt for attempt in attempts if attempt.id == copy.id and attempt.fate is None), None)
+
     def open_groups(self) -> list[Group]:
         """Groups without an end, oldest first."""
         return list(self._open.values())
@@ -322,6 +341,12 @@ class Ledger:
         if attempt.state is not old:
             raise LedgerError(f"{attempt.key} is {attempt.state.value}, not {old.value}: it cannot be {new.value}")
         attempt.state = new
+
+
+def _attempt_copy(
+    id: int, member: int, number: int, slot: int, started: float, group: int, task: Task, begun: int, opened: float
+) -> AttemptCopy:
+    return AttemptCopy(id, Group(group, task, begun, opened), member, number, slot, started)
 
 
 def _life(attempt: Attempt, origin: float) -> str:

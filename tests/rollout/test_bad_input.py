@@ -1104,9 +1104,9 @@ def test_a_model_that_answers_nobody_is_told_once_and_one_that_is_slow_is_not(ca
 
 def test_envs_whose_steps_always_take_long_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with playing(env=chain(100, 40.0), batch_size=64, slots=64) as scheduler:
+        async with playing(env=chain(50, 40.0), batch_size=64, slots=64) as scheduler:
             await got(scheduler, 64)
-            for version in range(1, 10):
+            for version in range(1, 20):
                 await publish(scheduler, version)
                 await got(scheduler, 64)
             assert now() > 40_000
