@@ -1,10 +1,19 @@
+from __future__ import annotations
+
 import importlib.util
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from cadenza.cpu import limit_onednn
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster as RayTestCluster
+    from ray_cases import SharedRay
 
 # Before torch computes anything, here and in the processes that tests start.
 limit_onednn()
@@ -27,3 +36,17 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("smollm2")
     AutoTokenizer.from_pretrained(place, gguf_file=weights.name).save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def shared_ray() -> Iterator[SharedRay]:
+    from ray_cases import SharedRay
+
+    with tempfile.TemporaryDirectory() as directory, SharedRay(Path(directory)) as shared:
+        yield shared
+
+
+@pytest.fixture
+def nodes(shared_ray: SharedRay) -> Iterator[RayTestCluster]:
+    """Ray nodes of 8, 8 and 4 declared GPUs, which all tests share; this process is connected to them."""
+    yield from shared_ray.lend()

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 ray = pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster as RayTestCluster  # noqa: E402
+from ray_cases import SECONDS, RayTestCluster  # noqa: E402
 
 from cadenza import Cluster, DataProto, ResourceManager, Worker  # noqa: E402
 from cadenza.cluster import (  # noqa: E402
@@ -30,14 +29,11 @@ from cadenza.cluster import (  # noqa: E402
     dispatch,
     ray_worker_group,
 )
-from cadenza.cluster.ray_worker_group import RayWorkerGroup, check_versions  # noqa: E402
+from cadenza.cluster.ray_worker_group import RayWorkerGroup, check_versions, module_path  # noqa: E402
 from cadenza.data import IS_PADDING, Ragged  # noqa: E402
 from cadenza.errors import DeadlinePassed  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-SECONDS = 120.0
-"""For anything on a busy machine."""
 
 
 class TwoWords(Exception):
@@ -135,25 +131,6 @@ class Trainer(Worker):
     @dispatch("rank_zero")
     def weights(self) -> dict[str, Any]:
         return self.actor.weights()
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[RayTestCluster]:
-    """Nodes of 8, 8 and 4 declared GPUs."""
-    memory = 400 * 2**20
-    cluster = RayTestCluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 16, "num_gpus": 8, "include_dashboard": False, "object_store_memory": memory},
-    )
-    try:
-        for gpus in (8, 4):
-            cluster.add_node(num_cpus=16, num_gpus=gpus, object_store_memory=memory)
-        cluster.wait_for_nodes(120)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def run(
@@ -506,7 +483,8 @@ CONTROLLER = """
 import asyncio, time
 from cadenza import Cluster, ResourceManager
 from cadenza.cluster import HeadLost
-from test_ray_cluster import Probe, RayTestCluster
+from ray.cluster_utils import Cluster as RayTestCluster
+from test_ray_cluster import Probe
 
 async def main():
     cluster = RayTestCluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -527,7 +505,7 @@ asyncio.run(main())
 
 
 def test_a_dead_head_is_an_error_and_no_hang() -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(module_path())}
     done = subprocess.run(
         [sys.executable, "-c", CONTROLLER], capture_output=True, text=True, timeout=300, env=environment
     )

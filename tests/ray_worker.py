@@ -1,0 +1,127 @@
+"""Worker processes of Ray for tests: forked off one process that has imported torch, which takes seconds each time.
+
+    raylet ---> launch (this program, in place of Ray's setup_worker.py) ---> serve, which forks ---> Ray's worker
+                   ^ lives as long as the worker, which has the other end of its connection
+
+A worker that is to have an environment of its own (`runtime_env`) starts as Ray starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ADDRESS = "CADENZA_TEST_WORKERS"
+"""The variable that tells `launch` where `serve` listens."""
+MAX_MESSAGE = 1 << 17
+
+
+@contextmanager
+def worker_server(directory: Path, path: list[str]) -> Iterator[dict[str, str]]:
+    """The process that forks, with modules from `path`; the variables that the raylets need."""
+    variables = {ADDRESS: str(directory / "workers"), "PYTHONPATH": os.pathsep.join(path)}
+    server = subprocess.Popen(
+        [sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, **variables},
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        yield variables
+    finally:
+        server.communicate()
+
+
+def serve() -> None:
+    """Fork off a worker for each connection, until stdin ends. Ray itself is imported in the worker: it reads the
+    environment of its process then."""
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    import cadenza.run.workers
+    import cadenza.testing  # noqa: F401
+
+    assert "ray" not in sys.modules
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are buried at once
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(os.environ[ADDRESS])
+        server.listen(64)
+        print("ready", flush=True)
+        while True:
+            readable, _, _ = select.select([server, sys.stdin], [], [])
+            if sys.stdin in readable:
+                return
+            connection, _ = server.accept()
+            message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE, 2)
+            if message and not os.fork():
+                server.close()
+                _become_worker(json.loads(message), descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            connection.close()
+
+
+def _become_worker(order: dict[str, object], descriptors: list[int]) -> None:
+    """Run Ray's worker program in this process, and end."""
+    import runpy
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, descriptor in enumerate(descriptors, 1):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(str(order["directory"]))
+    os.environ.clear()
+    os.environ.update(order["environment"])  # type: ignore[call-overload]
+    sys.argv = list(order["arguments"])  # type: ignore[call-overload]
+    code = 1
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:  # noqa: BLE001 - nothing above this is the worker's
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def launch(arguments: list[str]) -> None:
+    """Have a worker forked, and wait for its end."""
+    options = dict(
+        argument[2:].split("=", 1) for argument in arguments if argument.startswith("--") and "=" in argument
+    )
+    context = json.loads(options.get("serialized-runtime-env-context", "{}"))
+    if (
+        context.get("env_vars")
+        or context.get("command_prefix")
+        or context.get("py_executable") not in (None, sys.executable)
+    ):
+        import ray
+
+        program = Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py"
+        os.execv(sys.executable, [sys.executable, str(program), *arguments])
+    own = ("--serialized-runtime-env-context=", "--language=")
+    order = {
+        "directory": os.getcwd(), "environment": dict(os.environ),
+        "arguments": [argument for argument in arguments if not argument.startswith(own)],
+    }  # fmt: skip
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(os.environ[ADDRESS])
+        socket.send_fds(connection, [json.dumps(order).encode()], [1, 2])
+        connection.recv(1)
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == ["serve"] else launch(sys.argv[1:])
