@@ -8,6 +8,7 @@ A worker that is to have an environment of its own (`runtime_env`) starts as Ray
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import select
@@ -99,24 +100,17 @@ def _become_worker(order: dict[str, object], descriptors: list[int]) -> None:
 
 def launch(arguments: list[str]) -> None:
     """Have a worker forked, and wait for its end."""
-    options = dict(
-        argument[2:].split("=", 1) for argument in arguments if argument.startswith("--") and "=" in argument
-    )
-    context = json.loads(options.get("serialized-runtime-env-context", "{}"))
-    if (
-        context.get("env_vars")
-        or context.get("command_prefix")
-        or context.get("py_executable") not in (None, sys.executable)
-    ):
+    setup = argparse.ArgumentParser(allow_abbrev=False)  # as in Ray's program: what it does not know is the worker's
+    setup.add_argument("--serialized-runtime-env-context", type=json.loads, default={})
+    setup.add_argument("--language")
+    known, others = setup.parse_known_args(arguments)
+    context = known.serialized_runtime_env_context
+    if context.get("env_vars") or context.get("py_executable", sys.executable) not in (None, sys.executable):
         import ray
 
         program = Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py"
         os.execv(sys.executable, [sys.executable, str(program), *arguments])
-    own = ("--serialized-runtime-env-context=", "--language=")
-    order = {
-        "directory": os.getcwd(), "environment": dict(os.environ),
-        "arguments": [argument for argument in arguments if not argument.startswith(own)],
-    }  # fmt: skip
+    order = {"directory": os.getcwd(), "environment": dict(os.environ), "arguments": others}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(os.environ[ADDRESS])
         socket.send_fds(connection, [json.dumps(order).encode()], [1, 2])

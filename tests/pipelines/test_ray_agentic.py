@@ -61,15 +61,17 @@ def test_two_replicas_are_the_same_run_as_one(nodes: RayTestCluster, embedded: P
     assert lent[3] + refused[3] == 3
 
 
-def test_shared_devices_change_hands_under_way_and_nothing_is_lost(nodes: RayTestCluster, tmp_path: Path) -> None:
-    done = trained(tmp_path, *TWO, "steps=6", "rollout.alpha=1", "envs.sampling.max_tokens=48", "envs.slots=16")
-    told = lines(done.run)[-1]
+def test_shared_devices_change_hands_under_way_and_nothing_is_lost(
+    nodes: RayTestCluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trained(tmp_path, *TWO, "steps=6", "rollout.alpha=1", "envs.sampling.max_tokens=48", "envs.slots=16").run
+    told = lines(run)[-1]
     assert told["sharing/lent"] + told["sharing/refused"] == 6
     assert told["sharing/lent"] >= 1
     assert told["fate/failed"] == told["sampler/replicas_lost"] == 0
-    assert told["tokens/trained"] == sum(column(done.run, "train/tokens").values())
-    assert all(column(done.run, name) for name in ("time/shrink", "time/expand", "sharing/moved_tokens"))
-    assert "given up" not in done.err
+    assert told["tokens/trained"] == sum(column(run, "train/tokens").values())
+    assert all(column(run, name) for name in ("time/shrink", "time/expand", "sharing/moved_tokens"))
+    assert "given up" not in caplog.text
 
 
 MORTAL = """
@@ -98,12 +100,16 @@ def make_mortal(monkeypatch: pytest.MonkeyPatch, directory: Path, turns: int) ->
 
 
 def test_a_replica_that_dies_does_not_end_or_change_a_run_that_has_another(
-    nodes: RayTestCluster, embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: RayTestCluster,
+    embedded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     make_mortal(monkeypatch, tmp_path, turns=20)
-    bereft = trained(tmp_path, *TWO)
-    assert re.search(r"replica torch-\d is given up", bereft.err)  # 24 episodes are 48 turns at least
-    same(embedded, bereft.run)
+    run = trained(tmp_path, *TWO).run
+    assert re.search(r"replica torch-\d is given up", caplog.text)  # 24 episodes are 48 turns at least
+    same(embedded, run)
 
 
 WHERE = """
@@ -208,7 +214,7 @@ def test_a_device_that_is_not_there_is_refused_with_the_map(role: str, nodes: Ra
     done = fails(tmp_path, f"devices.{role}=18-20")
     assert "devices: impossible device mapping" in done.err
     assert f"{role}: devices 20 do not exist: there are 20, numbered 0-19" in done.err
-    assert re.search(rf"  {role} +(\. +){{18}}0 +1", done.err)
+    assert re.search(rf"  {role} +(\. +)+0 +1\n", done.err)
 
 
 def test_a_replica_that_dies_ends_the_run_that_has_no_other_and_what_was_learned_is_kept(

@@ -64,7 +64,7 @@ Work = Callable[[Any, Inference, list[RemoteReplica]], Awaitable[None]]
 
 
 def run(devices: str, work: Work, *, trainers: str = "0", strategy: StrategyName = "torch") -> None:
-    """With trainers and replicas on these devices; 0 to 7 are one node, 8 to 15 the next."""
+    """With trainers and replicas on these devices; 0 to 7 are one node, 8 to 11 another."""
 
     async def main() -> None:
         resources = ResourceManager.on_ray()
