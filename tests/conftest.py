@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from cadenza.cpu import limit_onednn
+from cadenza.envs import registry
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as RayTestCluster
@@ -21,6 +22,15 @@ limit_onednn()
 # A busy machine is slow at random; pytest-timeout bounds each test instead.
 settings.register_profile("cadenza", deadline=None)
 settings.load_profile("cadenza")
+
+
+@pytest.fixture(autouse=True)
+def _env_names() -> Iterator[None]:
+    """The names of envs that a test registers end with it."""
+    known = dict(registry._factories)
+    yield
+    registry._factories.clear()
+    registry._factories.update(known)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
     raylet ---> launch (this program, in place of Ray's setup_worker.py) ---> serve, which forks ---> Ray's worker
                    ^ lives as long as the worker, which has the other end of its connection
 
-A worker that is to have an environment of its own (`runtime_env`) starts as Ray starts it.
+A worker that is to have an environment of its own (`runtime_env`), or that finds no server, starts as Ray starts it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ADDRESS = "CADENZA_TEST_WORKERS"
 """The variable that tells `launch` where `serve` listens."""
+SOCKET = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
 MAX_MESSAGE = 1 << 17
 
 
@@ -51,7 +52,7 @@ def serve() -> None:
 
     assert "ray" not in sys.modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are buried at once
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+    with socket.socket(*SOCKET) as server:
         server.bind(os.environ[ADDRESS])
         server.listen(64)
         print("ready", flush=True)
@@ -105,16 +106,21 @@ def launch(arguments: list[str]) -> None:
     setup.add_argument("--language")
     known, others = setup.parse_known_args(arguments)
     context = known.serialized_runtime_env_context
-    if context.get("env_vars") or context.get("py_executable", sys.executable) not in (None, sys.executable):
-        import ray
+    if not context.get("env_vars") and context.get("py_executable") in (None, sys.executable):
+        order = {"directory": os.getcwd(), "environment": dict(os.environ), "arguments": others}
+        with suppress(FileNotFoundError, ConnectionError), socket.socket(*SOCKET) as connection:
+            connection.connect(os.environ[ADDRESS])
+            socket.send_fds(connection, [json.dumps(order).encode()], [1, 2])
+            connection.recv(1)
+            return
+    _launch_as_ray_does(arguments)
 
-        program = Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py"
-        os.execv(sys.executable, [sys.executable, str(program), *arguments])
-    order = {"directory": os.getcwd(), "environment": dict(os.environ), "arguments": others}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-        connection.connect(os.environ[ADDRESS])
-        socket.send_fds(connection, [json.dumps(order).encode()], [1, 2])
-        connection.recv(1)
+
+def _launch_as_ray_does(arguments: list[str]) -> None:
+    import ray
+
+    program = Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py"
+    os.execv(sys.executable, [sys.executable, str(program), *arguments])
 
 
 if __name__ == "__main__":

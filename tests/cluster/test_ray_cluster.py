@@ -19,6 +19,7 @@ ray = pytest.importorskip("ray")
 
 from ray_cases import SECONDS, RayTestCluster  # noqa: E402
 
+import cadenza  # noqa: E402
 from cadenza import Cluster, DataProto, ResourceManager, Worker  # noqa: E402
 from cadenza.cluster import (  # noqa: E402
     DeviceSharing,
@@ -55,7 +56,10 @@ class Probe(Worker):
     def where(self) -> dict[str, Any]:
         context = ray.get_runtime_context()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return {"node": context.get_node_id(), "visible": visible, "pid": os.getpid(), "name": self.place.node}
+        return {
+            "node": context.get_node_id(), "visible": visible, "pid": os.getpid(), "name": self.place.node,
+            "package": cadenza.__file__,
+        }  # fmt: skip
 
     @dispatch("split")
     def double(self, batch: DataProto) -> DataProto:
@@ -192,6 +196,13 @@ def test_colocated_roles_share_their_devices(nodes: RayTestCluster) -> None:
         assert [found["visible"] for found in small_ones] == visible[0][:2]
 
     run(roles, work)
+
+
+def test_workers_run_the_code_of_the_controller(nodes: RayTestCluster) -> None:
+    async def work(actor: Any) -> None:
+        assert {found["package"] for found in await actor.where()} == {cadenza.__file__}
+
+    run({"actor": [0, 8]}, work)
 
 
 def test_disaggregated_and_partial_roles_sit_on_their_nodes(nodes: RayTestCluster) -> None:
