@@ -17,8 +17,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 ADDRESS = "CADENZA_TEST_WORKERS"
 """The variable that tells `launch` where `serve` listens."""
@@ -106,17 +107,19 @@ def launch(arguments: list[str]) -> None:
     setup.add_argument("--language")
     known, others = setup.parse_known_args(arguments)
     context = known.serialized_runtime_env_context
-    if not context.get("env_vars") and context.get("py_executable") in (None, sys.executable):
-        order = {"directory": os.getcwd(), "environment": dict(os.environ), "arguments": others}
-        with suppress(FileNotFoundError, ConnectionError), socket.socket(*SOCKET) as connection:
+    if context.get("env_vars") or context.get("py_executable") not in (None, sys.executable):
+        _launch_as_ray_does(arguments)
+    with socket.socket(*SOCKET) as connection:
+        try:
             connection.connect(os.environ[ADDRESS])
-            socket.send_fds(connection, [json.dumps(order).encode()], [1, 2])
-            connection.recv(1)
-            return
-    _launch_as_ray_does(arguments)
+        except (FileNotFoundError, ConnectionError):
+            _launch_as_ray_does(arguments)
+        order = {"directory": os.getcwd(), "environment": dict(os.environ), "arguments": others}
+        socket.send_fds(connection, [json.dumps(order).encode()], [1, 2])
+        connection.recv(1)
 
 
-def _launch_as_ray_does(arguments: list[str]) -> None:
+def _launch_as_ray_does(arguments: list[str]) -> NoReturn:
     import ray
 
     program = Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py"
