@@ -255,7 +255,7 @@ def _obey(order: dict[str, Any]) -> None:
 
 
 def _end(code: int) -> None:
-    """End this process as an interpreter ends, with what modules left to do, but not what the server began."""
+    """End this process as an interpreter ends: what modules have registered for the exit runs."""
     import atexit
 
     atexit._run_exitfuncs()

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 ADDRESS = "CADENZA_TEST_WORKERS"
 """The variable that tells `launch` where `serve` listens."""
@@ -52,7 +52,7 @@ def serve() -> None:
     import cadenza.testing  # noqa: F401
 
     assert "ray" not in sys.modules
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are buried at once
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
     with socket.socket(*SOCKET) as server:
         server.bind(os.environ[ADDRESS])
         server.listen(64)
@@ -71,7 +71,7 @@ def serve() -> None:
             connection.close()
 
 
-def _become_worker(order: dict[str, object], descriptors: list[int]) -> None:
+def _become_worker(order: dict[str, Any], descriptors: list[int]) -> None:
     """Run Ray's worker program in this process, and end."""
     import runpy
 
@@ -80,10 +80,10 @@ def _become_worker(order: dict[str, object], descriptors: list[int]) -> None:
     for number, descriptor in enumerate(descriptors, 1):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    os.chdir(str(order["directory"]))
+    os.chdir(order["directory"])
     os.environ.clear()
-    os.environ.update(order["environment"])  # type: ignore[call-overload]
-    sys.argv = list(order["arguments"])  # type: ignore[call-overload]
+    os.environ.update(order["environment"])
+    sys.argv = order["arguments"]
     code = 1
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

@@ -224,7 +224,8 @@ def test_train_and_validation_schedulers_share_the_gate(nodes: RayTestCluster) -
         validation = ray.remote(RolloutScheduler).remote(rollout, envs, program.resources, program.service, "val")
         ray.get(program.scheduler.suspend.remote(), timeout=SECONDS)
         waiting = validation.get_batch.remote(DataProto(meta_info={"global_step": 0}), 4)
-        _, late = ray.wait([waiting], timeout=2.5)
+        until(lambda: ray.get(validation.metrics.remote(), timeout=SECONDS)["slots/busy"] > 0)
+        _, late = ray.wait([waiting], timeout=2.5)  # three turns of 0.5 s
         assert late
         assert sum(running for running, *_ in program.look()) == 0
         ray.get(program.scheduler.resume.remote(), timeout=SECONDS)
