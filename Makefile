@@ -25,8 +25,8 @@ smollm2-vllm: $(VENV)/.dev-ray models/smollm2/model.safetensors $(VLLM)/.vllm  #
 test: $(VENV)/.dev  ## run the tests that need no Ray; PYTEST_ARGS adds options
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --ignore-glob='*/test_ray_*.py' $(PYTEST_ARGS)
 
-test-ray: $(VENV)/.dev-ray  ## run the tests that need Ray, one after the other
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/*/test_ray_*.py $(PYTEST_ARGS)
+test-ray: $(VENV)/.dev-ray  ## run the tests that need Ray, two files at a time
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/*/test_ray_*.py $(PYTEST_ARGS)
 
 test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2

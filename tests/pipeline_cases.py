@@ -2,7 +2,7 @@
 
 run = trained(tmp_path, "steps=3")            in this process
 with Commands() as commands:                  in a process of its own, which signals and kills reach
-    done = commands.start(tmp_path, "train", "config.yaml").wait()
+    done = commands.run(tmp_path, "train", "config.yaml")
 """
 
 from __future__ import annotations
@@ -140,14 +140,16 @@ def files(directory: Path) -> set[str]:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
+PROGRAM = "import sys; from cadenza.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
 class Commands:
     """Processes that run commands. They are forked off one that has imported everything, which takes seconds."""
 
     def __init__(self) -> None:
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "PYTHONPATH": ""},
-        )  # fmt: skip
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def __enter__(self) -> Commands:
         return self
@@ -155,18 +157,30 @@ class Commands:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._server.communicate()
 
-    def start(self, directory: Path, *arguments: str | Path, largest_file: int | None = None) -> Command:
-        """Run a command in a directory, where no file may become larger than so many bytes."""
+    def start(
+        self,
+        directory: Path,
+        *arguments: str | Path,
+        program: str = PROGRAM,
+        largest_file: int | None = None,
+        **variables: str,
+    ) -> Command:
+        """Run a command in a directory, where no file may become larger than so many bytes. Its process leads a session
+        of its own."""
         place = directory / f".command-{time.monotonic_ns()}"
         place.mkdir()
         order = {
             "directory": str(directory), "arguments": [str(argument) for argument in arguments],
-            "place": str(place), "largest_file": largest_file,
+            "place": str(place), "program": program, "largest_file": largest_file, "variables": variables,
         }  # fmt: skip
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(order) + "\n")
         self._server.stdin.flush()
         return Command(self, int(self.answer()), place)
+
+    def run(self, directory: Path, *arguments: str | Path, program: str = PROGRAM, **variables: str) -> Done:
+        """A command from its start to its end."""
+        return self.start(directory, *arguments, program=program, **variables).wait()
 
     def answer(self) -> str:
         assert self._server.stdout is not None
@@ -217,22 +231,37 @@ def _serve() -> None:
 def _obey(order: dict[str, Any]) -> None:
     import resource
 
+    os.setsid()
     os.chdir(order["directory"])
+    os.environ.update(order["variables"])
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(order["place"], name), os.O_WRONLY | os.O_CREAT), number)
     if (most := order["largest_file"]) is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    sys.path[0] = ""  # the directory of the command, in place of that of this file
+    sys.argv = ["cadenza", *order["arguments"]]
     code = 70
     try:
-        code = main(order["arguments"])
+        exec(order["program"], {"__name__": "__main__"})
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
     except BaseException:  # noqa: BLE001 - a traceback is what a test looks for
         import traceback
 
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(code)
+        _end(code)
+
+
+def _end(code: int) -> None:
+    """End this process as an interpreter ends: what modules have registered for the exit runs."""
+    import atexit
+
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def listed(directory: Path) -> Iterator[Path]:

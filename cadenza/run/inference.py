@@ -118,6 +118,7 @@ async def _ray_sampler(spec: InferenceSpec, replicas: Sequence[RemoteReplica], s
 
     def on_lost(name: str, cause: str) -> None:
         if name in by_name:
+            logger.warning("replica %s is given up: %s", name, cause)
             by_name[name].mark_lost(cause)
 
     service.sampler.on_lost.append(on_lost)

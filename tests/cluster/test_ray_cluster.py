@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 ray = pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster as RayTestCluster  # noqa: E402
+from ray_cases import SECONDS, RayTestCluster  # noqa: E402
 
+import cadenza  # noqa: E402
 from cadenza import Cluster, DataProto, ResourceManager, Worker  # noqa: E402
 from cadenza.cluster import (  # noqa: E402
     DeviceSharing,
@@ -30,14 +30,11 @@ from cadenza.cluster import (  # noqa: E402
     dispatch,
     ray_worker_group,
 )
-from cadenza.cluster.ray_worker_group import RayWorkerGroup, check_versions  # noqa: E402
+from cadenza.cluster.ray_worker_group import RayWorkerGroup, check_versions, module_path  # noqa: E402
 from cadenza.data import IS_PADDING, Ragged  # noqa: E402
 from cadenza.errors import DeadlinePassed  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-SECONDS = 120.0
-"""For anything on a busy machine."""
 
 
 class TwoWords(Exception):
@@ -59,7 +56,10 @@ class Probe(Worker):
     def where(self) -> dict[str, Any]:
         context = ray.get_runtime_context()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return {"node": context.get_node_id(), "visible": visible, "pid": os.getpid(), "name": self.place.node}
+        return {
+            "node": context.get_node_id(), "visible": visible, "pid": os.getpid(), "name": self.place.node,
+            "package": cadenza.__file__,
+        }  # fmt: skip
 
     @dispatch("split")
     def double(self, batch: DataProto) -> DataProto:
@@ -137,25 +137,6 @@ class Trainer(Worker):
         return self.actor.weights()
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[RayTestCluster]:
-    """Nodes of 8, 8 and 4 declared GPUs."""
-    memory = 400 * 2**20
-    cluster = RayTestCluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 16, "num_gpus": 8, "include_dashboard": False, "object_store_memory": memory},
-    )
-    try:
-        for gpus in (8, 4):
-            cluster.add_node(num_cpus=16, num_gpus=gpus, object_store_memory=memory)
-        cluster.wait_for_nodes(120)
-        ray.init(address=cluster.address, log_to_driver=False)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
 def run(
     roles: dict[str, Any], work: Callable[..., Awaitable[Any]], *, start: tuple[str, ...] = (), **options: Any
 ) -> Any:
@@ -215,6 +196,13 @@ def test_colocated_roles_share_their_devices(nodes: RayTestCluster) -> None:
         assert [found["visible"] for found in small_ones] == visible[0][:2]
 
     run(roles, work)
+
+
+def test_workers_run_the_code_of_the_controller(nodes: RayTestCluster) -> None:
+    async def work(actor: Any) -> None:
+        assert {found["package"] for found in await actor.where()} == {cadenza.__file__}
+
+    run({"actor": [0, 8]}, work)
 
 
 def test_disaggregated_and_partial_roles_sit_on_their_nodes(nodes: RayTestCluster) -> None:
@@ -506,7 +494,8 @@ CONTROLLER = """
 import asyncio, time
 from cadenza import Cluster, ResourceManager
 from cadenza.cluster import HeadLost
-from test_ray_cluster import Probe, RayTestCluster
+from ray.cluster_utils import Cluster as RayTestCluster
+from test_ray_cluster import Probe
 
 async def main():
     cluster = RayTestCluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
@@ -527,7 +516,7 @@ asyncio.run(main())
 
 
 def test_a_dead_head_is_an_error_and_no_hang() -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(module_path())}
     done = subprocess.run(
         [sys.executable, "-c", CONTROLLER], capture_output=True, text=True, timeout=300, env=environment
     )

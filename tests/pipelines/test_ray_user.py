@@ -9,17 +9,26 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from pipeline_cases import TINY, config_file
-from test_ray_agentic import PROGRAM, on_ray
+from pipeline_cases import PROGRAM, TINY, Commands, config_file
 
 pytest.importorskip("ray")
+
+from ray_cases import until
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    """Each command has a Ray of its own, which ends with it."""
+    with Commands() as running:
+        yield running
+
 
 NOISY = """
 import sys
@@ -31,14 +40,16 @@ def loss(*tensors):
 """
 
 
-def test_json_is_one_object_whatever_the_workers_print_and_ray_is_gone_afterwards(tmp_path: Path) -> None:
+def test_json_is_one_object_whatever_the_workers_print_and_ray_is_gone_afterwards(
+    commands: Commands, tmp_path: Path
+) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
     path = config_file(tmp_path, actor={**TINY["actor"], "loss": "noisy:loss"})
     program = (
         "import sys; from cadenza.cli import main; code = main(sys.argv[1:]);"
         "import ray; print(ray.is_initialized(), file=sys.stderr); sys.exit(code)"
     )
-    done = on_ray(tmp_path, "train", path, "backend=ray", "--json", program=program)
+    done = commands.run(tmp_path, "train", path, "backend=ray", "--json", program=program)
     assert done.code == 0, done.err
     assert json.loads(done.out)["steps"] == TINY["steps"]
     assert "a worker prints" in done.err
@@ -46,18 +57,18 @@ def test_json_is_one_object_whatever_the_workers_print_and_ray_is_gone_afterward
     assert done.err.splitlines()[-1] == "False"
 
 
-def test_an_embedded_run_imports_no_ray(tmp_path: Path) -> None:
+def test_an_embedded_run_imports_no_ray(commands: Commands, tmp_path: Path) -> None:
     program = (
         "import sys; from cadenza.cli import main; main(sys.argv[1:]); print('ray' in sys.modules, file=sys.stderr)"
     )
-    done = on_ray(tmp_path, "train", config_file(tmp_path), "--json", program=program)
+    done = commands.run(tmp_path, "train", config_file(tmp_path), "--json", program=program)
     assert json.loads(done.out)["steps"] == TINY["steps"]
     assert done.err.splitlines()[-1] == "False"
 
 
-def test_without_ray_the_install_command_is_named(tmp_path: Path) -> None:
+def test_without_ray_the_install_command_is_named(commands: Commands, tmp_path: Path) -> None:
     program = f"import sys; sys.modules['ray'] = None; {PROGRAM}"
-    done = on_ray(tmp_path, "train", config_file(tmp_path), "backend=ray", program=program)
+    done = commands.run(tmp_path, "train", config_file(tmp_path), "backend=ray", program=program)
     assert done.code == 1
     assert "cadenza: the backend 'ray' needs Ray: pip install 'cadenza[ray]'" in done.err
 
@@ -102,9 +113,11 @@ def named(address: str) -> Iterator[str]:
     ],
     ids=["closed", "deaf", "stranger", "no address", "client"],
 )
-def test_an_address_without_a_head_is_an_error_of_one_line(there: Iterator[str], message: str, tmp_path: Path) -> None:
+def test_an_address_without_a_head_is_an_error_of_one_line(
+    there: Iterator[str], message: str, commands: Commands, tmp_path: Path
+) -> None:
     with there as address:  # type: ignore[attr-defined]
-        done = on_ray(tmp_path, "train", config_file(tmp_path), "backend=ray", "--json", RAY_ADDRESS=address)
+        done = commands.run(tmp_path, "train", config_file(tmp_path), "backend=ray", "--json", RAY_ADDRESS=address)
     assert (done.code, done.out) == (1, "")
     (said,) = (line for line in done.err.splitlines() if line.startswith("cadenza: "))
     assert message in said
@@ -114,7 +127,7 @@ def test_an_address_without_a_head_is_an_error_of_one_line(there: Iterator[str],
 OTHER = "import ray, sys; ray.init('local', num_cpus=1, include_dashboard=False); print('up', flush=True); input()"
 
 
-def test_a_run_without_an_address_leaves_another_ray_of_the_machine_alone(tmp_path: Path) -> None:
+def test_a_run_without_an_address_leaves_another_ray_of_the_machine_alone(commands: Commands, tmp_path: Path) -> None:
     environment = {"RAY_raylet_start_wait_time_s": "120", **os.environ}
     other = subprocess.Popen(
         [sys.executable, "-c", OTHER], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -123,7 +136,7 @@ def test_a_run_without_an_address_leaves_another_ray_of_the_machine_alone(tmp_pa
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "up\n"
-        done = on_ray(tmp_path, "train", config_file(tmp_path), "steps=1", "backend=ray", "--json")
+        done = commands.run(tmp_path, "train", config_file(tmp_path), "steps=1", "backend=ray", "--json")
         other.communicate(timeout=100)  # which ends it in good order
     finally:
         other.kill()
@@ -133,38 +146,26 @@ def test_a_run_without_an_address_leaves_another_ray_of_the_machine_alone(tmp_pa
     assert "existing Ray cluster" not in done.err
 
 
-def test_too_few_devices_are_refused_with_the_map(tmp_path: Path) -> None:
-    done = on_ray(tmp_path, "train", config_file(tmp_path), "backend=ray", "devices={inference: 4000}")
-    assert done.code == 1
-    assert "devices: impossible device mapping" in done.err
-    assert "inference: devices 4000 do not exist: there are" in done.err
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_leaves_a_checkpoint_and_no_process(number: signal.Signals, tmp_path: Path) -> None:
-    environment = {"RAY_raylet_start_wait_time_s": "120", **os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "train", config_file(tmp_path), "steps=100000", "backend=ray", "--json"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
+def test_a_stop_leaves_a_checkpoint_and_no_process(number: signal.Signals, commands: Commands, tmp_path: Path) -> None:
+    command = commands.start(tmp_path, "train", config_file(tmp_path), "steps=100000", "backend=ray", "--json")
+    metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
     try:
-        metrics = tmp_path / "runs" / "tiny" / "metrics.jsonl"
-        ends = time.monotonic() + 200
-        while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 2):
-            assert process.poll() is None, process.stderr.read() if process.stderr else ""
-            assert time.monotonic() < ends
-            time.sleep(0.1)
-        assert len(processes_of(process.pid)) > 3  # Ray's and the workers are among them
-        os.killpg(process.pid, number) if number is signal.SIGINT else process.send_signal(number)
-        out, err = process.communicate(timeout=100)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 130, err
-    assert json.loads(out)["ended"] == "stopped"
+        until(lambda: not processes_of(command.pid) or (metrics.exists() and metrics.read_bytes().count(b"\n") > 2))
+        running = len(processes_of(command.pid))
+        with suppress(ProcessLookupError):
+            os.killpg(command.pid, number) if number is signal.SIGINT else command.signal(number)
+        done = command.wait()
+    except BaseException:
+        with suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        command.wait()  # so that the next command gets its own answer
+        raise
+    assert running > 3, done.err  # Ray's processes and the workers are among them
+    assert done.code == 130, done.err
+    assert json.loads(done.out)["ended"] == "stopped"
     assert (tmp_path / "runs" / "tiny" / "checkpoints" / "last" / "training").is_dir()
-    assert not processes_of(process.pid)
+    assert not processes_of(command.pid)
 
 
 def processes_of(session: int) -> list[str]:

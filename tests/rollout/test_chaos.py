@@ -168,7 +168,7 @@ class Chaos:
                 0,
                 0,
                 {},
-            ), entry.name
+            ), entry.replica.name
         for known in here.process._worker_host._worker._clients.values():
             assert (known.grant_server._granted, known.grant_server._pending, known.grant_server._idle_sessions) == (
                 {},

@@ -9,17 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 ray = pytest.importorskip("ray")
 
-from ray.cluster_utils import Cluster as RayTestCluster  # noqa: E402
+from ray_cases import SECONDS, RayTestCluster, actors, until  # noqa: E402
 
 from cadenza import Cluster, DataProto, ResourceManager, RolloutScheduler  # noqa: E402
 from cadenza.cluster import dispatch  # noqa: E402
@@ -35,9 +33,6 @@ from cadenza.rollout import (  # noqa: E402
 from cadenza.testing import ByteCodec, FakeReplica, LocalCluster  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
-
-SECONDS = 120.0
-"""For anything on a busy machine."""
 
 
 def say(request: Request) -> list[int]:
@@ -93,19 +88,6 @@ def configs(**options: Any) -> tuple[RolloutConfig, EnvManagerConfig]:
     return rollout, EnvManagerConfig(domains={"echo": DomainConfig(env=Echo, reward=score)}, **envs)
 
 
-@pytest.fixture(scope="module")
-def a_ray() -> Iterator[None]:
-    head = {"num_cpus": 4, "include_dashboard": False, "object_store_memory": 200 * 2**20}
-    cluster = RayTestCluster(initialize_head=True, head_node_args=head)
-    try:
-        path = {"PYTHONPATH": str(Path(__file__).parent)}  # an actor is to find this module
-        ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": path})
-        yield
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-
-
 class Program:
     """A controller: replicas, their sampler, and a scheduler that is an actor."""
 
@@ -145,19 +127,6 @@ class Program:
         return found
 
 
-def until(what: Callable[[], Any]) -> Any:
-    for _ in range(int(SECONDS / 0.1)):
-        if found := what():
-            return found
-        time.sleep(0.1)
-    raise AssertionError("it did not come to pass")
-
-
-def actors() -> set[str]:
-    found = ray._private.state.actors()  # the public way asks the dashboard, which does not run here
-    return {id for id, actor in found.items() if actor["State"] == "ALIVE"}
-
-
 def test_the_example_program_runs_as_written() -> None:
     program = Path(__file__).parents[2] / "examples" / "ray_scheduler.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=300, check=False)
@@ -168,7 +137,7 @@ def test_the_example_program_runs_as_written() -> None:
     assert "g7: task guess/7" in done.stdout
 
 
-def test_the_batches_are_those_of_the_embedded_scheduler(a_ray: None) -> None:
+def test_the_batches_are_those_of_the_embedded_scheduler(nodes: RayTestCluster) -> None:
     async def embedded() -> list[DataProto]:
         cluster = LocalCluster([FakeReplica(say)])
         rollout, envs = configs(workers=0)
@@ -198,7 +167,7 @@ def test_the_batches_are_those_of_the_embedded_scheduler(a_ray: None) -> None:
             assert other.meta_info["version"] == step
 
 
-def test_suspend_returns_with_no_token_being_generated_and_resume_goes_on(a_ray: None) -> None:
+def test_suspend_returns_with_no_token_being_generated_and_resume_goes_on(nodes: RayTestCluster) -> None:
     with Program(seconds=3.0, alpha=1.0) as program:
         ray.get(program.scheduler.resume.remote(), timeout=SECONDS)
         until(lambda: min(sum(look[n] for look in program.look()) for n in (0, 1)) >= 8)  # requests and tokens
@@ -216,7 +185,7 @@ def test_suspend_returns_with_no_token_being_generated_and_resume_goes_on(a_ray:
         assert program.metrics()["fate/failed"] == 0
 
 
-def test_the_death_of_an_env_worker_costs_its_own_attempts(a_ray: None) -> None:
+def test_the_death_of_an_env_worker_costs_its_own_attempts(nodes: RayTestCluster) -> None:
     with Program(seconds=1.0, collator=processes, alpha=1.0) as program:
         pids = program.get_batch(0).batch.numpy("pid")
         program.publish(1)
@@ -237,7 +206,7 @@ def test_the_death_of_an_env_worker_costs_its_own_attempts(a_ray: None) -> None:
         assert int(pids[0]) not in alive
 
 
-def test_the_death_of_a_replica_costs_no_attempt(a_ray: None) -> None:
+def test_the_death_of_a_replica_costs_no_attempt(nodes: RayTestCluster) -> None:
     with Program(seconds=1.0) as program:
         ray.get(program.scheduler.resume.remote(), timeout=SECONDS)
         found = until(lambda: [look for look in program.look() if look[0]])
@@ -249,13 +218,14 @@ def test_the_death_of_a_replica_costs_no_attempt(a_ray: None) -> None:
         assert metrics["fate/failed"] == 0
 
 
-def test_train_and_validation_schedulers_share_the_gate(a_ray: None) -> None:
-    with Program(seconds=2.0) as program:
+def test_train_and_validation_schedulers_share_the_gate(nodes: RayTestCluster) -> None:
+    with Program(seconds=0.5) as program:
         rollout, envs = configs(batch_size=4)
         validation = ray.remote(RolloutScheduler).remote(rollout, envs, program.resources, program.service, "val")
         ray.get(program.scheduler.suspend.remote(), timeout=SECONDS)
         waiting = validation.get_batch.remote(DataProto(meta_info={"global_step": 0}), 4)
-        _, late = ray.wait([waiting], timeout=5.0)
+        until(lambda: ray.get(validation.metrics.remote(), timeout=SECONDS)["slots/busy"] > 0)
+        _, late = ray.wait([waiting], timeout=2.5)  # three turns of 0.5 s
         assert late
         assert sum(running for running, *_ in program.look()) == 0
         ray.get(program.scheduler.resume.remote(), timeout=SECONDS)
@@ -264,7 +234,7 @@ def test_train_and_validation_schedulers_share_the_gate(a_ray: None) -> None:
         ray.kill(validation)
 
 
-def test_shutdown_leaves_no_actor(a_ray: None) -> None:
+def test_shutdown_leaves_no_actor(nodes: RayTestCluster) -> None:
     until(lambda: not actors())
     with Program() as program:
         program.get_batch(0)
@@ -274,7 +244,7 @@ def test_shutdown_leaves_no_actor(a_ray: None) -> None:
     until(lambda: not actors())
 
 
-def test_replicas_in_the_controller_are_out_of_reach_for_env_workers(a_ray: None) -> None:
+def test_replicas_in_the_controller_are_out_of_reach_for_env_workers(nodes: RayTestCluster) -> None:
     async def main() -> None:
         cluster = LocalCluster([FakeReplica(say)])
         scheduler = RolloutScheduler(*configs(), ResourceManager.on_ray(), cluster)
