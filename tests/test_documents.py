@@ -24,7 +24,10 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUNNABLE = [ROOT / "README.md", ROOT / "docs/scheduler.md", ROOT / "docs/writing-environments.md"]
 """Documents whose Python blocks are programs."""
-SOURCES = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "cadenza").rglob("*.py")))
+PACKAGE, TESTS = (
+    "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / folder).rglob("*.py")))
+    for folder in ("cadenza", "tests")
+)
 
 
 class Block(NamedTuple):
@@ -172,8 +175,16 @@ def test_the_dotted_names_of_a_document_exist(document: Path) -> None:
                 found = getattr(found, part)
 
 
+def quoted(document: Path) -> list[str]:
+    """What stands in backticks, outside blocks."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
-def test_the_classes_that_a_document_names_exist(document: Path) -> None:
-    quoted = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL))
-    names = {name for piece in quoted for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w+\b", piece)}
-    assert not {name for name in names if not re.search(rf"\b{name}\b", SOURCES)}
+def test_the_classes_methods_and_tests_that_a_document_names_exist(document: Path) -> None:
+    classes = {name for piece in quoted(document) for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w+\b", piece)}
+    methods = {name for piece in quoted(document) for name in re.findall(r"^[A-Z]\w+\.([a-z_]\w+)", piece)}
+    tests = {name for piece in quoted(document) for name in re.findall(r"^test_\w+$", piece)}
+    assert not {name for name in classes | methods if not re.search(rf"\b{name}\b", PACKAGE)}
+    assert not {name for name in tests if f"def {name}(" not in TESTS}
