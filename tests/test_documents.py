@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from cadenza.cli import app
-from cadenza.run.config import build_config, read_config
+from cadenza.run.config_file import build_config, read_config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
