@@ -12,12 +12,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args, get_origin
 
 import pytest
 import yaml
+from pydantic import BaseModel
 
 from cadenza.cli import app
+from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config_file import build_config, read_config
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +42,12 @@ class Block(NamedTuple):
 def blocks(document: Path) -> list[Block]:
     found = re.findall(r"^```(\w*)\n(.*?)^```$", document.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return [Block(language, text) for language, text in found]
+
+
+def quoted(document: Path) -> list[str]:
+    """What stands in backticks, outside blocks."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
 
 
 def of(document: Path) -> str:
@@ -104,6 +112,33 @@ def test_the_settings_that_a_document_shows_are_accepted(document: Path) -> None
             build_config(merged(base, yaml.safe_load(block.text)), source=of(document))
 
 
+def fields_below(annotation: object) -> dict[str, object] | None:
+    """The keys of the config class in an annotation; of a mapping, None: every key is one of its own."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {name: field.annotation for name, field in annotation.model_fields.items()}
+    if get_origin(annotation) is dict:
+        return None
+    return next((found for item in get_args(annotation) if (found := fields_below(item)) is None or found), {})
+
+
+def has_key(key: str) -> bool:
+    annotation: object = AgenticConfig
+    for name in key.split("."):
+        fields = fields_below(annotation)
+        if fields is not None and name not in fields:
+            return False
+        annotation = get_args(annotation)[1] if fields is None else fields[name]
+    return True
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=of)
+def test_the_keys_that_a_document_names_exist(document: Path) -> None:
+    sections = "envs|rollout|actor|critic|engine|sampler|validation|warm_start|checkpoint|tokenizer"
+    named = [re.match(rf"((?:{sections})(?:\.\w+)+)(?:=| *:|$)", piece) for piece in quoted(document)]
+    keys = {found[1] for found in named if found and not re.search(r"\.(md|py|jsonl?|html|yaml|step)$", found[1])}
+    assert not {key for key in keys if not has_key(key)}
+
+
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +180,9 @@ def test_the_files_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     missing = [link for link in links if link and not (document.parent / link).exists()]
-    for path in re.findall(r"(?<![\w./-])((?!runs/)(?:[\w-]+/)+[\w-]+\.(?:py|md|html|yaml|png|svg))\b", text):
+    files = re.findall(r"(?<![\w./-])((?!runs/)(?:[\w-]+/)+[\w-]+\.(?:py|md|html|yaml|png|svg))\b", text)
+    folders = re.findall(r"(?<![\w./-])((?:cadenza|tests|docs|examples)/(?:[\w-]+/)*)(?![\w-])", text)
+    for path in [*files, *folders]:
         missing += [path] if not any((base / path).exists() for base in (ROOT, ROOT / "cadenza", ROOT / "docs")) else []
     assert not missing
 
@@ -173,12 +210,6 @@ def test_the_dotted_names_of_a_document_exist(document: Path) -> None:
             else:
                 assert hasattr(found, part), name
                 found = getattr(found, part)
-
-
-def quoted(document: Path) -> list[str]:
-    """What stands in backticks, outside blocks."""
-    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return re.findall(r"`([^`\n]+)`", text)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
