@@ -24,7 +24,10 @@ from cadenza.run.config_file import build_config, read_config
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUNNABLE = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("scheduler.md", "training.md", "writing-environments.md"))]
+RUNNABLE = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("scheduler.md", "training.md", "writing-environments.md")),
+]
 """Documents whose Python blocks are programs."""
 PACKAGE, TESTS = (
     "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / folder).rglob("*.py")))
