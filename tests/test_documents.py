@@ -62,6 +62,11 @@ def is_excerpt(block: Block) -> bool:
     return block.text.startswith("async def ") and "self" in block.text.splitlines()[0]
 
 
+def environment() -> dict[str, str]:
+    """Of a process that runs elsewhere, with this tree."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
 # -- code --------------------------------------------------------------------------------------------------------------
 
 
@@ -72,14 +77,31 @@ def test_the_programs_of_a_document_run_and_print_what_it_shows(document: Path, 
     assert code
     program = tmp_path / "document.py"
     program.write_text("\n".join(block.text for block in code), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-W", "error", program],
-        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path, env=environment,
+        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path, env=environment(),
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     if shown:
         assert done.stdout == "".join(shown)
+
+
+def test_what_the_documents_plug_into_a_run_works_in_one(tmp_path: Path) -> None:
+    shown = [block.text for name in ("training", "engines") for block in blocks(ROOT / f"docs/{name}.md")]
+    plugged = [text for text in shown if re.search(r"^class \w+", text, re.MULTILINE)]
+    (tmp_path / "documented.py").write_text("\n".join(plugged), encoding="utf-8")
+    overrides = [
+        "steps=1", "warm_start=null", "validation=null", "rollout={batch_size: 16, group_size: 8}",
+        "estimator={name: documented:AboveBar, bar: 0.7}", "sampler.routing=documented:RoundRobin",
+        "trackers=[documented:Prints]",
+    ]  # fmt: skip
+    program = "import sys; from cadenza.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", ROOT / "examples/frozenlake.yaml", *overrides],
+        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^1 {.*'train/", done.stdout, re.MULTILINE), "the tracker prints the metrics of the step"
 
 
 def test_the_loop_in_the_readme_is_the_source() -> None:
