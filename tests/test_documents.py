@@ -213,6 +213,14 @@ def test_the_files_that_a_document_names_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
+def test_the_tables_that_a_document_names_are_in_the_files_that_it_says(document: Path) -> None:
+    for table, path in re.findall(
+        r"`([A-Z_]+)` (?:of|in) `(cadenza/[\w/]+\.py)`", document.read_text(encoding="utf-8")
+    ):
+        assert re.search(rf"^{table}\b", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE), f"{table} in {path}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=of)
 def test_the_anchors_that_a_document_links_to_exist(document: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]*#[^)\s]+)\)", document.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
