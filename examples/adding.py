@@ -1,10 +1,10 @@
-"""Sums of two digits, for a model that speaks: one is shown solved, one is asked."""
+"""Sums of two digits, for a chat model: the prompt shows one solved sum and asks for another."""
 
 from typing import Any
 
 
 class Adding:
-    """The seed is the sum: 0 to 99 are all that there are."""
+    """The seed chooses the sum: there are 100."""
 
     def reset(self, seed: int) -> list[dict[str, str]]:
         one, two = divmod(seed % 100, 10)

@@ -1,4 +1,4 @@
-"""An environment and a reward of one's own; guess.yaml trains on them."""
+"""An environment and a reward of your own; guess.yaml trains on them."""
 
 from typing import Any
 

