@@ -38,7 +38,7 @@ def turns_to_tokens(values: Tensor, turns: Tensor) -> Tensor:
 def turn_rewards_to_tokens(step_scores: Tensor, turns: Tensor) -> Tensor:
     """[N, L]: what the env paid for a turn (`step_scores` [N, T]) on the last token of that turn.
 
-    A turn of which no token is in the batch has nobody to pay; its reward is left out.
+    A turn of which no token is in the batch has no token to pay; its reward is left out.
     """
     index = _turn_index(turns, *step_scores.shape)
     columns = torch.arange(turns.shape[1], device=turns.device).expand(turns.shape)
