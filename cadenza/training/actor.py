@@ -133,7 +133,7 @@ class Actor:
 
     def weights(self) -> dict[str, Tensor]:
         """What is published: all parameters and buffers, or with LoRA the adapter alone. The live tensors, not copies:
-        whoever keeps them beyond the next `train` copies them. With shards, whole copies on the first rank; all ask."""
+        to keep them beyond the next `train`, copy them. With shards, whole copies on the first rank; all ask."""
         return self._learner.weights()
 
     def offload(self) -> int:

@@ -62,7 +62,7 @@ def attention_layout(
     numbers = number[packed.grid]
     is_query = (column >= packed.owned[:, None]) & (column < packed.lengths[:, None]) & (numbers >= 0)
     counts = is_query.sum(1)
-    # One more than the last query's position: keys after it are seen by nobody.
+    # One more than the last query's position: no query sees the keys after it.
     reach = np.where(counts > 0, is_query.shape[1] - is_query[:, ::-1].argmax(1), 0)
     blocks: list[AttentionBlock] = []
     query_index, key_index = [], []

@@ -74,7 +74,7 @@ class Fsdp2(ParallelStrategy):
         for submodule in _sharded_submodules(base):
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
-        # The logits are a view, which nobody here changes in place.
+        # The logits are a view, which is not changed in place here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
     def pass_count(self, passes: int) -> int:

@@ -199,7 +199,7 @@ class Learner:
                     micro.loss.backward()  # type: ignore[no-untyped-call]
                     total += value
             except Exception as own:
-                if self.strategy.lockstep:  # the others are in the middle of a pass, and nobody can be told
+                if self.strategy.lockstep:  # the others are in the middle of a pass and cannot be told
                     raise
                 error = own
             update.loss += self.strategy.sum_losses(total, error)

@@ -1,6 +1,6 @@
 """Weights and optimizer memory out of the way, so that the device is free for something else.
 
-The bytes move to the host and the storage on the device is given up; tensors, and whoever holds them, stay what they
+The bytes move to the host and the storage on the device is given up; tensors, and what refers to them, stay what they
 are. `reload` gives them their bytes back.
 """
 

@@ -134,7 +134,7 @@ class ProcessGroup(RankGroup):
             _scatter(flat, bucket)
 
     def new_gloo_group(self) -> Any:
-        """One more process group of all ranks, for whoever talks at the same time."""
+        """One more process group of all ranks, for what is sent at the same time."""
         with self._as_ranks_lost():
             return dist.new_group(backend="gloo")
 

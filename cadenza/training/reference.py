@@ -39,7 +39,7 @@ class Reference:
         self, module: nn.Module, config: ReferenceConfig | None = None, *, strategy: ParallelStrategy | None = None
     ) -> None:
         """`module` is used as it is. If it has an adapter, the reference is the model under it, and `strategy` that of
-        whoever trains it; else it is frozen."""
+        the actor that trains it; else it is frozen."""
         self.config = config or ReferenceConfig()
         self.module = module
         if not is_adapted(module):

@@ -1,4 +1,4 @@
-"""A setting that does nothing is refused, so that nobody believes in it.
+"""A setting that does nothing is refused, so that no one relies on it.
 
 It counts as set when it differs from its default: a config that was written out names every key, also the idle ones.
 """
