@@ -204,7 +204,7 @@ def compare(task: BenchTask, rounds: int, directory: Path) -> dict[str, Any]:
 
 
 def figures(runs: list[BenchRunResult]) -> dict[str, Any]:
-    """Return the figures of one side: the least time of all rounds, since the rest is noise, and means of the others."""
+    """Return the figures of one side: the least time of all rounds, since the rest is noise; else their means."""
     first, batch_size = BenchRun.warm_up - 1, BenchRun.groups * BenchRun.group_size
 
     def per_sample(marks: list[float]) -> float:
