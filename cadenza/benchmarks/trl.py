@@ -93,7 +93,7 @@ def train(bench_run: BenchRun) -> BenchRunResult:
     from cadenza import __version__
     from cadenza.observe.run import RunDirectory
     from cadenza.pipelines.agentic import AgenticPipeline
-    from cadenza.run.config_file import build_config
+    from cadenza.run.config import build_config
 
     result = BenchRunResult(versions={"cadenza": __version__})
     skipped: list[float] = []
@@ -204,7 +204,7 @@ def compare(task: BenchTask, rounds: int, directory: Path) -> dict[str, Any]:
 
 
 def figures(runs: list[BenchRunResult]) -> dict[str, Any]:
-    """Return the figures of one side: the least time of all rounds, the rest being noise, and means of the others."""
+    """Return the figures of one side: the least time of all rounds, since the rest is noise; else their means."""
     first, batch_size = BenchRun.warm_up - 1, BenchRun.groups * BenchRun.group_size
 
     def per_sample(marks: list[float]) -> float:

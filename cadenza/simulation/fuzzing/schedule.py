@@ -114,6 +114,10 @@ def _gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+_Fetched = DataProto | RolloutError | None
+"""A batch that was fetched ahead, None when the tasks have run out, or the error that ended the fetching."""
+
+
 class _Controller:
     """The training program of one schedule, and what runs beside it: validation and resizes."""
 
@@ -194,46 +198,47 @@ class _Controller:
 
     async def _prefetching_steps(self, background: asyncio.TaskGroup) -> None:
         """Train while the next batches are fetched, as many ahead as the scenario says."""
+        await self._publish(1)
+        prefetch_slots = asyncio.Semaphore(self.scenario.prefetch)
+        batches: asyncio.Queue[_Fetched] = asyncio.Queue()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loader = tasks.create_task(self._prefetch(prefetch_slots, batches), name="prefetch")
+                await self._train_prefetched(background, prefetch_slots, batches)
+                loader.cancel()
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _train_prefetched(
+        self, background: asyncio.TaskGroup, prefetch_slots: asyncio.Semaphore, batches: asyncio.Queue[_Fetched]
+    ) -> None:
         scenario = self.scenario
         # `get_batch` opens the gate: it must have begun before the gate is closed.
         suspends = scenario.suspend_mode != "keep" and scenario.train_seconds > 0 and scenario.prefetch == 1
-        await self._publish(1)
-        prefetch_slots = asyncio.Semaphore(scenario.prefetch)
-        batches: asyncio.Queue[DataProto | None] = asyncio.Queue()
-        loader = asyncio.create_task(self._prefetch(prefetch_slots, batches))
+        for step in range(scenario.steps):
+            batch = await batches.get()
+            if isinstance(batch, RolloutError):
+                raise batch
+            if batch is None or step == scenario.steps - 1:
+                return
+            self._validate(background, step)
+            prefetch_slots.release()
+            self._check_staleness(batch)
+            await self.trainer.train(batch)
+            if suspends:
+                await self._suspend()
+            await self._publish(step + 2)
+            if suspends:
+                await self._resume()
+
+    async def _prefetch(self, prefetch_slots: asyncio.Semaphore, batches: asyncio.Queue[_Fetched]) -> None:
+        """Fetch one batch per step. An error follows the batches before it, so it never interrupts an update."""
         try:
-            for step in range(scenario.steps):
-                batch = await self._next(batches, loader)
-                if batch is None or step == scenario.steps - 1:
-                    return
-                self._validate(background, step)
-                prefetch_slots.release()
-                self._check_staleness(batch)
-                await self.trainer.train(batch)
-                if suspends:
-                    await self._suspend()
-                await self._publish(step + 2)
-                if suspends:
-                    await self._resume()
-        finally:
-            loader.cancel()
-            await asyncio.wait([loader])
-            if not loader.cancelled():
-                loader.exception()  # the controller raises an error of its own already
-
-    async def _prefetch(self, prefetch_slots: asyncio.Semaphore, batches: asyncio.Queue[DataProto | None]) -> None:
-        for step in range(self.scenario.steps):
-            await prefetch_slots.acquire()
-            await batches.put(await self._get_batch(self.train, self.train_view, self.scenario.groups, step))
-
-    async def _next(self, batches: asyncio.Queue[DataProto | None], loader: asyncio.Task[None]) -> DataProto | None:
-        """Return the next batch, or raise the error that ended the loader."""
-        getting = asyncio.ensure_future(batches.get())
-        await asyncio.wait([getting, loader], return_when=asyncio.FIRST_COMPLETED)
-        if not getting.done() and batches.empty():
-            getting.cancel()
-            loader.result()
-        return await getting
+            for step in range(self.scenario.steps):
+                await prefetch_slots.acquire()
+                await batches.put(await self._get_batch(self.train, self.train_view, self.scenario.groups, step))
+        except RolloutError as error:
+            await batches.put(error)
 
     def _check_staleness(self, batch: DataProto) -> None:
         """Check the bound at the time of training: a batch that was fetched ahead has grown older."""
