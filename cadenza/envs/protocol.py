@@ -113,9 +113,10 @@ class EnvType:
             reward = number
         if not math.isfinite(reward):
             raise EnvError(f"env '{self.name}' step returned reward {reward}; return a finite number")
-        for name, flag in (("terminated", terminated), ("truncated", truncated)):
-            if type(flag) is not bool and as_number(flag) is None:
-                raise EnvError(f"env '{self.name}' step returned {name} {_short(flag)}; return True or False")
+        if type(terminated) is not bool or type(truncated) is not bool:
+            for name, flag in (("terminated", terminated), ("truncated", truncated)):
+                if as_number(flag) is None:
+                    raise EnvError(f"env '{self.name}' step returned {name} {_short(flag)}; return True or False")
         if not (terminated or truncated):
             self.check_observation(observation, "step")
         if info is not None and not isinstance(info, dict):

@@ -127,7 +127,7 @@ class EnvWorker:
         """Who holds which slot: what a slot belongs to is decided here and nowhere else."""
         self._closing: set[Attempt] = set()
         """Attempts that close their env."""
-        self._leases = LeaseDeadlines(config.lease_seconds, self._expire)
+        self._leases = LeaseDeadlines(config.lease_seconds, self._expire, self._occupants)
         self._shared = RolloutContext(
             sampler=sampler,
             codec=codec,
@@ -209,7 +209,8 @@ class EnvWorker:
                 if isinstance(error, ContextFull) and trajectory.turns:
                     trajectory.truncated = True
                 else:
-                    self._fail(attempt, attempt.stage, error)
+                    # Raised while another call waits for the model: by the rollout.
+                    self._fail(attempt, "rollout" if attempt.stage == "model" else attempt.stage, error)
             finally:
                 trajectory.ended = asyncio.get_running_loop().time()
                 model.end_session()
@@ -251,7 +252,7 @@ class EnvWorker:
             self._fail(attempt, "reward", error)
             return
         finally:
-            self._leases.end(attempt)
+            self._leases.scored(attempt)
         if attempt.fate is None:
             self._queue.put(attempt, trajectory)
 

@@ -1,12 +1,12 @@
 """A slot's right to an attempt: it expires instead of hanging. Long before that, an attempt that stands still is named.
 
 All leases are equally long, so renewing one moves it to the end of the queue and the first in the queue expires first:
-one timer for all of them, and a renewal costs a dict operation. The watch over progress reads the same queue, and those
-of the attempts that wait without a lease: one more timer. The pause between two lines of the log doubles, so that
+one timer for all of them, and a renewal costs a dict operation. The watch over progress reads the same queue, with one
+more timer. The pause between two lines of the log doubles, so that
 envs whose steps always take long do not fill it.
 
     renew: the env answered     ask: the model is asked, the sampler keeps the deadlines
-    score: the reward is computed, under its own deadline     end: nothing runs any more
+    score, scored: the reward is computed, under its own deadline     end: the episode is over
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cadenza.rollout.failures import logger
@@ -37,17 +37,19 @@ class _Still(NamedTuple):
 class LeaseDeadlines:
     """Deadlines of the attempts that must show progress."""
 
-    def __init__(self, seconds: float, expire: Callable[[Attempt], None]) -> None:
+    def __init__(
+        self, seconds: float, expire: Callable[[Attempt], None], occupants: Sequence[Attempt | None] = ()
+    ) -> None:
+        """`occupants` are the attempts in the slots, read when none of them makes progress."""
         self.seconds = seconds
+        self._occupants = occupants
         self._expire = expire
         self._deadlines: dict[Attempt, float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._asked: dict[Attempt, float] = {}
-        """Attempts that wait for the model, and since when."""
         self._scoring: dict[Attempt, float] = {}
         """Attempts whose reward is computed, and since when."""
-        self._answered = -math.inf
-        """When the model last answered any of them."""
+        self._renewed = 0.0
+        """When any of them last made progress."""
         self._named: set[Attempt] = set()
         """Attempts that the log has named or counted; each is told of once."""
         self._has_told_of_model = False
@@ -63,10 +65,10 @@ class LeaseDeadlines:
             return
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if self._asked.pop(attempt, None) is not None:
-            self._answered = now
-        else:
-            self._deadlines.pop(attempt, None)
+        if attempt.stage == "model":
+            attempt.stage = "rollout"
+        self._renewed = now
+        self._deadlines.pop(attempt, None)
         self._deadlines[attempt] = now + self.seconds
         if self._timer is None:
             self._timer = loop.call_later(self.seconds, self._expire_due)
@@ -76,25 +78,28 @@ class LeaseDeadlines:
     def ask(self, attempt: Attempt) -> None:
         """The attempt waits for the model: the sampler keeps the deadlines until `renew`."""
         if self._deadlines.pop(attempt, None) is not None:
-            self._asked[attempt] = asyncio.get_running_loop().time()
+            attempt.stage = "model"
 
     def score(self, attempt: Attempt) -> None:
-        """The attempt waits for its reward, which has a deadline of its own, until `end`."""
+        """The attempt waits for its reward, which has a deadline of its own, until `scored`."""
         loop = asyncio.get_running_loop()
         self._scoring[attempt] = loop.time()
         if self._watch is None and self._is_watching:
             self._watch = loop.call_later(NO_PROGRESS_SECONDS, self._name_those_that_stand_still)
 
-    def end(self, attempt: Attempt) -> None:
-        """Nothing of the attempt runs any more that could make progress."""
-        self._deadlines.pop(attempt, None)
-        self._asked.pop(attempt, None)
+    def scored(self, attempt: Attempt) -> None:
+        """The reward is there, or the attempt has its fate."""
         self._scoring.pop(attempt, None)
         self._named.discard(attempt)
 
+    def end(self, attempt: Attempt) -> None:
+        """The episode is over: no lease, until `score` nothing to watch."""
+        self._deadlines.pop(attempt, None)
+        self._named.discard(attempt)
+
     def close(self) -> None:
-        for attempts in (self._deadlines, self._asked, self._scoring):
-            attempts.clear()
+        self._deadlines.clear()
+        self._scoring.clear()
         for timer in (self._timer, self._watch):
             if timer is not None:
                 timer.cancel()
@@ -122,7 +127,7 @@ class LeaseDeadlines:
         found, upcoming = self._find_still(now) if now >= self._quiet_until else ([], self._quiet_until)
         if found:
             oldest = min(found, key=lambda still: still.since)
-            self._named.update(still.attempt for still in found)
+            self._named.update(still.attempt for still in found if still.stage != "model")
             self._has_told_of_model |= any(still.stage == "model" for still in found)
             logger.warning("%s", self._describe(oldest, len(found) - 1, now))
             self._quiet_until = now + self._pause
@@ -133,21 +138,23 @@ class LeaseDeadlines:
 
     def _find_still(self, now: float) -> tuple[list[_Still], float]:
         """Attempts without progress that were not told of, and when the next one may be due. Waiting for the model is
-        no news while it answers others, and is told once only, because long answers take long."""
+        no news while others make progress, and is told once only, because long answers take long."""
         found: list[_Still] = []
         upcoming = math.inf
-        for stage, times in (("", self._deadlines), ("model", self._asked), ("reward", self._scoring)):
-            if stage == "model" and self._has_told_of_model:
-                continue
+        for times, age in ((self._deadlines, self.seconds), (self._scoring, 0.0)):
             for attempt, time in times.items():  # oldest first
                 if attempt in self._named:
                     continue
-                since = time if stage else time - self.seconds
-                due = (max(since, self._answered) if stage == "model" else since) + NO_PROGRESS_SECONDS
-                if due > now:
-                    upcoming = min(upcoming, due)
+                if time - age + NO_PROGRESS_SECONDS > now:
+                    upcoming = min(upcoming, time - age + NO_PROGRESS_SECONDS)
                     break
-                found.append(_Still(since, stage or attempt.stage, attempt))
+                found.append(_Still(time - age, attempt.stage, attempt))
+        if not self._has_told_of_model:
+            asked = [a for a in self._occupants if a is not None and a.stage == "model" and a.fate is None]
+            if asked and self._renewed + NO_PROGRESS_SECONDS > now:
+                upcoming = min(upcoming, self._renewed + NO_PROGRESS_SECONDS)
+            elif asked:
+                found += [_Still(self._renewed, "model", attempt) for attempt in sorted(asked, key=lambda a: a.id)]
         return found, upcoming
 
     def _describe(self, still: _Still, others: int, now: float) -> str:

@@ -68,7 +68,7 @@ class Attempt:
         self.newest = -1
         self.trajectory: Trajectory | None = None
         self.stage = "slot"
-        """Where its code is: slot (not begun), init, reset, step, rollout, close, reward."""
+        """Where its code is: slot (not begun), init, reset, step, rollout, model, close, reward."""
         self.runner: object = None
         """Whatever runs it keeps its handle here; the ledger does not look at it."""
 
