@@ -93,7 +93,7 @@ def train(bench_run: BenchRun) -> BenchRunResult:
     from cadenza import __version__
     from cadenza.observe.run import RunDirectory
     from cadenza.pipelines.agentic import AgenticPipeline
-    from cadenza.run.config import build_config
+    from cadenza.run.config_file import build_config
 
     result = BenchRunResult(versions={"cadenza": __version__})
     skipped: list[float] = []
