@@ -400,7 +400,7 @@ def test_an_adapter_drops_in_a_warm_start_alone() -> None:
 DOCS = Path(__file__).parents[2] / "docs" / "training.md"
 RECIPES = {
     row[1].strip(): re.findall("`([^`]+)`", row[2])
-    for line in DOCS.read_text(encoding="utf-8").split("| besides | keys |")[1].split("\n\n")[0].splitlines()
+    for line in DOCS.read_text(encoding="utf-8").split("| variant | keys |")[1].split("\n\n")[0].splitlines()
     if "`" in line and len(row := line.split("|")) == 4
 }
 """The rows of a table in the documentation."""

@@ -276,7 +276,9 @@ def without_signal(batch: DataProto) -> DataProto:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"skip_idle": False}, {"loss": policy_gradient}, {"correction": "token"}], ids=str
+    "config",
+    [{}, {"skip_idle": False}, {"loss": policy_gradient}, {"correction": "token"}],
+    ids=["defaults", "skip_idle", "loss", "correction"],
 )
 def test_after_one_success_twenty_batches_without_signal_change_nothing(config: dict[str, Any]) -> None:
     """Adam would go on by its momentum, and weights would decay."""
