@@ -34,10 +34,14 @@ class Config(BaseModel):
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
     """The known key that was very likely meant, or None: a wrong hint is worse than the list of all.
 
-    It begins with the same letter and is spelled almost alike, or is the initials ('lr' for 'learning_rate').
+    It begins with the same letter and is spelled almost alike, or is the initials ('lr' for 'learning_rate'), or goes
+    on where this one ends ('heartbeat_seconds' for 'heartbeat').
     """
     if (initials := "".join(word[:1] for word in key.split("_"))) in known and "_" in key:
         return initials
+    longer = [name for name in known if name.startswith(f"{key}_")]
+    if len(longer) == 1:
+        return longer[0]
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     return near[0] if near and near[0][0] == key[:1] else None
 

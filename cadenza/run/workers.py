@@ -87,8 +87,9 @@ class LearnerWorker(Worker):
     @dispatch("broadcast")
     def build(self, where: RendezvousAddress | None, members: Sequence[str]) -> None:
         """Join the others and make the model; alone if there is no rendezvous."""
-        place, ranks = self.place, None
+        ranks = None
         if where is not None:
+            place = self.place
             ranks = ProcessGroup(self._rendezvous or where, place.rank, members, tensor_ranks=place.tensor_ranks)
         self._strategy = load_strategy(self._config.strategy)(ranks, precision=self._config.precision)
         try:

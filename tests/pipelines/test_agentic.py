@@ -838,12 +838,12 @@ def test_an_env_that_raises_in_the_warm_start_is_named(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
     Path("nan_loss.py").write_text(
-        "from cadenza.algorithms import LOSSES\n"
+        "from cadenza.algorithms import policy_gradient\n"
         "calls = 0\n"
         "def loss(logprobs, old, advantages, mask):\n"
         "    global calls\n"
         "    calls += 1\n"
-        "    found = LOSSES['policy_gradient'](logprobs, old, advantages, mask)\n"
+        "    found = policy_gradient(logprobs, old, advantages, mask)\n"
         "    if calls == 3:\n"
         "        found.values[0, 0] = float('nan')\n"
         "    return found\n"
@@ -863,12 +863,12 @@ def test_a_loss_that_is_not_a_number(tmp_path: Path) -> None:
 
 def test_a_run_that_breaks_before_its_first_checkpoint_keeps_what_it_wrote(tmp_path: Path) -> None:
     Path("odd_loss.py").write_text(
-        "from cadenza.algorithms import LOSSES\n"
+        "from cadenza.algorithms import policy_gradient\n"
         "calls = 0\n"
         "def loss(logprobs, old, advantages, mask):\n"
         "    global calls\n"
         "    calls += 1\n"
-        "    found = LOSSES['policy_gradient'](logprobs, old, advantages, mask)\n"
+        "    found = policy_gradient(logprobs, old, advantages, mask)\n"
         "    return found if calls < 3 else found.values\n"
     )
     with pytest.raises(TypeError, match=r"actor.loss must return a TokenLoss\(values, metrics, tokens\), got Tensor"):
