@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,19 +16,10 @@ from cadenza.rollout.config import EnvManagerConfig, RolloutConfig  # noqa: E402
 from cadenza.rollout.failures import NothingFinished  # noqa: E402
 from cadenza.rollout.records import Trajectory  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.usefixtures("nodes")]
 
 SECONDS = 120.0
 """For anything on a busy machine."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def a_ray() -> Iterator[None]:
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def queue_of(tasks: int, **options: Any) -> Any:
