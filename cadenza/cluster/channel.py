@@ -199,7 +199,7 @@ class Mailbox:
 
     def _refuse_if_lost(self) -> None:
         if self._is_lost:
-            raise InfrastructureError(f"the other end gave this one up: it was silent for {self._seconds:g} s")
+            raise InfrastructureError(f"the mailbox gave its caller up: it was silent for {self._seconds:g} s")
 
     def _release_waiter(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -61,7 +61,7 @@ class AbortRequest(NamedTuple):
 
     id: int
     cause: str
-    is_wanted: bool
+    wants_tokens: bool
     """Whether the client still waits for its tokens."""
 
 
@@ -160,7 +160,7 @@ class ReplicaWorker(Worker):
         """The request may be that of another client: a sampler aborts what its schedulers asked for."""
         if abort.id not in self._running:
             return
-        if not abort.is_wanted:
+        if not abort.wants_tokens:
             self._running[abort.id][0].cancel()  # so that the engine counts its tokens as discarded
         self._engine.abort(abort.id, abort.cause)
 
@@ -175,7 +175,7 @@ class ReplicaWorker(Worker):
         ids = [id for id, (_, other) in self._running.items() if other is mailbox]
         logger.warning("%s gives up its silent client '%s' and %d requests", self._engine.name, client, len(ids))
         for id in ids:
-            self._abort(AbortRequest(id, "client_lost", is_wanted=False))
+            self._abort(AbortRequest(id, "client_lost", wants_tokens=False))
 
 
 class RemoteReplica:
@@ -245,10 +245,10 @@ class RemoteReplica:
     def abort(self, request_id: int, cause: str) -> None:
         """The request may be that of another client; an id that the engine does not know is ignored there."""
         future = self._futures.get(request_id)
-        is_wanted = future is None or not future.done()
-        if not is_wanted:  # the caller of `generate` has cancelled it
+        wants_tokens = future is None or not future.done()
+        if not wants_tokens:  # the caller of `generate` has cancelled it
             del self._futures[request_id]
-        self._channel.send(AbortRequest(request_id, cause, is_wanted))
+        self._channel.send(AbortRequest(request_id, cause, wants_tokens))
 
     def requests_in_flight(self) -> Sequence[RequestProgress]:
         """What the engine reported last, of the requests of all clients. Each call starts a report for the next one."""

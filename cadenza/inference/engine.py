@@ -236,8 +236,8 @@ class Engine:
     # -- which sequences run -----------------------------------------------------------------------------------------
 
     def _preempt(self) -> None:
-        """Preempt the sequence that started last while the rows of all are too many cells. A batch has what its steps
-        need."""
+        """Preempt the sequence that started last while the rows of all are too many cells. While the width
+        that the batch reserved lasts, nothing is to be done."""
         if self._batch is not None:
             if self._batch.block_steps > 0:
                 return
@@ -255,7 +255,7 @@ class Engine:
         return max((sequence.length for sequence in self.running.values()), default=0)
 
     def _cells_needed(self, sequences: int, longest: int) -> int:
-        """What these take at least."""
+        """The fewest cells for so many sequences, the longest of this length."""
         return rows_needed(sequences) * rounded_width(longest, self.kv_tokens)
 
     def _admit(self, last_arrival: int, budget: int) -> _Admission:
@@ -357,7 +357,7 @@ class Engine:
 
     def _reserve_rows(self) -> bool:
         """Have rows for all, and width for their next steps; True when the rows are new ones. The prefix cache gives
-        way. Running sequences are in the first rows, unless there are too few of them."""
+        way. Running sequences are in the first rows, unless the cache has too few rows for them."""
         width = rounded_width(self._longest_running(), self.kv_tokens)
         new = self._cache.reserve(len(self.running), width, self.kv_tokens)
         if new:
@@ -424,7 +424,7 @@ class Engine:
         return sampling
 
     def _end_batch(self) -> None:
-        """A sequence starts or ends, or the weights change."""
+        """Flush the batch and discard it: a sequence starts or ends, or the weights change."""
         if self._batch is not None:
             self._batch.flush()
             self._batch = None

@@ -57,7 +57,7 @@ class AttemptQueue(Protocol):
 
     def slot_freed(self, attempt: Attempt) -> None: ...
 
-    def score(self, attempt: Attempt) -> None: ...
+    def await_reward(self, attempt: Attempt) -> None: ...
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None: ...
 
@@ -236,7 +236,7 @@ class EnvWorker:
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """Compute the reward, and hand the episode over."""
-        self._queue.score(attempt)
+        self._queue.await_reward(attempt)
         attempt.stage = "reward"
         domain = attempt.group.task.domain
         reward = self._rewards.get(domain)
@@ -244,7 +244,7 @@ class EnvWorker:
             trajectory.score = trajectory.episode_score
             self._queue.put(attempt, trajectory)
             return
-        self._leases.score(attempt)
+        self._leases.await_reward(attempt)
         try:
             trajectory.score = rewards.check_reward(await self._compute_reward(reward, trajectory), domain)
         except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget

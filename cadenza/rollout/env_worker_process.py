@@ -154,7 +154,7 @@ class RemoteQueue:
     def add_tokens(self, attempt: Attempt, count: int) -> None:
         attempt.tokens += count
 
-    def score(self, attempt: Attempt) -> None:
+    def await_reward(self, attempt: Attempt) -> None:
         attempt.state = AttemptState.SCORING
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:

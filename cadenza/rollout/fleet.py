@@ -261,14 +261,14 @@ class EnvFleet:
         self._resolve_if_empty()
         if self._losses_in_a_row > MAX_LOSSES * self.config.workers:
             self._queue.fatal(NoEnvWorkers(f"{self._losses_in_a_row} env workers died in a row, the last one: {error}"))
-        elif self._queue.ended is None:
+        elif self._queue.end_error is None:
             successor = _FleetWorker(worker.number, range(0))
             successor.free = slots
             self._spawn(self._replace_worker(successor), f"start of env worker {worker.number}")
 
     async def _replace_worker(self, worker: _FleetWorker) -> None:
         """Until it succeeds, or nobody needs it any more."""
-        while self._queue.ended is None and not self._draining.is_set():
+        while self._queue.end_error is None and not self._draining.is_set():
             try:
                 if await self._unless_draining(self._start_worker(worker)):
                     self._add_worker(worker)
@@ -381,7 +381,7 @@ class EnvFleet:
         worker.free.append(attempt.slot)
         self.busy -= 1
         if attempt.fate is None:
-            self._queue.score(attempt)
+            self._queue.await_reward(attempt)
             attempt.stage = "reward"
         else:
             del worker.attempts[message.id]

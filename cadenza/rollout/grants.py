@@ -50,7 +50,7 @@ class GrantRequest(NamedTuple):
     sticky: int
     """Index of the replica entry, -1 for none."""
     cached: int
-    continues: int | None
+    interrupted_request: int | None
     """Id of the interrupted request that this one goes on from."""
 
 
@@ -118,13 +118,13 @@ class GrantClient:
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        continues: int | None = None,
+        interrupted_request: int | None = None,
     ) -> Grant:
         if self._closed_because:
             raise InfrastructureError(self._closed_because)
         number = next(self._numbers)
         entry_index = -1 if sticky is None else sticky.index
-        self._send(GrantRequest(number, route_request, entry_index, cached, continues))
+        self._send(GrantRequest(number, route_request, entry_index, cached, interrupted_request))
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
             granted = await future
@@ -217,10 +217,10 @@ class GrantServer:
             self._sampler.end_session(entry, session)
 
     def _on_request(self, grant_request: GrantRequest) -> None:
-        number, route_request, index, cached, continues = grant_request
+        number, route_request, index, cached, interrupted_request = grant_request
         sticky = None if index < 0 else self._sampler.entries[index]
         try:
-            grant = self._sampler.grant_now(route_request, sticky, cached, continues)
+            grant = self._sampler.grant_now(route_request, sticky, cached, interrupted_request)
         except InfrastructureError as error:
             self._send(GrantDenied(number, str(error)))
             return
@@ -232,9 +232,9 @@ class GrantServer:
             )
 
     async def _wait_and_grant(self, grant_request: GrantRequest, sticky: ReplicaEntry | None) -> None:
-        number, route_request, _, cached, continues = grant_request
+        number, route_request, _, cached, interrupted_request = grant_request
         try:
-            grant = await self._sampler.grant(route_request, sticky, cached, continues)
+            grant = await self._sampler.grant(route_request, sticky, cached, interrupted_request)
         except InfrastructureError as error:
             self._send(GrantDenied(number, str(error)))
         else:

@@ -168,9 +168,9 @@ class GroupQueueManager:
         """The env of this attempt is gone."""
         self.domains.all[attempt.group.task.domain].running -= 1
 
-    def score(self, attempt: Attempt) -> None:
+    def await_reward(self, attempt: Attempt) -> None:
         """The episode is over; its reward comes later."""
-        self.ledger.score(attempt)
+        self.ledger.await_reward(attempt)
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """The episode is finished and has its reward."""
@@ -178,7 +178,7 @@ class GroupQueueManager:
             if (original := self._end_copy(attempt)) is None:
                 return
             attempt = original
-            self.ledger.score(attempt)
+            self.ledger.await_reward(attempt)
         self.last_end_time = self._now()
         self._failed_in_a_row = 0
         self.ledger.finish(attempt, trajectory, self.last_end_time)
@@ -332,7 +332,7 @@ class GroupQueueManager:
         self.refill()
 
     def lose_group(self, group: Group) -> None:
-        """What members of an open group had finished is gone."""
+        """End an open group whose finished trajectories were lost with their node; its task is drawn anew."""
         self._end_unconsumed(group, Fate.FAILED, "lost with its node")
 
     def fatal(self, error: RolloutError) -> None:
@@ -355,7 +355,7 @@ class GroupQueueManager:
     # -- over a restart ------------------------------------------------------------------------------------------
 
     @property
-    def ended(self) -> RolloutError | None:
+    def end_error(self) -> RolloutError | None:
         """What ended the run."""
         return self._error
 
@@ -389,8 +389,8 @@ class GroupQueueManager:
                 wanted = self._members if is_late else self._initial_members
                 domain.pending.extend((group, member) for member in range(wanted) if member not in there)
 
-    def begin(self) -> None:
-        """The run starts: groups that came back whole but not judged go to the filter."""
+    def filter_restored(self) -> None:
+        """Send restored groups that are whole and not filtered yet to the filter; called once, when the run starts."""
         for group in self.ledger.open_groups():
             if group.state is GroupState.OPEN and len(group.finished) == self._group_size:
                 self._on_group_whole(group)
@@ -487,7 +487,7 @@ class GroupQueueManager:
         self.ledger.close_group(group, fate, "", now)
 
     def _drop_stale(self) -> None:
-        """Under 'drop': groups that are too old for the version at which the next batch will be trained."""
+        """Under 'drop', end groups that are too old for the version at which the next batch will be trained."""
         if self.mode == "val" or self.config.staleness == "wait":
             return
         ahead = (self.consumed - self.base) // self.config.groups_per_batch
@@ -498,7 +498,7 @@ class GroupQueueManager:
                     self._end_unconsumed(group, Fate.STALE, "older than max_staleness")
 
     def _end_surplus(self) -> None:
-        """Extra groups that no batch to come can take in time."""
+        """End extra groups that no later batch can take in time."""
         if self.mode == "val" or self.config.staleness == "drop" or not self.config.extra_groups:
             return
         for group in self.ledger.open_groups():

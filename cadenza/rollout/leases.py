@@ -80,7 +80,7 @@ class LeaseDeadlines:
         if self._deadlines.pop(attempt, None) is not None:
             attempt.stage = "model"
 
-    def score(self, attempt: Attempt) -> None:
+    def await_reward(self, attempt: Attempt) -> None:
         """The attempt waits for its reward, which has a deadline of its own, until `scored`."""
         loop = asyncio.get_running_loop()
         self._scoring[attempt] = loop.time()

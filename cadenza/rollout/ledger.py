@@ -198,7 +198,7 @@ class Ledger:
             self.events(Event(now, "issue", attempt.key, f"slot {slot}"))
         return attempt
 
-    def score(self, attempt: Attempt) -> None:
+    def await_reward(self, attempt: Attempt) -> None:
         """The episode is over, its reward is not known yet."""
         self._move(attempt, AttemptState.RUNNING, AttemptState.SCORING)
 

@@ -58,7 +58,7 @@ class LocalSampler:
         self._pool = ReplicaPool(replicas, self.config, self.router, emit=self._emit, on_lost=self._on_lost)
         self._weights: object = None
         self._gate = Gate()
-        self._suspended = False
+        self._replicas_paused = False
         """The replicas are paused; the gate is closed a little earlier and opened a little later."""
         self._shrunk_to_none = False
         """A shrink took the last active replica: the gate is closed until an expand brings one."""
@@ -82,16 +82,16 @@ class LocalSampler:
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        continues: int | None = None,
+        interrupted_request: int | None = None,
     ) -> Grant:
         waited = False
-        while (grant := self.grant_now(route_request, sticky, cached, continues)) is None:
+        while (grant := self.grant_now(route_request, sticky, cached, interrupted_request)) is None:
             if self._gate.is_open:
                 await self._wait_queue.wait(route_request)
                 waited = True
             else:
                 await self._gate.opening()
-                continues = None
+                interrupted_request = None
         if waited:
             self._wait_queue.wake_next()
         return grant
@@ -101,13 +101,13 @@ class LocalSampler:
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        continues: int | None = None,
+        interrupted_request: int | None = None,
     ) -> Grant | None:
         if self._closed:
             raise InfrastructureError("the sampler is closed")
         if not self._gate.is_open:
             return None
-        target = None if continues is None else self.balancer.take_target(continues)
+        target = None if interrupted_request is None else self.balancer.take_target(interrupted_request)
         if target is not None and target.state is ReplicaState.ACTIVE:
             self.balancer.count_move(route_request.context)
             entry = target
@@ -201,7 +201,7 @@ class LocalSampler:
         self._pool.create_entries()
 
     @property
-    def suspended(self) -> bool:
+    def is_held(self) -> bool:
         return bool(self._holders)
 
     @property
@@ -237,7 +237,7 @@ class LocalSampler:
 
     @property
     def holders(self) -> list[object]:
-        """Keep the gate closed."""
+        """The callers that keep the gate closed."""
         return list(self._holders)
 
     def is_held_by(self, holder: object) -> bool:
@@ -294,23 +294,23 @@ class LocalSampler:
 
     async def _suspend(self, mode: PauseMode) -> None:
         async with self._control:
-            if self._suspended or not self._holders:
+            if self._replicas_paused or not self._holders:
                 return
             self._gate.close()
             self._emit("suspend", "sampler", mode.value)
             self.epoch += 1
             epoch = self.epoch
             await self._pool.call_each(self._pool.active(), lambda entry: self._pool.pause(entry, epoch, mode))
-            self._suspended = True
+            self._replicas_paused = True
             self._emit("suspended", "sampler", "")
 
     async def _resume(self) -> None:
         async with self._control:
             if self._holders:
                 return
-            if self._suspended:
+            if self._replicas_paused:
                 await self._pool.call_each(self._pool.active(), self._pool.resume)
-                self._suspended = False
+                self._replicas_paused = False
                 self._emit("resume", "sampler", "")
             if not self._holders:  # somebody may have suspended meanwhile, and waits for the lock
                 self._open_gate()
@@ -320,7 +320,7 @@ class LocalSampler:
             if version <= self.version:
                 raise ValueError(f"version must grow: it is {self.version}, got {version}")
             active = self._pool.active()
-            if self._suspended:
+            if self._replicas_paused:
                 await self._pool.call_each(active, lambda entry: self._pool.load(entry, version, weights))
             else:
                 for entry in active:
@@ -373,7 +373,7 @@ class LocalSampler:
                     raise ValueError(
                         f"skip_load: {versions} do not have version {self.version}; expand without skip_load"
                     )
-                if not self._suspended and not self._holders:
+                if not self._replicas_paused and not self._holders:
                     self._open_gate()
                     if self.config.balance_seconds:
                         self.balancer.spread(self._pool.active())
@@ -389,7 +389,7 @@ class LocalSampler:
         if entry.version != self.version:
             await self._pool.put_to_sleep(entry, self.epoch)
             return
-        if self._suspended:
+        if self._replicas_paused:
             await self._pool.pause(entry, self.epoch, PauseMode.ABORT)
         if entry.state is not ReplicaState.LOST:
             entry.state = ReplicaState.ACTIVE

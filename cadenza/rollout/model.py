@@ -108,7 +108,7 @@ class RolloutContext:
     namespace: int
     """Where this scheduler's range of session and group ids begins."""
     slice_tokens: int
-    """Of the rollout; 0 where no answer is so long."""
+    """Tokens after which a long answer may be interrupted for turns that wait; 0 where no answer is so long."""
 
 
 class Model:
@@ -144,7 +144,7 @@ class Model:
         return self.generate(observation, fresh=fresh)
 
     async def generate(self, tokens: Sequence[int] | Tokens, *, fresh: bool = False) -> Reply:
-        """The same in tokens: append them to the context, and let the model go on."""
+        """`chat` in tokens: append them to the context, and await the model's answer."""
         attempt = self._attempt
         fresh = fresh or not self._chunks
         self._check_turn()

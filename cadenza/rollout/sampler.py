@@ -9,7 +9,7 @@ the protocol and do not see the difference. A turn is one grant, or several when
     generation = await grant.entry.replica.generate(request)            # straight to the replica
     sampler.release(grant, RequestOutcome.SERVED, cached=context)
     if generation.finish is Finish.ABORT:                               # suspended, moved, or its replica leaves
-        grant = await sampler.grant(route_request, grant.entry, cached, continues=grant.request_id)
+        grant = await sampler.grant(route_request, grant.entry, cached, interrupted_request=grant.request_id)
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Grant(NamedTuple):
     entry: ReplicaEntry
     """The replica that serves the request."""
     request_id: int
-    """For the request. When the request comes back interrupted, the next grant of its turn `continues` this id: the
+    """For the request. When the request comes back interrupted, the next grant of its turn names this id: the
     sampler knows whether it moved the request, and where to."""
     epoch: int
     """The gate epoch, for the request: the replica refuses an older one."""
@@ -103,10 +103,10 @@ class GrantSource(Protocol):
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        continues: int | None = None,
+        interrupted_request: int | None = None,
     ) -> Grant:
         """Returns a grant for this request once the gate is open and a KV cache has capacity. `sticky` is the replica
-        that may hold `cached` tokens of the session. `continues` is the id of the interrupted request that this one
+        that may hold `cached` tokens of the session. `interrupted_request` is the id of the interrupted request that this one
         goes on from: if the sampler moved that one, the grant is for the target of the move, unless the gate is
         closed meanwhile. The caller must pass the grant to `release`."""
         ...
@@ -150,7 +150,7 @@ class Sampler(GrantSource, Protocol):
         ...
 
     @property
-    def suspended(self) -> bool:
+    def is_held(self) -> bool:
         """Whether a holder keeps the gate closed."""
         ...
 
@@ -190,7 +190,7 @@ class Sampler(GrantSource, Protocol):
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        continues: int | None = None,
+        interrupted_request: int | None = None,
     ) -> Grant | None:
         """`grant` without the wait: returns None when the gate is closed, when no KV cache has capacity, or when the
         sampler is in another process. An answer that has had a slice and gets None gives up the cache that it had."""

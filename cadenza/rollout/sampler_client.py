@@ -78,7 +78,7 @@ class SamplerClient:
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        continues: int | None = None,
+        interrupted_request: int | None = None,
     ) -> None:
         """Always None: a grant from another process takes a message and its answer."""
 
@@ -87,9 +87,9 @@ class SamplerClient:
         route_request: RouteRequest,
         sticky: ReplicaEntry | None = None,
         cached: int = 0,
-        continues: int | None = None,
+        interrupted_request: int | None = None,
     ) -> Grant:
-        return await self._grant_client.grant(route_request, sticky, cached, continues)
+        return await self._grant_client.grant(route_request, sticky, cached, interrupted_request)
 
     def end_session(self, entry: ReplicaEntry, session: int) -> None:
         self._grant_client.end_session(entry, session)
@@ -107,7 +107,7 @@ class SamplerClient:
         self._grant_client.observe_answer_length(tokens)
 
     @property
-    def suspended(self) -> bool:
+    def is_held(self) -> bool:
         return self.waits_for == "resume"
 
     # -- control ---------------------------------------------------------------------------------------------------

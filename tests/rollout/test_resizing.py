@@ -46,7 +46,7 @@ def test_an_expand_of_what_is_active_does_not_open_a_gate_that_is_held() -> None
         async with playing(pool(2)) as scheduler:
             await scheduler.suspend()
             await scheduler.expand_sampler([0, 1])
-            assert scheduler.sampler.suspended
+            assert scheduler.sampler.is_held
             assert not scheduler.sampler.is_open
 
     simulate(main)

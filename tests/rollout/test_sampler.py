@@ -673,9 +673,9 @@ def test_a_shrink_does_not_open_a_closed_gate() -> None:
         async with playing(sim_replicas(2, 100)) as scheduler:
             await scheduler.suspend()
             await scheduler.shrink_sampler([1])
-            assert scheduler.sampler.suspended
+            assert scheduler.sampler.is_held
             await scheduler.expand_sampler([1])
-            assert scheduler.sampler.suspended
+            assert scheduler.sampler.is_held
 
     simulate(main)
 

@@ -139,9 +139,9 @@ def test_get_batch_opens_the_gate() -> None:
     async def main() -> float:
         async with playing() as scheduler:
             await scheduler.suspend()
-            assert scheduler.sampler.suspended
+            assert scheduler.sampler.is_held
             await got(scheduler, 4)
-            assert not scheduler.sampler.suspended
+            assert not scheduler.sampler.is_held
             return now()
 
     assert simulate(main) == 1.0
@@ -164,7 +164,7 @@ def test_resume_is_idempotent() -> None:
         async with playing() as scheduler:
             for _ in range(3):
                 await scheduler.resume()
-            assert not scheduler.sampler.suspended
+            assert not scheduler.sampler.is_held
             await got(scheduler, 4)
             assert now() == 1.0
 
@@ -175,9 +175,9 @@ def test_suspend_and_resume_at_once_leave_the_gate_as_the_last_one_asked() -> No
     async def main() -> None:
         async with playing() as scheduler:
             await asyncio.gather(scheduler.suspend(), scheduler.suspend(), scheduler.resume())
-            assert not scheduler.sampler.suspended
+            assert not scheduler.sampler.is_held
             await asyncio.gather(scheduler.resume(), scheduler.suspend(), scheduler.suspend())
-            assert scheduler.sampler.suspended
+            assert scheduler.sampler.is_held
 
     simulate(main)
 
@@ -1623,7 +1623,7 @@ def test_suspend_after_shutdown_is_refused_and_does_not_hold_the_gate() -> None:
                 await got(trainer, 4)
             with pytest.raises(SchedulerClosed, match="shut down"):
                 await trainer.suspend()
-            assert not trainer.sampler.suspended
+            assert not trainer.sampler.is_held
             assert len(await asyncio.wait_for(got(validator, -1), 10.0)) == 4
 
     simulate(main)

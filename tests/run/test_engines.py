@@ -12,13 +12,13 @@ from pipeline_cases import cadenza, config_file, distance, trained
 from cadenza.cluster import RoleConfig
 from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import TorchReplica
-from cadenza.run.engines import ENGINES, Engine, EngineConfig
+from cadenza.run.engines import ENGINES, EngineConfig, EngineKind
 from cadenza.run.inference import InferenceSpec, InProcessDelivery, WeightDelivery
 
 OWN = f"engine.kind={__name__}:Own"
 
 
-class Own(Engine):
+class Own(EngineKind):
     """A replica under a name that the config gives it."""
 
     backend = "embedded"
@@ -59,7 +59,7 @@ def test_an_engine_of_the_user_generates_the_same_run(tmp_path: Path) -> None:
         ([OWN, "engine.options={name: x}", "engine.threads=2"], "threads does nothing with kind"),
         ([OWN, "engine.options={name: x}", "backend=ray"], "needs backend 'embedded', got 'ray'"),
         ([OWN, "engine.options={name: x}", "devices.inference=1"], "devices.inference: there is only one"),
-        (["engine.kind=json:dumps"], "name a subclass of cadenza.run.engines.Engine"),
+        (["engine.kind=json:dumps"], "name a subclass of cadenza.run.engines.EngineKind"),
         (["engine.kind=nowhere:Engine"], "engine.kind: 'nowhere:Engine' cannot be loaded"),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_slot_that_is_never_freed_is_found(monkeypatch: Patch) -> None:
 
 def test_a_suspension_that_does_not_wait_for_the_engines_is_found(monkeypatch: Patch) -> None:
     async def hasty(self: LocalSampler, mode: PauseMode) -> None:
-        self._suspended = True
+        self._replicas_paused = True
 
     monkeypatch.setattr(LocalSampler, "_suspend", hasty)
     hunt(6)
@@ -217,7 +217,7 @@ def test_a_shrink_that_touches_other_replicas_is_found(monkeypatch: Patch) -> No
         report = await shrink(self, devices)
         for other in self._pool.active():
             await other.replica.pause(self.epoch, PauseMode.ABORT)
-            if not self._suspended:
+            if not self._replicas_paused:
                 await other.replica.resume()
         return report
 

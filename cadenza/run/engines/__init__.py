@@ -31,10 +31,10 @@ ENGINES = {
 """The engines that ship, by kind. Each is imported when it is used."""
 
 
-class Engine:
+class EngineKind:
     """How replicas of one kind are made, and what they need. An engine of your own is a subclass:
 
-    class Echo(Engine):
+    class Echo(EngineKind):
         backend = "embedded"
 
         @asynccontextmanager
@@ -73,11 +73,11 @@ class Engine:
         raise NotImplementedError(f"{type(self).__name__} has no replicas for backend 'ray'")
 
 
-def find_engine(kind: str) -> Engine:
+def find_engine(kind: str) -> EngineKind:
     """The engine of this name in `ENGINES`, or the one that 'module:name' means."""
     found = load_object(ENGINES.get(kind, kind))
-    if not isinstance(found, type) or not issubclass(found, Engine):
-        raise ValueError(f"'{kind}' is {found!r}: name a subclass of cadenza.run.engines.Engine")
+    if not isinstance(found, type) or not issubclass(found, EngineKind):
+        raise ValueError(f"'{kind}' is {found!r}: name a subclass of cadenza.run.engines.EngineKind")
     return found()
 
 
@@ -86,7 +86,7 @@ class EngineConfig(Config):
 
     kind: str = "torch"
     """The embedded engine ('torch'), 'vllm', OpenAI-compatible servers that give token ids ('http'), or 'module:name'
-    of an `Engine`."""
+    of an `EngineKind`."""
     max_running: int = Field(default=64, gt=0)
     """Requests that decode side by side; of a server, what it was started with."""
     kv_tokens: int | None = Field(default=None, gt=1)

@@ -10,13 +10,13 @@ from cadenza.cluster import RoleConfig
 from cadenza.inference.http_engine import HttpReplica
 from cadenza.inference.replica import PauseMode, Replica
 from cadenza.inference.server import Server
-from cadenza.run.engines import Engine, EngineConfig
+from cadenza.run.engines import EngineConfig, EngineKind
 
 if TYPE_CHECKING:
     from cadenza.run.inference import InferenceSpec, WeightDelivery
 
 
-class HttpEngine(Engine):
+class HttpEngine(EngineKind):
     """Each server is a replica."""
 
     settings = ("kv_tokens", "servers", "logprobs")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from cadenza.cluster import Cluster, Placement, RoleConfig
 from cadenza.inference.replica import Replica
 from cadenza.inference.torch_engine import TorchReplica
-from cadenza.run.engines import Engine, EngineConfig
+from cadenza.run.engines import EngineConfig, EngineKind
 from cadenza.run.role_names import INFERENCE
 
 if TYPE_CHECKING:
     from cadenza.run.inference import InferenceSpec, WeightDelivery
 
 
-class TorchEngine(Engine):
+class TorchEngine(EngineKind):
     """A replica has one device."""
 
     settings = ("kv_tokens", "prefill_tokens", "keep_kv", "threads")

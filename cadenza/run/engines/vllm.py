@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from cadenza.cluster import Cluster, Placement, RoleConfig
 from cadenza.cluster.remote_replica import ReplicaWorker
-from cadenza.run.engines import Engine, EngineConfig
+from cadenza.run.engines import EngineConfig, EngineKind
 
 if TYPE_CHECKING:
     from cadenza.run.inference import InferenceSpec
 
 
-class VllmEngine(Engine):
+class VllmEngine(EngineKind):
     """A replica is one worker, which drives all its devices."""
 
     settings = ("keep_kv", "python", "options", "environment")
