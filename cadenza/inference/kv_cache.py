@@ -82,9 +82,9 @@ class KVCache:
     def reserve(self, sequences: int, width: int, limit: int) -> bool:
         """Have cells for so many sequences of `width` positions; True when the tensors are new ones.
 
-        The tensors never have more than `limit` cells, which must suffice for what is asked. They double while that stays
-        within half of the limit, and beyond it have an eighth to spare. Above half of the limit they shrink when they
-        are twice what is asked. Only rows and positions that are asked for keep what they hold.
+        The tensors never have more than `limit` cells, which must suffice for what is asked. They double while that
+        stays within half of the limit, and beyond it have an eighth to spare. Above half of the limit they shrink when
+        they are twice what is asked. Only rows and positions that are asked for keep what they hold.
         """
         rows = rows_needed(sequences)
         fits = rows <= self.rows and width <= self.width

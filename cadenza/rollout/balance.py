@@ -12,7 +12,7 @@ its turn should go on; the tokens travel with the client of the turn, as they do
 followed costs nothing: the request ended first, the abort was lost, the gate closed, the target left.
 
     tick -> requests of at most MAX_REPLICAS_PER_TICK replicas -> moves -> note the target, abort at the source
-    client: its request comes back -> release -> grant(interrupted_request=its id) -> take_target() -> the target, if it was moved
+    client: its request comes back -> release -> grant(interrupted_request=its id) -> take_target() -> the target
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class GrantSource(Protocol):
         interrupted_request: int | None = None,
     ) -> Grant:
         """Returns a grant for this request once the gate is open and a KV cache has capacity. `sticky` is the replica
-        that may hold `cached` tokens of the session. `interrupted_request` is the id of the interrupted request that this one
-        goes on from: if the sampler moved that one, the grant is for the target of the move, unless the gate is
+        that may hold `cached` tokens of the session. `interrupted_request` is the id of the request that this
+        one goes on from: if the sampler moved that one, the grant is for the target of the move, unless the gate is
         closed meanwhile. The caller must pass the grant to `release`."""
         ...
 

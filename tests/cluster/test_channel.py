@@ -110,7 +110,7 @@ def test_a_caller_that_falls_silent_is_lost_and_refused_when_it_calls_again() ->
         await asyncio.sleep(300.0)
         assert len(ends.caller_lost) == 1
         ends.mailbox.send("to nobody")
-        with pytest.raises(InfrastructureError, match="gave this one up: it was silent for 60 s"):
+        with pytest.raises(InfrastructureError, match="gave its caller up: it was silent for 60 s"):
             await ends.mailbox.exchange(1000, [])
 
     simulate(main)

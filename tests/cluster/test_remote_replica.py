@@ -293,7 +293,7 @@ def test_a_client_that_is_gone_leaves_nothing_behind_and_is_refused_when_it_come
         await asyncio.sleep(SILENT_SECONDS + 1.0)
         assert desk.said == [(1, "client_lost", True)]
         assert not lost.done()
-        with pytest.raises(InfrastructureError, match="gave this one up: it was silent for 600 s"):
+        with pytest.raises(InfrastructureError, match="gave its caller up: it was silent for 600 s"):
             await call(1, [])
         desk.answer(2)
         assert (await kept).tokens.tolist() == [2]
