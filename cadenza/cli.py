@@ -140,7 +140,8 @@ def plan(
 ) -> int:
     """Choose how many GPUs train and how far generation runs ahead, by simulating the production scheduler.
 
-    With a config: say who sits where and when, choose where it says 'devices: auto', and predict the steps.
+    With a config: print which role has which devices and when, choose where it says 'devices: auto', and predict the
+    steps.
 
     Parameters
     ----------

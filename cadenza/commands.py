@@ -196,7 +196,7 @@ async def _train_until_stopped(
     def interrupted() -> None:
         display.say("stopping after the step under way; Ctrl-C once more to break off")
         pipeline.stop()
-        loop.remove_signal_handler(signal.SIGINT)  # SIGTERM may come twice: some who send it send it to the group too
+        loop.remove_signal_handler(signal.SIGINT)  # SIGTERM may come twice: some senders signal the process group too
 
     with suppress(NotImplementedError, ValueError):  # not on every system, and not outside the main thread
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -211,7 +211,7 @@ async def _train_until_stopped(
 
 
 async def _refresh_report(run_dir: Path) -> None:
-    """Whoever looks at a long run finds a report that is at most some minutes old."""
+    """Write the report every few minutes, so that a long run can be looked at."""
     while True:
         await asyncio.sleep(REPORT_SECONDS)
         try:
@@ -246,7 +246,7 @@ def _describe_outcome(run_dir: Path, summary: dict[str, Any], whose: str) -> Non
     best = run_dir / "checkpoints" / "best"
     console.print(f"checkpoint  {best if best.exists() else best.with_name('last')}", soft_wrap=True)
     console.print(f"report      {run_dir / 'report.html'}", soft_wrap=True)
-    called = sys.argv[0]  # not everybody activates the environment
+    called = sys.argv[0]  # the environment may not be activated
     program = called if Path(called).name == "cadenza" and not shutil.which("cadenza") else "cadenza"
     console.print(f"play it     {program} play {run_dir}", soft_wrap=True)
 

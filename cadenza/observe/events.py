@@ -1,4 +1,4 @@
-"""What happened to whom, when: the line of a schedule.
+"""The events of a schedule: what happened to which attempt, group or replica, and when.
 
 | kind | subject | detail |
 |---|---|---|

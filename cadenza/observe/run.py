@@ -226,7 +226,7 @@ def _claim(path: Path) -> tuple[Path, IO[bytes]]:
 
 
 def _lock(path: Path) -> IO[bytes]:
-    """Held until the process ends: nobody resumes a run that is alive."""
+    """Held until the process ends, so that a run that is alive cannot be resumed."""
     file = (path / ".lock").open("ab")
     try:
         import fcntl

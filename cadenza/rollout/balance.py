@@ -1,7 +1,7 @@
 """Running requests change replicas, so that no replica falls behind the others, and give way to those that wait.
 
-A decode step takes the longer the more context is in flight, so whoever shares a replica with long sequences becomes a
-straggler. Every `balance_seconds` the heaviest replicas give a request each to the lightest: the one whose context
+A decode step takes the longer the more context is in flight, so a sequence that shares a replica with long ones becomes
+a straggler. Every `balance_seconds` the heaviest replicas give a request each to the lightest: the one whose context
 comes nearest to half of what lies between them, so that both have the same afterwards.
 
 An answer that has written a slice on its replica is interrupted as long as others wait that have had no more:
@@ -115,8 +115,8 @@ def _requests_in_flight(entry: ReplicaEntry) -> Sequence[RequestProgress]:
 def requests_to_preempt(
     found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], first: RouteRequest
 ) -> list[tuple[ReplicaEntry, int]]:
-    """Who has had a slice where it is, and in all as many as the first in the wait queue; who has written most is
-    first."""
+    """Requests that have had a slice on their replica, and at least as many in all as the first in the wait queue; the
+    longest is first."""
     size = first.slice_tokens
     leaving = [
         (-progress.written, progress.id, entry)
@@ -150,8 +150,9 @@ def moves_to_balance(
 def moves_to_spread(
     found: Sequence[tuple[ReplicaEntry, Sequence[RequestProgress]]], prefill_weight: float
 ) -> list[Move]:
-    """Moves that leave every entry with about its share of the load: whoever has more gives to whoever has least. First
-    go those that wait, then those that have written most of their context, as far as their prefill is won back."""
+    """Moves that leave every entry with about its share of the load: entries with more give to the one with least.
+    First go those that wait, then those that have written most of their context, as far as their prefill is won
+    back."""
     told = [(entry, requests, _load(requests)) for entry, requests in found if requests or not entry.inflight]
     fair = sum(load for _, _, load in told) / max(sum(entry.capacity for entry, _, _ in told), 1)
     heap = [(load / entry.capacity, entry.index, load, entry) for entry, _, load in told]

@@ -27,7 +27,7 @@ class RolloutConfig(Config):
     """Asynchronous ratio: how many batches generation may run ahead of training. The staleness bound is its ceiling."""
     slice_tokens: int | None = Field(default=None, ge=0)
     """An answer that has written so many tokens gives way to those that wait for KV-cache capacity, and goes on
-    when the wait queue calls it again, so that no long answer begins last. 0: everybody writes to the end. None:
+    when the wait queue calls it again, so that no long answer begins last. 0: every answer is written to its end. None:
     SLICE_TOKENS at alpha 0, where a batch is over when its last answer is. At other alphas None is 0: younger groups
     fill the gaps, and long answers that give way to them come late, or are dropped."""
     staleness: Literal["wait", "drop"] = "wait"

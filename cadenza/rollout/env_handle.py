@@ -30,7 +30,7 @@ class EnvHandle:
         self._attempt = attempt
         self._shared = shared
         self.call: asyncio.Future[Any] | None = None
-        """The last call in a thread, which may run on when nobody waits for it any more."""
+        """The last call in a thread, which may run on after its attempt has ended."""
         self.trajectory = trajectory
         self.done = False
         self.reward = 0.0

@@ -41,7 +41,7 @@ class ErrorCounter(Protocol):
 
 
 class AttemptQueue(Protocol):
-    """Who knows what a slot should run, and hears what came of it: the group queue, or what stands for it in another
+    """Gives slots their attempts and takes the results: the group queue, or what stands for it in another
     process."""
 
     stop: Callable[[Attempt], None]
@@ -65,7 +65,7 @@ class AttemptQueue(Protocol):
 
 
 class SlotPool(Protocol):
-    """What the scheduler needs of whoever runs the attempts: this worker, or a fleet of them (fleet.py)."""
+    """What the scheduler needs of the slots: this worker in its own process, or a fleet of them (fleet.py)."""
 
     busy: int
 
@@ -124,7 +124,7 @@ class EnvWorker:
         }
         self._free = list(range(config.slots - 1, -1, -1))
         self._occupants: list[Attempt | None] = [None] * config.slots
-        """Who holds which slot: what a slot belongs to is decided here and nowhere else."""
+        """The attempt in each slot, None for a free one: the only record of slot ownership."""
         self._closing: set[Attempt] = set()
         """Attempts that close their env."""
         self._leases = LeaseDeadlines(config.lease_seconds, self._expire, self._occupants)
@@ -146,7 +146,7 @@ class EnvWorker:
         """There is nothing to start."""
 
     async def drain(self) -> None:
-        """Whoever owns the tasks waits for them."""
+        """Nothing to wait for: the scheduler waits for its own tasks."""
 
     def fill(self) -> None:
         """Give every free slot work, as long as there is any."""
@@ -162,7 +162,7 @@ class EnvWorker:
             return
         coroutine = attempt.runner.get_coro()
         if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
-            self._free_slot(attempt)  # its coroutine will never run, so nobody else frees the slot
+            self._free_slot(attempt)  # its coroutine will never run, so nothing else frees the slot
         elif attempt not in self._closing:
             asyncio.get_running_loop().call_later(self.stop_seconds, self._abandon, attempt)
         if attempt not in self._closing:
@@ -221,7 +221,7 @@ class EnvWorker:
             attempt.runner = None
 
     async def _close_and_free_slot(self, attempt: Attempt, type: EnvType, env: Any, handle: EnvHandle | None) -> None:
-        """Close the env and free the slot. Nobody interrupts this; it has deadlines of its own."""
+        """Close the env and free the slot. A cancellation waits until this is done; it has deadlines of its own."""
         self._leases.end(attempt)
         self._closing.add(attempt)
         try:

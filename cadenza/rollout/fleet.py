@@ -267,7 +267,7 @@ class EnvFleet:
             self._spawn(self._replace_worker(successor), f"start of env worker {worker.number}")
 
     async def _replace_worker(self, worker: _FleetWorker) -> None:
-        """Until it succeeds, or nobody needs it any more."""
+        """Start a worker anew, again and again, until it runs or the run ends."""
         while self._queue.end_error is None and not self._draining.is_set():
             try:
                 if await self._unless_draining(self._start_worker(worker)):
@@ -321,7 +321,7 @@ class EnvFleet:
     def _on_message(self, worker: _FleetWorker, message: Any) -> None:
         try:
             self._handle_message(worker, message)
-        except Exception as error:  # noqa: BLE001 - a bug, and nobody else would hear of it
+        except Exception as error:  # noqa: BLE001 - a bug, which ends the run with its traceback
             trace = "".join(traceback.format_exception(error))
             self._queue.fatal(RolloutError(f"what env worker {worker.number} says cannot be booked:\n{trace}"))
 

@@ -1,8 +1,8 @@
-"""Grants for whoever is not in the sampler's process.
+"""Grants for env workers and schedulers in other processes than the sampler's.
 
-Invariant: the sampler decides, also for those far away, and a grant is given back exactly once: by whoever got it, or
-by the grant server when that one is gone. A request and its answer go straight between client and replica; only this
-goes here:
+Invariant: the sampler decides, also for clients in other processes, and a grant is given back exactly once: by its
+client, or by the grant server when that one is gone. A request and its answer go straight between client and replica;
+only this goes here:
 ```
 GrantClient.grant --GrantRequest--> GrantServer --sampler.grant--> Granted --> request to the replica, with its epoch
 GrantClient.release --ReleaseGrant--> GrantServer --sampler.release
@@ -55,7 +55,7 @@ class GrantRequest(NamedTuple):
 
 
 class CancelGrantRequest(NamedTuple):
-    """Nobody waits for this grant any more."""
+    """The client does not wait for this grant any more."""
 
     number: int
 
@@ -108,7 +108,7 @@ class GrantClient:
         self._waiting: dict[int, asyncio.Future[Granted]] = {}
         self._numbers = itertools.count()
         self._closed_because = ""
-        """Why nobody answers any more."""
+        """Why the grant server does not answer any more; empty while it does."""
 
     def namespace(self) -> int:
         return self._namespace
@@ -164,7 +164,7 @@ class GrantClient:
             future.set_result(message)
 
     def close(self, text: str) -> None:
-        """Nobody answers any more."""
+        """The grant server is gone: fail every grant that waits, and every later one."""
         self._closed_because = text
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
@@ -204,7 +204,7 @@ class GrantServer:
         return True
 
     def close(self, cause: str) -> None:
-        """The grant client is gone: nobody asks any more, and what runs for it is ended."""
+        """The grant client is gone: cancel its grant requests, abort its requests and give back its grants."""
         for task in self._pending.values():
             task.cancel()
         self._pending.clear()

@@ -90,13 +90,13 @@ class GroupQueueManager:
         self.last_end_time = 0.0
         """When an attempt last finished or failed."""
         self.stop: Callable[[Attempt], None] = lambda attempt: None
-        """Set by whoever runs attempts: end this one, it has its fate."""
+        """Set by the slot pool: ends the run of an attempt that has its fate."""
         self._work = asyncio.Event()
         """Wakes those that wait in `next_attempt`."""
         self.refill: Callable[[], None] = self._wake_workers
         """Set by the owner of the slots: there may be work."""
         self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
-        """Set by whoever owns the tasks: run a filter."""
+        """Set by the scheduler: runs the coroutine of a filter in its task group."""
         self._filter: GroupFilter | None = None
         if config.group_filter is not None:
             group_filter = config.group_filter
@@ -223,7 +223,7 @@ class GroupQueueManager:
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
                 group.cause += f", member {member} failed {failures} x"
             elif self._initial_members < self._members:
-                self._start_extra_members(group)  # nobody else can replace it
+                self._start_extra_members(group)  # no other member can replace it
             return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
         self.refill()
@@ -249,12 +249,12 @@ class GroupQueueManager:
 
     @property
     def ready(self) -> int:
-        """Whole groups that nobody has taken."""
+        """Whole groups that no batch has taken."""
         return self._ready_by_version.total()
 
     @contextmanager
     def demanding(self, groups: int | None) -> Iterator[None]:
-        """Somebody waits for a batch of so many groups, or of all that the tasks give: admission looks at it."""
+        """While a caller waits for a batch of so many groups, or of all that the tasks give, admission counts it."""
         if self._demand is not None:
             raise RuntimeError("a batch is already being taken; await it first")
         self._demand = math.inf if groups is None else groups
@@ -336,7 +336,8 @@ class GroupQueueManager:
         self._end_unconsumed(group, Fate.FAILED, "lost with its node")
 
     def fatal(self, error: RolloutError) -> None:
-        """End the run: everything that is not consumed is cancelled, and whoever waits gets the error."""
+        """End the run: everything that is not consumed is cancelled, and a caller that waits for a batch gets the
+        error."""
         if self._error is not None:
             return
         self._error = error

@@ -64,7 +64,7 @@ class LocalSampler:
         """A shrink took the last active replica: the gate is closed until an expand brings one."""
         self._wait_queue = WaitQueue()
         self._holders: set[object] = set()
-        """Those who want the gate closed."""
+        """Callers that want the gate closed."""
         self._control = asyncio.Lock()
         self._ids = itertools.count()
         self._namespaces = itertools.count(0, 1 << 40)
@@ -116,7 +116,7 @@ class LocalSampler:
             home = sticky if sticky is not None and route_request.session in sticky.cached_contexts else None
             if not self._wait_queue.has_earlier(route_request) or (
                 home is not None and not route_request.slices
-            ):  # who has its context cached keeps it
+            ):  # a session whose context is cached keeps its replica
                 try:
                     found = self.router.admit(route_request, sticky, cached, asyncio.get_running_loop().time())
                 except Exception as error:
@@ -312,7 +312,7 @@ class LocalSampler:
                 await self._pool.call_each(self._pool.active(), self._pool.resume)
                 self._replicas_paused = False
                 self._emit("resume", "sampler", "")
-            if not self._holders:  # somebody may have suspended meanwhile, and waits for the lock
+            if not self._holders:  # a caller may have suspended meanwhile, and waits for the lock
                 self._open_gate()
 
     async def _publish(self, version: int, weights: object) -> None:

@@ -80,7 +80,8 @@ class Trajectory:
     info: dict[str, object] | None = None
     """What the last env step said besides."""
     final: str | None = None
-    """What the env showed when the episode was over, if that is text. No turn has it: nobody answered."""
+    """What the env showed when the episode was over, if that is text. It is in no turn, because the model did not
+    answer it."""
     started: float = 0.0
     ended: float = -1.0
     """When the rollout returned; negative while it runs."""

@@ -226,6 +226,6 @@ async def _while_alive(entry: ReplicaEntry, call: Coroutine[Any, Any, None]) -> 
 
 
 def _ignore_result(task: asyncio.Future[Any]) -> None:
-    """Nobody need hear what it says."""
+    """Marks the exception of a task without a waiter as retrieved."""
     if not task.cancelled():
         task.exception()

@@ -52,11 +52,11 @@ class RouteRequest(NamedTuple):
     slices: int = 0
     """So many slices of its answer are written already."""
     slice_tokens: int = 0
-    """After which it gives way to those that wait; 0 where nobody does."""
+    """Tokens of a slice, after which the answer gives way to turns that wait; 0 where answers do not give way."""
 
     @property
     def priority(self) -> tuple[int, int]:
-        """In the wait queue: who has had fewer slices is first, and of these the oldest group."""
+        """In the wait queue: turns with fewer slices come first, and of these the oldest group."""
         return self.slices, self.group_number
 
 
@@ -228,7 +228,7 @@ class Router:
         """Whether the KV cache can take a turn, `own` tokens of which are there: sessions that are away give way, as
         far as they must, the youngest first. An empty replica can take anything. What is going to be written counts
         only where answers give way after a slice, half a slice each, or half a mean answer, and then the whole cache is
-        given out: so the others wait in the queue, where who has had fewer slices goes first. Else it does not:
+        given out: so the others wait in the queue, where turns with fewer slices go first. Else it does not:
         sequences that begin together grow together, and by then others have ended."""
         missing: float = entry.inflight_tokens + entry.cached_tokens + route_request.context - own
         if route_request.slice_tokens:

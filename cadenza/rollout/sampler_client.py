@@ -1,4 +1,4 @@
-"""The sampler, for whoever is in another process: same names, same meaning.
+"""The sampler as other processes see it: same names, same meaning.
 
 What is known here of the version and the gate may be a moment old; `refresh` asks. A scheduler refreshes before it
 cuts a batch, so that a version which the controller has published before counts.
@@ -160,7 +160,8 @@ class SamplerClient:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _key(self, holder: object) -> str:
-        """Who holds the gate. With a '/' it is somebody whom the sampler watches."""
+        """The name under which a caller holds the gate. With a '/' the sampler gives the hold up when this client falls
+        silent."""
         return self.name if holder is None else f"{self.name}/{id(holder)}"
 
     def _start_resume(self, holder: object) -> asyncio.Task[None]:
@@ -169,10 +170,10 @@ class SamplerClient:
         return self._in_order("resume", key)
 
     def _in_order(self, method: str, *args: Any) -> asyncio.Task[None]:
-        """A call about the gate, after those before it, and to its end, whether somebody waits for it or not."""
+        """A call about the gate, after the calls before it, and to its end, also when its caller stops waiting."""
         call = self._call_after(self._last, method, *args)
         self._last = task = asyncio.get_running_loop().create_task(call, name=f"sampler {method}")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be nobody to hear it
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its caller may be gone
         return task
 
     async def _call_after(self, before: asyncio.Task[None] | None, method: str, *args: Any) -> None:

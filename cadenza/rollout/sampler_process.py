@@ -1,6 +1,6 @@
 """The sampler as a worker of its own, for schedulers in several processes.
 
-Invariant: there is one gate and one version, here. Whoever closes the gate and is not heard of any more for
+Invariant: there is one gate and one version, here. A client that closes the gate and is silent for
 FORGET_SECONDS does not keep it closed, and what was granted to it is given back.
 ```
 scheduler, controller --suspend, resume, load_weights, shrink, expand, state--> Sampler
@@ -82,7 +82,8 @@ class SamplerProcess(Worker):
         return self._state(await self._get_sampler())
 
     async def suspend(self, mode: PauseMode, holder: str) -> SamplerState:
-        """`holder` is the name of the client, and after a '/' who it is there, if that one is to be watched."""
+        """`holder` is the name of the client, and after a '/' the caller inside it, if the hold is to end when the
+        client falls silent."""
         sampler = await self._get_sampler()
         client, is_watched, _ = holder.partition("/")
         if is_watched:
@@ -114,7 +115,7 @@ class SamplerProcess(Worker):
         return await (await self._get_sampler()).stats()
 
     async def end(self) -> None:
-        """End the health check, and wake whoever waits."""
+        """End the health check, and wake all turns that wait."""
         if self._watcher is not None:
             self._watcher.cancel()
         if self._sampler is not None:

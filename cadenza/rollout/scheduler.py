@@ -2,8 +2,8 @@
 
 It owns three things and lets them talk: the group queue decides what runs and what a batch is, the slots (an env worker
 in this process, or a fleet of them in others) run it, the sampler (shared, owned by the inference cluster) generates.
-Every task of it lives in one task group; when something there fails for good, whoever waits for a batch gets the error,
-and the ledger is balanced.
+Every task of it lives in one task group; when something there fails for good, a caller that waits for a batch gets the
+error, and the ledger is balanced.
 
     get_batch waits for: a cut (a whole group, a published version, the end of the tasks), or the error that ends all
 """
@@ -181,7 +181,8 @@ class RolloutScheduler:
         return await self.sampler.expand(target_gpus, skip_load)
 
     async def shutdown(self) -> None:
-        """End everything. What is not consumed is cancelled, envs are closed, whoever waits is told."""
+        """End everything. What is not consumed is cancelled, envs are closed, callers that wait get
+        `SchedulerClosed`."""
         self.queue.fatal(SchedulerClosed("the scheduler was shut down"))
         if self._on_version in self.sampler.on_version:
             self.sampler.on_version.remove(self._on_version)
@@ -272,7 +273,7 @@ class RolloutScheduler:
             await self._wait_until_started()
             return
         await self.sampler.refresh()
-        if self._closing.is_set() or self._run_task is not None:  # somebody else was faster
+        if self._closing.is_set() or self._run_task is not None:  # another call was faster
             await self._start()
             return
         if self.sampler.version < self.queue.version:

@@ -53,7 +53,7 @@ class DecayingRate:
 
 
 class LendingRule:
-    """Decides whether lending pays. It only counts; whoever lends tells it what came of it."""
+    """Decides whether lending pays. It only counts; `SharedDevices` reports what each loan brought."""
 
     def __init__(self) -> None:
         self.lend_seconds = DecayingRate()
@@ -100,7 +100,7 @@ class GroupBuffer(Protocol):
 
     @property
     def ready(self) -> int:
-        """Whole groups that nobody has taken."""
+        """Whole groups that no batch has taken."""
         ...
 
 

@@ -3,7 +3,7 @@
     rollouts.json    the position in the order of the tasks, the counters, the open groups and their attempts
     turns/           the tokens of finished members, one row per turn (a `DataProto`)
 
-Invariant: a saved state is the account of one moment, and it adds up. Whoever restores it takes the life that went on
+Invariant: a saved state is the account of one moment, and it adds up. A restore takes the life that went on
 after that moment for not lived: what ran then is `cancelled` (cause `restart`), what finished is there.
 
 Why a member that ran gets the next attempt number, in a group that goes on: number and group name an attempt, and this
@@ -87,7 +87,7 @@ class SavedGroup(msgspec.Struct, frozen=True):
     begun: int
     opened: float
     state: GroupState
-    """CLOSED when it was cut for a batch that nobody has got yet."""
+    """CLOSED when it was cut for a batch that was not returned yet."""
     trained: int
     attempts: list[SavedAttempt]
     finished: list[tuple[int, SavedTrajectory]]
@@ -136,7 +136,7 @@ class SavedState(msgspec.Struct, frozen=True):
 
 
 def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] = ()) -> None:
-    """Write the state into a directory that exists. `uncollated` groups are cut, but were given to nobody."""
+    """Write the state into a directory that exists. `uncollated` groups are cut, but their batch was not returned."""
     groups = [*queue.ledger.open_groups(), *uncollated]
     domains = queue.domains.all.values()
     tasks = [group.task for group in groups] + [task for domain in domains for task in domain.to_redraw]

@@ -147,7 +147,7 @@ async def load(trajectories: Iterable[Trajectory]) -> None:
 
 
 def load_now(trajectories: Iterable[Trajectory]) -> None:
-    """The same for whoever cannot wait."""
+    """`load` for callers outside a coroutine: blocks until the tokens are here."""
     lazy = _not_loaded(trajectories)
     for worker, bundles in _by_worker(lazy):
         for bundle, arrays in zip(bundles, worker.fetch_blocking([p.handle for p in bundles]), strict=True):

@@ -1,7 +1,7 @@
 """Where turns wait: at the gate, and in a queue for KV-cache capacity.
 
-Invariant of the queue: whose answer has had the fewest slices is first, and of these the oldest group; and whoever
-leaves it, by a cancellation too, lets the next one look.
+Invariant of the queue: the turn whose answer has had the fewest slices is first, and of these the oldest group; a turn
+that leaves it, by a cancellation too, lets the next one look.
 No wait is endless: the first in the queue looks again every RETRY_SECONDS, whatever happens meanwhile.
 """
 
@@ -46,7 +46,7 @@ class WaitQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int, RouteRequest, asyncio.Future[None]]] = []
         self._woken: dict[int, RouteRequest] = {}
-        """Those who are to look and have not looked yet."""
+        """Turns that were woken and have not asked the router again yet."""
         self._count = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -55,11 +55,11 @@ class WaitQueue:
 
     @property
     def first(self) -> RouteRequest | None:
-        """The first of those who have not been woken."""
+        """The first turn that has not been woken."""
         return self._heap[0][2] if self._heap else None
 
     def has_earlier(self, route_request: RouteRequest) -> bool:
-        """Whether somebody waits who goes before this one."""
+        """Whether a turn waits that goes before this one."""
         if self._woken and min(woken.priority for woken in self._woken.values()) < route_request.priority:
             return True
         return bool(self._heap) and self._heap[0][0] < route_request.priority
@@ -91,7 +91,7 @@ class WaitQueue:
                 return
 
     def close(self) -> None:
-        """Let everybody look, and nobody wait for a timer."""
+        """Wake every turn, and stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

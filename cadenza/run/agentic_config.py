@@ -43,7 +43,7 @@ PRESET_KEY_OWNERS: Mapping[str, str] = {
     "estimator.divide_by_std": "estimator.name",
     "actor.clip_high": "actor.loss",
 }
-"""Of some keys of presets, the key that they are there for: where somebody sets that one to something else, the preset
+"""Of some keys of presets, the key that they are there for: where the user sets that one to something else, the preset
 does not set them."""
 
 
@@ -238,7 +238,7 @@ class AgenticConfig(RunConfig):
 
     @property
     def role_names(self) -> tuple[str, ...]:
-        """Who gets devices. Under an adapter, the actor is the reference too."""
+        """The roles that get devices. Under an adapter, the actor is the reference too."""
         found = {CRITIC: self.critic is not None, REFERENCE: self.needs_reference and self.model.lora is None}
         return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE)
 

@@ -73,7 +73,7 @@ class AgenticRoles(Roles):
         return {f"warm_start/{name}": value for name, value in metrics.items()}
 
     async def freeze_reference(self, directory: Path) -> None:
-        """The policy as it is now is what KL is measured against. It is kept for whoever resumes the run, unless it
+        """The policy as it is now is what KL is measured against. It is kept for a resumed run, unless it
         is the model under an adapter."""
         if self.reference is not None:
             await self.actor.save_model(absolute_path(directory))

@@ -147,7 +147,7 @@ class RunConfig(Config):
 
     @property
     def role_names(self) -> tuple[str, ...]:
-        """Who gets devices."""
+        """The roles that get devices."""
         return (ACTOR,)
 
     @property

@@ -1,4 +1,4 @@
-"""`cadenza plan CONFIG`: who sits where and when, and where the config leaves that open, what is best.
+"""`cadenza plan CONFIG`: which role has which devices when, and where the config leaves that open, the best choice.
 
 Devices that are named are checked and shown. With `devices: auto` the splits of the devices are simulated, with the
 production scheduler and costs that were measured (the trace of a run) or stated, and the best one is taken.

@@ -1,4 +1,4 @@
-"""The roles of a run: who computes what, where, and nothing about when.
+"""The roles of a run: which workers compute what, and on which devices.
 
 Each role is a cluster of workers (workers.py), in this process or on Ray. A pipeline whose roles are more than the
 ones here has a subclass (agentic_roles.py).
@@ -112,7 +112,7 @@ class Roles:
         """Raise where the roles cannot do on these devices what the config wants of them."""
 
     def _place_roles(self) -> DeviceMap:
-        """Who gets which devices."""
+        """The devices of each role."""
         config = self.config
         roles = {role: config.devices.get(role, "0") for role in config.role_names}
         if open_roles := [role for role, given in config.devices.items() if given.devices == AUTO]:

@@ -1,4 +1,4 @@
-"""Examples to begin with: what a well-formed answer looks like, or how somebody who knows plays.
+"""Examples to begin with: what a well-formed answer looks like, or how an expert plays.
 
 The env is played without a model. Each turn gives a pair of tokens, the context as the model would see it and the
 answer as it should write it.

@@ -205,7 +205,7 @@ class ActorWorker(LearnerWorker):
 
     @dispatch("broadcast", gather=lambda found: found[0])
     def send_weights(self, broadcast: WeightBroadcast) -> None:
-        """Send what is published to everybody who waits there for it."""
+        """Send the weights to every receiver of the broadcast."""
         weights = self.actor.weights()
         if self._strategy.is_first:
             broadcast.send(weights, self._broadcast_groups)

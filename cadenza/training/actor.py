@@ -40,7 +40,7 @@ class ActorConfig(PolicyLossConfig):
     cut off is not: their logprobs differ from these, and `correction` sees it as a mismatch."""
     skip_idle: bool = True
     """Rows whose advantages are all 0 have no gradient: leave their passes out where nothing else (entropy, KL, a
-    loss of one's own) needs them. They count in the denominator; other metrics are about the rows that were computed.
+    loss of the user) needs them. They count in the denominator; other metrics are about the rows that were computed.
     """
 
     @property

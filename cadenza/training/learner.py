@@ -50,7 +50,7 @@ class LearnerConfig(OptimConfig):
     """How rows share a pass (packing.py); 'auto' takes the fastest that the model can do."""
     precision: Precision = "fp32"
     strategy: StrategyName = "torch"
-    """How ranks train one model together: 'torch', 'fsdp2', or 'module:name' of a strategy of one's own."""
+    """How ranks train one model together: 'torch', 'fsdp2', or 'module:name' of a strategy of yours."""
     aggregation: Aggregation = "token_mean"
     """How the losses of the tokens become one number."""
     constant_length: int | None = Field(default=None, gt=0)

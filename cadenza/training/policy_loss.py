@@ -89,12 +89,12 @@ class PolicyLossConfig(LearnerConfig):
 
     @property
     def named_loss(self) -> NamedLoss | None:
-        """The built-in loss; None if it is one's own."""
+        """The built-in loss; None for a function of the user."""
         return LOSSES.get(self.loss) if isinstance(self.loss, str) else None
 
     @property
     def needs_advantages(self) -> bool:
-        """A row whose advantages are all 0 has no gradient. Of a loss of one's own that is not known."""
+        """A row whose advantages are all 0 has no gradient. For a loss of the user that is not known."""
         return self.named_loss is not None and not self.entropy_coef and not self.kl_coef
 
     def token_loss(self) -> PolicyLoss:

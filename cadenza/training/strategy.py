@@ -1,4 +1,4 @@
-"""How one module is trained by several ranks: who holds what of it, and how gradients come together.
+"""How one module is trained by several ranks: which rank holds what of it, and how gradients are summed.
 
 Invariant: after each update all ranks have the weights that one rank alone would have, up to the order in which floats
 are added. Every rank knows the whole batch, so that the counts that a loss is divided by are those of the whole, and
