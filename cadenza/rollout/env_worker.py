@@ -88,7 +88,19 @@ class SlotPool(Protocol):
 
 
 class EnvWorker:
-    """Runs attempts in slots."""
+    """Runs attempts in slots.
+
+    With two slots and one group of three members:
+
+        fill()      takes attempts 0 and 1 from the queue; each gets a task: make the env, play the rollout, close the
+        env ...         attempt 0 is over: its slot is free, attempt 2 takes it, and the reward of attempt 0 is computed
+                    without a slot; then `queue.put(attempt, trajectory)`
+        stop(2)     the queue has given attempt 2 its fate, so its task is cancelled and its env closed; no result
+                    of it is reported any more
+
+    An env that raises costs its attempt (`queue.fail`), one that hangs loses its lease, and one that cannot even be
+    cancelled is left behind while its slot goes on.
+    """
 
     def __init__(
         self,

@@ -139,7 +139,18 @@ class Group:
 
 
 class Ledger:
-    """One owner of all states. Nothing outside changes a state or a fate."""
+    """Owns the states and fates of all tasks, groups and attempts; nothing else changes them.
+
+        group = ledger.open(task, version, now)
+        attempt = ledger.issue(group, member=0, slot=3, now=now)     # issued 1, live 1
+        ledger.add_tokens(attempt, 40)
+        ledger.close(attempt, Fate.FAILED, "env: crashed", now)      # issued 1, live 0, failed 1 with its 40 tokens
+        retry = ledger.issue(group, member=0, slot=3, now=now)       # the next attempt of the same member
+        ledger.why("guess/7")                                        # tells all of it
+
+    Closing an attempt twice raises `LedgerError`. The lives of the last `history` attempts are kept for `why`; sums are
+    of all.
+    """
 
     def __init__(self, history: int = 100_000, events: EventSink | None = None) -> None:
         self.history = history

@@ -112,7 +112,16 @@ class RolloutContext:
 
 
 class Model:
-    """The model, as one attempt sees it."""
+    """The model, as the rollout of one attempt sees it: a conversation that is recorded token by token.
+
+        reply = await model.chat("What is 2 + 2?")     # turn 0: the prompt is encoded, the answer generated
+        reply.text                                     # "4"; reply.tokens are the ids that the engine drew
+        reply = await model.chat("And one more?")      # turn 1: the context goes on from the tokens of turn 0
+        reply = await model.chat("New topic", fresh=True)  # turn 2 begins an empty context, a row of its own
+
+    One call at a time. A suspension, a move or the death of a replica only makes a call take longer: it goes on from
+    the tokens it has. `ContextFull` ends the episode as truncated.
+    """
 
     __slots__ = (
         "_attempt", "_busy", "_cached", "_chunks", "_context", "_entry", "_interrupted", "_shared", "trajectory"

@@ -64,7 +64,21 @@ CLOCK_NOISE = 1e-6
 
 
 class RolloutScheduler:
-    """Manages the life of every single sample."""
+    """Manages the life of every single sample: from a task to its place in a batch.
+
+    A synchronous program in one process; as a Ray actor the calls are the same with `.remote`:
+
+        scheduler = RolloutScheduler(RolloutConfig(batch_size=32, group_size=8), envs, cluster.resources, cluster)
+        batch = await scheduler.get_batch(batch_size=32)       # four whole groups of eight, rows by task and member
+        ...                                                    # train on it
+        await scheduler.suspend()                              # no token is being generated
+        await cluster.sampler.load_weights(1, weights)         # the version is 1 now
+        batch = await scheduler.get_batch(batch_size=32)       # opens the gate; turns go on from their tokens
+        print(scheduler.why("guess/7"))                        # the life of one task, attempt by attempt
+        await scheduler.shutdown()                             # what is not consumed is `cancelled`
+
+    Nothing starts before the first call, and a cancelled `get_batch` has taken nothing.
+    """
 
     def __init__(
         self,

@@ -50,7 +50,16 @@ class ActorConfig(PolicyLossConfig):
 
 
 class Actor:
-    """Trains a policy."""
+    """Trains a policy on batches that have advantages.
+
+        actor = Actor(load_model(ModelConfig(), vocab_size=64, seed=0), ActorConfig(lr=1e-3), seed=0)
+        batch, _ = Estimator(EstimatorConfig(name="grpo")).advantages(batch)
+        metrics = actor.train(batch)          # loss, grad_norm, entropy, ...: epochs x mini_batches updates
+        weights = actor.weights()             # what replicas are sent
+
+    A batch may also come in chunks: `add(chunk)` for each and then `finish()` make one update. An update whose gradient
+    is exactly 0 is not made, and counted as `updates_skipped`.
+    """
 
     def __init__(
         self,
