@@ -114,8 +114,10 @@ class GroupQueueManager:
         """Groups that the batches of all versions before this one hold."""
         self._consumed_before_version = 0
         """Groups consumed when this version was published."""
-        self._consumed_before_epoch = self._failed_before_epoch = 0
-        """Groups consumed and attempts failed when this epoch of the tasks began."""
+        self._whole_before_epoch = self._failed_before_epoch = 0
+        """Groups consumed or filtered, and attempts failed, when this epoch of the tasks began."""
+        self._remote_attempts: set[int] = set()
+        """Attempts that `next_attempt` gave out and whose slots are not free yet."""
         self._warned_unpublished = False
         self._demand: float | None = None
         """Groups that a waiting `take` still wants."""
@@ -162,6 +164,7 @@ class GroupQueueManager:
             if self._error is not None or (self.domains.exhausted and not self._unconsumed):
                 return None
             await self._work.wait()
+        self._remote_attempts.add(attempt.id)
         return attempt
 
     def slot_freed(self, attempt: Attempt) -> None:
@@ -268,6 +271,8 @@ class GroupQueueManager:
     async def take(self, groups: int | None = None) -> list[list[Trajectory]]:
         """Waits for a batch of so many groups, or of all that the tasks give, and hands over its trajectories group by
         group. Fewer, or none, when the tasks ran out."""
+        if groups is None:
+            self.refuse_endless_tasks()
         with self.demanding(groups):
             while (batch := self.cut()) is None:
                 await self.changed()
@@ -278,6 +283,14 @@ class GroupQueueManager:
             for attempt in attempts:
                 attempt.trajectory = None
         return taken
+
+    def refuse_endless_tasks(self) -> None:
+        """Raise unless the tasks of all domains run out some time."""
+        if endless := self.domains.endless:
+            raise ValueError(
+                f"batch_size -1 means until the tasks run out, but those of {endless} never do; "
+                "set domains.<name>.tasks, or ask for a number"
+            )
 
     def changed(self) -> asyncio.Future[None]:
         """Resolves when `cut` may have something to say."""
@@ -327,8 +340,9 @@ class GroupQueueManager:
                 f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
             )
         self.domains.restart()
-        self._consumed_before_epoch = self.consumed
+        self._whole_before_epoch = self._whole_groups
         self._failed_before_epoch = self.ledger.fates[Fate.FAILED]
+        self.errors.first = ""
         self.refill()
 
     def lose_group(self, group: Group) -> None:
@@ -444,11 +458,16 @@ class GroupQueueManager:
                 f"{self.config.max_staleness} batches ahead of a publication, or set staleness to 'drop'"
             )
 
+    @property
+    def _whole_groups(self) -> int:
+        """Groups that were consumed, or whole and filtered."""
+        return self.consumed + self.ledger.groups_closed[Fate.FILTERED]
+
     def _raise_if_all_failed(self) -> None:
-        """The tasks ran out: raise if attempts failed and no group of this epoch was ever consumed. A task that fails
+        """The tasks ran out: raise if attempts failed and no group of this epoch was ever whole. A task that fails
         while others are consumed is retired, and no more is made of it."""
         failed = self.ledger.fates[Fate.FAILED] - self._failed_before_epoch
-        if not failed or self.consumed > self._consumed_before_epoch:
+        if not failed or self._whole_groups > self._whole_before_epoch:
             return
         causes = {cause: count for (fate, cause), count in self.ledger.causes.items() if fate is Fate.FAILED}
         often = max(causes, key=lambda cause: causes[cause])
@@ -594,7 +613,11 @@ class GroupQueueManager:
             self._ready_by_version.pop(group.begun, None)
 
     def _end_copy(self, copy: AttemptCopy) -> Attempt | None:
-        """A worker elsewhere is done with an attempt: its slot is free. Returns the attempt, unless it has its fate."""
+        """A worker elsewhere is done with an attempt: its slot is free. Returns the attempt; None if it has its fate,
+        or if the worker has spoken of it before."""
+        if copy.id not in self._remote_attempts:
+            return None
+        self._remote_attempts.discard(copy.id)
         self.slot_freed(copy)
         self._wake_workers()
         return self.ledger.original(copy)

@@ -368,16 +368,18 @@ class LocalSampler:
                 self.router.rebuild(self._pool.entries)
                 if self._pool.active():
                     self._shrunk_to_none = False
-                if behind := [entry for entry in coming if entry.state is ReplicaState.ASLEEP]:
+                behind = [entry for entry in coming if entry.state is ReplicaState.ASLEEP]
+                if len(behind) < len(coming):
+                    if not self._replicas_paused and not self._holders:
+                        self._open_gate()
+                        if self.config.balance_seconds:
+                            self.balancer.spread(self._pool.active())
+                    self._emit("expand", "sampler", str(_devices_of(coming)))
+                if behind:
                     versions = {entry.replica.name: entry.version for entry in behind}
                     raise ValueError(
                         f"skip_load: {versions} do not have version {self.version}; expand without skip_load"
                     )
-                if not self._replicas_paused and not self._holders:
-                    self._open_gate()
-                    if self.config.balance_seconds:
-                        self.balancer.spread(self._pool.active())
-                self._emit("expand", "sampler", str(_devices_of(coming)))
         return self._report(coming, ReplicaState.ACTIVE, unchanged, started)
 
     async def _wake(self, entry: ReplicaEntry, skip_load: bool) -> None:

@@ -263,11 +263,7 @@ class RolloutScheduler:
 
     def _group_count(self, batch_size: int) -> int | None:
         if batch_size == -1:
-            if endless := self.queue.domains.endless:
-                raise ValueError(
-                    f"batch_size -1 means until the tasks run out, but those of {endless} never do; "
-                    "set domains.<name>.tasks, or ask for a number"
-                )
+            self.queue.refuse_endless_tasks()
             return None
         if not isinstance(batch_size, int) or batch_size <= 0:
             raise ValueError(f"batch_size must be positive, or -1 for everything, got {batch_size!r}")

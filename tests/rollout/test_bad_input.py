@@ -565,6 +565,21 @@ def test_tasks_that_all_failed_end_in_an_error_that_names_the_first_one(mode: st
     simulate(main)
 
 
+def test_groups_that_are_all_filtered_after_a_failed_try_are_no_error() -> None:
+    async def step(seed: int, number: int) -> Any:
+        if number == 0:
+            raise ValueError("no board")
+
+    async def nothing(trajectories: list[Any]) -> bool:
+        return False
+
+    async def main() -> None:
+        async with playing(env=stepping(step), tasks=3, group_filter=nothing) as scheduler:
+            assert await get(scheduler, 4) is None
+
+    simulate(main)
+
+
 def test_a_task_that_fails_while_others_are_trained_is_no_error() -> None:
     async def step(seed: int, number: int) -> Any:
         if seed != 1:

@@ -79,7 +79,7 @@ def test_a_copy_knows_its_task_and_no_other_attempt_of_its_group() -> None:
 def test_what_comes_of_a_copy_that_has_its_fate_is_dropped() -> None:
     async def main() -> None:
         queue = queue_of(extra_members=1, max_envs=3)
-        copies = [shipped(queue.issue(slot)) for slot in range(3)]
+        copies = [shipped(await queue.next_attempt(slot)) for slot in range(3)]
         assert queue.issue(3) is None
         for copy in copies:
             queue.put(copy, episode(copy))
@@ -117,5 +117,26 @@ def test_the_end_of_the_run_wakes_workers_and_the_controller() -> None:
             await controller
         queue.put(copies[0], episode(copies[0]))
         queue.ledger.check()
+
+    simulate(main)
+
+
+def test_what_a_worker_says_twice_of_an_attempt_is_dropped() -> None:
+    async def main() -> None:
+        queue = queue_of(tasks=20, max_envs=1, group_size=1)
+        attempt = shipped(await queue.next_attempt())
+        queue.put(attempt, episode(attempt))
+        queue.put(attempt, episode(attempt))  # a call that Ray made again
+        queue.fail(attempt, "env: close failed")  # in a worker's `finally`
+        assert [issued is not None for issued in (queue.issue(0), queue.issue(1))] == [True, False]
+        queue.ledger.check()
+
+    simulate(main)
+
+
+def test_everything_of_tasks_that_never_end_is_refused() -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match=r"until the tasks run out, but those of .*toy.* never do"):
+            await queue_of().take()
 
     simulate(main)

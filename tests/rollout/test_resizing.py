@@ -198,3 +198,20 @@ def test_a_program_may_shrink_everything_for_every_train_step() -> None:
             assert scheduler.metrics()["fate/failed"] == 0
 
     simulate(main)
+
+
+def test_an_expand_that_is_refused_in_part_opens_the_gate_for_the_rest() -> None:
+    async def main() -> None:
+        async with playing(pool(2)) as scheduler:
+            await got(scheduler, 4)
+            await scheduler.shrink_sampler([1])
+            await publish(scheduler, 1)
+            await scheduler.resume()
+            await scheduler.shrink_sampler([0])
+            with pytest.raises(ValueError, match=r"skip_load: \{'r1': 0\} do not have version 1"):
+                await scheduler.expand_sampler([0, 1], skip_load=True)
+            assert scheduler.sampler.devices == {0: "active", 1: "asleep"}
+            assert scheduler.sampler.is_open
+            await got(scheduler, 4)
+
+    simulate(main)
