@@ -131,6 +131,7 @@ class AgenticConfig(RunConfig):
         check_name("envs.rollout", rollout_functions.make, self.envs.rollout)
         for key, named in (
             ("rollout.group_filter", self.rollout.group_filter),
+            ("sampler.routing", self.sampler.routing),
             ("actor.loss", self.actor.loss),
         ):
             if isinstance(named, str) and ":" in named:

@@ -494,3 +494,9 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     done = cadenza("train", config_file(tmp_path), "stepz=7", "--dry-run")
     assert (done.code, done.out) == (1, "")
     assert "did you mean 'steps'?" in done.err
+
+
+def test_a_routing_rule_that_cannot_be_loaded_is_found_before_a_run_begins() -> None:
+    config = build_config(TINY, ["sampler.routing=nowhere:Rule"])
+    with pytest.raises(ConfigError, match=r"sampler\.routing: 'nowhere:Rule' cannot be loaded"):
+        config.check_names()
