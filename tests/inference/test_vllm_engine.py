@@ -366,7 +366,7 @@ def test_pauses_end_freeze_or_drain(replicas: list[RemoteReplica], run: Any, pat
         drained = [replica.generate(ask(prompt, 40)) for _ in range(3)]
         await until_written(replica, 1)
         await replica.pause(1, PauseMode.DRAIN)
-        assert [future.result().finish for future in drained] == [Finish.LENGTH] * 3
+        assert [(await future).finish for future in drained] == [Finish.LENGTH] * 3  # they come on a channel
         with pytest.raises(StaleEpoch):
             await replica.generate(ask(prompt, epoch=0))
         await replica.resume()
