@@ -24,12 +24,12 @@ from cadenza.observe.display import Display
 from cadenza.observe.report import write_report
 from cadenza.observe.run import RunDirectory, read_lines
 from cadenza.off_loop import as_async
-from cadenza.run.agentic_config import AgenticConfig, ValidationConfig
 from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.config_file import dump_config, read_config
 from cadenza.run.engines import EngineConfig
 from cadenza.run.episodes import EpisodeStats, sample_of, success_of
 from cadenza.run.pipeline import STOPPED, RunProgress, find_pipeline
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.rollouts import validate_checkpoint
 from cadenza.training.checkpoint import CheckpointError, latest, step_of
 
@@ -155,9 +155,24 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, quiet: b
             "run_dir": str(run.path),
             "ended": progress.ended or "all steps done",
         }
+        if progress.domains:
+            summary["domains"] = _domain_figures(progress)
         run.summary(summary)
     write_report(run.path)
     return summary
+
+
+def _domain_figures(progress: RunProgress) -> dict[str, dict[str, Any]]:
+    """What came of each domain: its share of the trained samples, and its success."""
+    return {
+        name: {
+            "success_first": domain.success_first,
+            "success_last": domain.success_last,
+            "share": domain.samples / progress.samples if progress.samples else 0.0,
+            "samples": domain.samples,
+        }
+        for name, domain in progress.domains.items()
+    }
 
 
 class SignalWatch:
@@ -264,27 +279,14 @@ async def _play_checkpoint(
     """Plays episodes with a checkpoint; the batch, and the version."""
     import_from_working_directory()
     config = _config_of(run_dir, [])
-    if not isinstance(config, AgenticConfig):
-        raise ConfigError(f"{run_dir} plays no episodes: its pipeline '{config.pipeline}' has no envs")
+    if not isinstance(config, RolloutRunConfig):
+        raise ConfigError(f"{run_dir} plays no episodes: its pipeline '{config.pipeline}' has no rollouts")
     checkpoint = _checkpoint(run_dir, which)
-    settings = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
-    domains = settings.domains or config.envs.domains
-    share = -(-episodes // len(domains))
-    rows = {
-        name: domain.model_copy(update={"tasks": domain.tasks[:share]})
-        if isinstance(domain.tasks, (list, tuple))
-        else domain.model_copy(update={"tasks": None})
-        for name, domain in domains.items()
-    }
-    settings = settings.model_copy(update={"domains": rows})
-    if greedy:
-        sampling = settings.sampling or config.envs.sampling
-        settings = settings.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
+    config = config.for_playing(episodes, greedy=greedy)
     overrides: dict[str, Any] = {"samples": shown, "critic": None, "backend": "embedded", "devices": {}}
     if config.engine.kind != "torch":
         overrides["engine"] = EngineConfig(max_running=config.engine.max_running)
-    config = config.model_copy(update={"validation": settings, **overrides})
-    return await validate_checkpoint(config, checkpoint)
+    return await validate_checkpoint(config.model_copy(update=overrides), checkpoint)
 
 
 def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:

@@ -35,6 +35,10 @@ class Task:
     domain: str = "default"
     data: object = None
     """The dataset row, if there is one."""
+    row: int = -1
+    """Its number in the source; -1 where tasks are seeds."""
+    epoch: int = 0
+    """Which pass over the rows this is, from 0."""
 
 
 @dataclass(slots=True)

@@ -102,6 +102,9 @@ class SavedDomain(msgspec.Struct, frozen=True):
     last: str | None
     """The task that was drawn last: another one at its position means that the order has changed."""
     again: list[SavedTask]
+    trained: int = 0
+    rested: int = 0
+    resting: dict[int, int] = msgspec.field(default_factory=dict)
 
 
 class SavedSums(msgspec.Struct, frozen=True):
@@ -164,7 +167,7 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
 def _settings_to_match(queue: GroupQueueManager) -> dict[str, Any]:
     """What a saved state and a config must agree on, by the name of the setting."""
     settings: dict[str, Any] = {"mode": queue.mode} | {name: getattr(queue.config, name) for name in _MUST_MATCH}
-    return settings | {f"domains.{name}.tasks": domain.source for name, domain in queue.domains.all.items()}
+    return settings | {f"domains.{name}.tasks": domain.tasks.description for name, domain in queue.domains.all.items()}
 
 
 def _positions(domain: Domain, ids: set[str]) -> dict[str, int]:
@@ -173,16 +176,19 @@ def _positions(domain: Domain, ids: set[str]) -> dict[str, int]:
     for position in range(domain.drawn - 1, -1, -1):
         if len(positions) == len(ids):
             break
-        task = domain.task_at(position)
+        task = domain.tasks.at(position)
         if task is not None and task.id in ids:
             positions[task.id] = position
     return positions
 
 
 def _saved_domain(domain: Domain, positions: dict[str, int]) -> SavedDomain:
-    last = domain.task_at(domain.drawn - 1) if domain.drawn else None
+    last = domain.tasks.at(domain.drawn - 1) if domain.drawn else None
     again = [SavedTask(positions[task.id], task.id) for task in domain.to_redraw]
-    return SavedDomain(domain.drawn, domain.started, last.id if last is not None else None, again)
+    return SavedDomain(
+        domain.drawn, domain.started, last.id if last is not None else None, again,
+        domain.trained, domain.rested, domain.resting,
+    )  # fmt: skip
 
 
 def _saved_sums(queue: GroupQueueManager) -> SavedSums:
@@ -286,7 +292,9 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
     except LookupError as error:
         raise SnapshotError(f"{directory / _STATE} is damaged: {error!r} in its groups") from error
     for name, saved in state.domains.items():
-        domains[name].drawn, domains[name].started = saved.drawn, saved.started
+        domain = domains[name]
+        domain.drawn, domain.started, domain.trained = saved.drawn, saved.started, saved.trained
+        domain.rested, domain.resting = saved.rested, dict(saved.resting)
     _restore_sums(queue.ledger, state.sums, clock_offset)
     queue.staleness.update(state.sums.staleness)
     uncollated = [group for group in groups if group.state is GroupState.CLOSED]
@@ -350,7 +358,7 @@ def _turns(path: Path, clock_offset: float, expected: int) -> Iterator[Turn]:
 
 
 def _find(domain: Domain, saved: SavedTask) -> Task:
-    task = domain.task_at(saved.place)
+    task = domain.tasks.at(saved.place)
     if task is None or task.id != saved.id:
         raise SnapshotError(
             f"domains.{domain.name}.tasks[{saved.place}] was '{saved.id}' when the run was saved, and is "

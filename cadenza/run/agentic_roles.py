@@ -10,7 +10,7 @@ from cadenza.cluster import Cluster, ResourceManager
 from cadenza.cluster.placement import format_devices
 from cadenza.data import DataProto
 from cadenza.off_loop import as_async
-from cadenza.run.agentic_config import AgenticConfig, WarmStartConfig
+from cadenza.run.rollout_config import RolloutRunConfig, WarmStartConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.engines import find_engine
 from cadenza.run.inference import Inference, InferenceSpec, open_inference
@@ -24,19 +24,19 @@ from cadenza.training import Estimator, ReferenceConfig
 class AgenticRoles(Roles):
     """Actor, critic, reference and estimator; the replicas live inside `async with roles.inference()`."""
 
-    config: AgenticConfig
+    config: RolloutRunConfig
     actor: Cluster[ActorWorker]
     critic: Cluster[CriticWorker] | None = None
     reference: Cluster[ReferenceWorker] | None = None
     """None also where the actor has it, under its adapter."""
 
-    def __init__(self, config: AgenticConfig, *, failures: Path | None = None) -> None:
+    def __init__(self, config: RolloutRunConfig, *, failures: Path | None = None) -> None:
         super().__init__(config, failures=failures)
         self.estimator = Estimator(config.estimator)
 
     async def start(self) -> None:
         config = self.config
-        temperature = {"temperature": config.envs.sampling.temperature or 1.0}
+        temperature = {"temperature": config.env_manager.sampling.temperature or 1.0}
         policy = config.actor.model_copy(update=temperature)
         reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
         self.actor = await self.start_trainers(

@@ -24,7 +24,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -38,12 +38,32 @@ from cadenza.training import Checkpoints
 T = TypeVar("T")
 STOPPED = "stopped"
 StepListener = Callable[[int, Mapping[str, float]], None]
-PIPELINES = {"agentic": "cadenza.pipelines.agentic:AgenticPipeline"}
+PIPELINES = {
+    "agentic": "cadenza.pipelines.agentic:AgenticPipeline",
+    "rlvr": "cadenza.pipelines.rlvr:RlvrPipeline",
+}
 """The programs that ship, by the name that the config key `pipeline` gives them. Each is imported when it is used."""
 
 
 class RunEnded(Exception):
     """The run ends before its last step; the text says why."""
+
+
+@dataclass(slots=True)
+class DomainProgress:
+    """How far a domain is."""
+
+    samples: int = 0
+    """Trajectories trained."""
+    success_first: float | None = None
+    success_last: float | None = None
+
+    def record_success(self, success: float | None) -> None:
+        """Remember how good the policy is here; None says nothing."""
+        if success is not None:
+            self.success_last = success
+            if self.success_first is None:
+                self.success_first = success
 
 
 @dataclass(slots=True)
@@ -61,6 +81,17 @@ class RunProgress:
     """The step after which the policy was last measured."""
     ended: str = ""
     """Why, if not by the last step."""
+    domains: dict[str, DomainProgress] = field(default_factory=dict)
+    """Of a run with rollouts, each domain."""
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
+        """What `asdict` made of it."""
+        domains = {name: DomainProgress(**own) for name, own in state["domains"].items()}
+        return cls(**{**state, "domains": domains})
+
+    def domain(self, name: str) -> DomainProgress:
+        return self.domains.setdefault(name, DomainProgress())
 
 
 class Pipeline:
@@ -171,7 +202,7 @@ class Pipeline:
         """Go on from a checkpoint, as if nothing had happened."""
         await self.roles.load(checkpoint)
         state = self._checkpoints.load(checkpoint, {})  # after the models: making them takes random numbers
-        self.progress = RunProgress(**state["progress"])
+        self.progress = RunProgress.from_state(state["progress"])
         self.progress.ended = ""
         self._saved = self.progress.step
         self.load_state(state)

@@ -18,12 +18,12 @@ from cadenza.rollout.group_queue import GroupQueueManager
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.trace import RunStep, trace_groups
-from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.episodes import EpisodeStats, RolloutMode
 from cadenza.run.inference import Inference
 from cadenza.run.role_names import ACTOR
 from cadenza.run.roles import absolute_path
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.training.checkpoint import CheckpointError, step_of
 
 
@@ -34,7 +34,7 @@ class NoEpisodes(RolloutError):
         return "validation has no episode: every task of it was given up, see the errors above"
 
 
-def scheduler_for(mode: RolloutMode, config: AgenticConfig, inference: Inference) -> RolloutScheduler:
+def scheduler_for(mode: RolloutMode, config: RolloutRunConfig, inference: Inference) -> RolloutScheduler:
     """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`, and those of the training
     how long everything in them took in `meta_info["trace"]`."""
     rollout, envs = (train_configs if mode == "train" else validation_configs)(config)
@@ -54,35 +54,26 @@ def step_request(step: int) -> DataProto:
     return DataProto(meta_info={"global_step": step})
 
 
-def train_configs(config: AgenticConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
-    return config.rollout.model_copy(update={"seed": config.seed}), config.envs
+def train_configs(config: RolloutRunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
+    return config.rollout.model_copy(update={"seed": config.seed}), config.env_manager
 
 
-def validation_configs(config: AgenticConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
-    """Tasks that are not trained; every episode counts, alone."""
+def validation_configs(config: RolloutRunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
+    """Tasks that are not trained, each tried `validation.samples` times; a group is the tries at one of them."""
     settings = config.validation
     assert settings is not None
-    domains = settings.domains or config.envs.domains
-    share, rest = divmod(settings.episodes, len(domains))
-    domains = {
-        name: domain
-        if isinstance(domain.tasks, (list, tuple)) or (settings.domains and domain.tasks is not None)
-        else domain.model_copy(update={"tasks": max(1, share + (number < rest))})
-        for number, (name, domain) in enumerate(domains.items())
-    }
-    envs = config.envs.model_copy(
-        update={
-            "domains": domains,
-            "first_seed": settings.first_seed,
-            "sampling": settings.sampling or config.envs.sampling,
-        }
-    )
     patience = config.rollout.model_dump(include={"stall_seconds", "error_budget", "max_attempts"})
-    slice_tokens = config.rollout.tokens_per_slice  # turns of both wait in one queue
-    return RolloutConfig(batch_size=1, seed=config.seed + 1, slice_tokens=slice_tokens, **patience), envs
+    rollout = RolloutConfig(
+        batch_size=settings.samples,
+        group_size=settings.samples,
+        seed=config.seed + 1,
+        slice_tokens=config.rollout.tokens_per_slice,  # turns of both wait in one queue
+        **patience,
+    )
+    return rollout, config.validation_env_manager(settings)
 
 
-async def validate_checkpoint(config: AgenticConfig, checkpoint: Path) -> tuple[DataProto, int]:
+async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tuple[DataProto, int]:
     """The batch of a validation with the weights of a checkpoint, and their version."""
     version = int(step_of(checkpoint))
     async with AgenticRoles(config) as roles:
@@ -104,7 +95,7 @@ async def validate_checkpoint(config: AgenticConfig, checkpoint: Path) -> tuple[
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 
 
-async def check_rollouts(config: AgenticConfig, checkpoint: Path) -> None:
+async def check_rollouts(config: RolloutRunConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
     snapshot.restore(checkpoint / "rollouts", GroupQueueManager(*train_configs(config), "train"))
 
@@ -158,7 +149,7 @@ def discarded_tokens(stats: Iterable[ReplicaStats]) -> dict[str, float]:
 
 
 def step_trace(
-    config: AgenticConfig,
+    config: RolloutRunConfig,
     step: int,
     metrics: Mapping[str, float],
     chunks: Sequence[DataProto],
@@ -183,7 +174,7 @@ def step_trace(
     ).encode()
 
 
-def _devices_in_use(config: AgenticConfig, generating: int) -> int:
+def _devices_in_use(config: RolloutRunConfig, generating: int) -> int:
     """Devices that work at the same time."""
     actor = config.devices.get(ACTOR)
     training = len(actor.device_numbers) if actor else 1

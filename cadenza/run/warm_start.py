@@ -16,7 +16,7 @@ from cadenza.envs import find_factory
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import EnvError
 from cadenza.inference.codec import TemplateError, TextCodec
-from cadenza.run.agentic_config import AgenticConfig, WarmStartConfig
+from cadenza.run.rollout_config import RolloutRunConfig, WarmStartConfig
 from cadenza.run.config import ConfigError
 from cadenza.training.supervised import Pair
 
@@ -26,16 +26,16 @@ REQUIRED_ENV_ATTRIBUTES = {
 }
 
 
-def warm_start_pairs(config: AgenticConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
+def warm_start_pairs(config: RolloutRunConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
     """The examples, from all domains alternately."""
     return asyncio.run(_pairs(config, settings, codec))
 
 
-async def _pairs(config: AgenticConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
+async def _pairs(config: RolloutRunConfig, settings: WarmStartConfig, codec: TextCodec) -> list[Pair]:
     rng = random.Random(config.seed)
     pairs: list[Pair] = []
     domains = [
-        EnvType(name, find_factory(domain.env), dict(domain.env_args)) for name, domain in config.envs.domains.items()
+        EnvType(name, find_factory(domain.env), dict(domain.env_args)) for name, domain in config.env_manager.domains.items()
     ]
     for number in range(settings.episodes):
         type = domains[number % len(domains)]
@@ -55,7 +55,7 @@ async def _pairs(config: AgenticConfig, settings: WarmStartConfig, codec: TextCo
 
 
 async def _episode(
-    config: AgenticConfig,
+    config: RolloutRunConfig,
     settings: WarmStartConfig,
     codec: TextCodec,
     type: EnvType,
@@ -70,10 +70,10 @@ async def _episode(
         )
     observation = await type.call("reset", env.reset)(seed)
     answers = iter(env.solution()) if settings.source == "demonstrations" else None
-    fresh = config.envs.rollout == "step"
+    fresh = config.env_manager.rollout == "step"
     context = np.empty(0, np.int32)
     pairs: list[Pair] = []
-    for _ in range(config.envs.max_turns):
+    for _ in range(config.env_manager.max_turns):
         first = fresh or not len(context)
         prompt = codec.encode(observation, first=first, last=None if first else int(context[-1]))
         context = prompt if first else np.concatenate((context, prompt))
@@ -81,12 +81,12 @@ async def _episode(
         if answer is None:
             break
         try:
-            response = codec.encode_answer(answer, max_tokens=config.envs.sampling.max_tokens)
+            response = codec.encode_answer(answer, max_tokens=config.env_manager.sampling.max_tokens)
         except ValueError as error:
             raise ConfigError(f"warm_start: {error}; raise envs.sampling.max_tokens") from error
         pairs.append((context, response))
         context = np.concatenate((context, response))
         observation, _, terminated, truncated, _ = await type.call("step", env.step)(answer)
-        if terminated or truncated or len(context) >= config.envs.max_context:
+        if terminated or truncated or len(context) >= config.env_manager.max_context:
             break
     return pairs
