@@ -1,15 +1,34 @@
-"""Rewards: what an episode was worth, judged after its slot is free."""
+"""Rewards: what a response was worth, judged after its slot is free. docs/rewards.md says how to write one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cadenza.config import load_object
-from cadenza.errors import RewardError
 from cadenza.off_loop import as_async
-from cadenza.scalars import as_number
+from cadenza.rewards.base import ConfiguredReward, finite
+from cadenza.rewards.config import RewardConfig
+from cadenza.rewards.domain import DomainReward, RewardSpec, make_reward
+from cadenza.rewards.registry import REWARDS, RewardName
+from cadenza.rewards.sample import Sample, Scored
+from cadenza.rewards.worker import RewardUnavailable
+
+__all__ = [
+    "REWARDS",
+    "ConfiguredReward",
+    "DomainReward",
+    "Reward",
+    "RewardConfig",
+    "RewardName",
+    "RewardSpec",
+    "RewardUnavailable",
+    "Sample",
+    "Scored",
+    "as_reward",
+    "check_reward",
+    "make_reward",
+]
 
 Reward = Callable[[Any], Awaitable[float]]
 """`async reward(trajectory) -> float`."""
@@ -22,9 +41,4 @@ def as_reward(spec: str | Callable[..., Any]) -> Reward:
 
 def check_reward(value: Any, domain: str) -> float:
     """A reward as a finite float, or the error that says what is wrong with it."""
-    reward = as_number(value)
-    if reward is None:
-        raise RewardError(f"the reward of domain '{domain}' returned {value!r}; return a number or a bool")
-    if not math.isfinite(reward):
-        raise RewardError(f"the reward of domain '{domain}' returned {reward}; return a finite number")
-    return reward
+    return finite(value, f"the reward of domain '{domain}'")
