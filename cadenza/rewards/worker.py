@@ -82,8 +82,9 @@ class RewardWorker:
         return list(values)
 
     async def _with_tries(self, call: Callable[[Any], Awaitable[T]], argument: Any) -> T:
+        fault: InfrastructureError | None = None
         for attempt in range(self.config.tries):
-            if attempt:
+            if attempt and not isinstance(fault, DeadlinePassed):  # one that was late was waited for already
                 await asyncio.sleep(self.config.retry_seconds * 2 ** (attempt - 1))
             try:
                 return await self._in_time(call(argument))
@@ -96,7 +97,7 @@ class RewardWorker:
     async def _in_time(self, call: Awaitable[T]) -> T:
         if self.config.seconds is None:
             return await self._without_exit(call)
-        return await with_deadline(self.config.seconds, self._without_exit(call), "seconds")
+        return await with_deadline(self.config.seconds, self._without_exit(call), "reward_seconds")
 
     async def _without_exit(self, call: Awaitable[T]) -> T:
         try:

@@ -23,7 +23,7 @@ from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.cluster.weight_transfer import BUCKET_BYTES, BroadcastGroups, StoredWeights, WeightBroadcast, WeightLayout
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
-from cadenza.run.agentic_config import WarmStartConfig
+from cadenza.run.rollout_config import WarmStartConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.engines import EngineConfig
 from cadenza.run.engines.torch import torch_options

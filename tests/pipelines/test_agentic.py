@@ -48,7 +48,7 @@ from cadenza.inference.torch_engine import TorchReplica
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.rollout.scheduler import RolloutScheduler
-from cadenza.run.agentic_config import PRESETS
+from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config_file import build_config, dump_config, read_config
 from cadenza.simulation.comparison.traces import read_run
 from cadenza.training import Actor
@@ -544,7 +544,7 @@ def test_a_run_whose_every_attempt_raised_fails_and_names_the_first_error(tmp_pa
 # -- what can be trained -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", AgenticConfig.presets)
 def test_every_preset_trains(tmp_path: Path, preset: str) -> None:
     done = trained(tmp_path, preset=preset)
     assert list(steps(done.run)) == [1, 2]

@@ -44,6 +44,7 @@ from cadenza import DataProto, RolloutScheduler
 from cadenza.data.schema import TRAIN_BATCH
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Request
+from cadenza.rewards import Sample
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import FilterLimit, NothingFinished, RolloutError, SchedulerClosed, Stalled
 from cadenza.rollout.model import Model
@@ -502,8 +503,8 @@ def test_groups_that_lose_the_race_are_cancelled_when_the_batch_is_cut() -> None
 
 
 def test_a_member_that_loses_the_race_while_its_reward_runs_is_surplus() -> None:
-    async def reward(trajectory: Trajectory) -> float:
-        await asyncio.sleep(50.0 if trajectory.member == 0 else 0.0)
+    async def reward(sample: Sample) -> float:
+        await asyncio.sleep(50.0 if sample.trajectory.member == 0 else 0.0)
         return 1.0
 
     async def main() -> None:
@@ -1051,7 +1052,7 @@ def test_metrics_travel_with_the_batch() -> None:
 
 
 def test_a_reward_runs_after_the_slot_is_freed() -> None:
-    async def slow(trajectory: Trajectory) -> float:
+    async def slow(sample: Sample) -> float:
         await asyncio.sleep(5.0)
         return 0.5
 
@@ -1069,9 +1070,9 @@ def test_a_reward_runs_after_the_slot_is_freed() -> None:
 def test_a_reward_that_is_late_is_asked_again_and_nothing_is_generated_again() -> None:
     calls: Counter[int] = Counter()
 
-    async def flaky(trajectory: Trajectory) -> float:
-        calls[trajectory.id] += 1
-        if calls[trajectory.id] < 3:
+    async def flaky(sample: Sample) -> float:
+        calls[sample.trajectory.id] += 1
+        if calls[sample.trajectory.id] < 3:
             await asyncio.sleep(FOREVER)
         return 1.0
 
@@ -1089,9 +1090,9 @@ def test_a_reward_that_is_late_is_asked_again_and_nothing_is_generated_again() -
 def test_a_reward_that_never_answers_costs_the_attempt_and_is_no_reward_of_zero() -> None:
     calls: Counter[int] = Counter()
 
-    async def dead(trajectory: Trajectory) -> float:
-        calls[trajectory.id] += 1
-        if trajectory.id == 0:
+    async def dead(sample: Sample) -> float:
+        calls[sample.trajectory.id] += 1
+        if sample.trajectory.id == 0:
             await asyncio.sleep(FOREVER)
         return 1.0
 
@@ -1415,8 +1416,8 @@ def test_a_close_that_ignores_its_cancellation_costs_close_seconds_and_not_the_s
 
 
 def test_a_reward_that_ignores_its_cancellation_is_given_up_at_its_deadline() -> None:
-    async def stubborn(trajectory: Trajectory) -> float:
-        if trajectory.id == 0:
+    async def stubborn(sample: Sample) -> float:
+        if sample.trajectory.id == 0:
             await undisturbed(1_000.0)
         return 1.0
 
@@ -1481,8 +1482,8 @@ def test_a_rollout_that_swallows_its_cancellation_gets_no_new_lease_and_delays_n
 
 
 def test_a_task_whose_reward_never_answers_is_retired_and_nobody_is_to_blame() -> None:
-    async def dead(trajectory: Trajectory) -> float:
-        await asyncio.sleep(FOREVER if trajectory.task.seed == 1 else 0.0)
+    async def dead(sample: Sample) -> float:
+        await asyncio.sleep(FOREVER if sample.trajectory.task.seed == 1 else 0.0)
         return 1.0
 
     async def main() -> None:
@@ -1516,9 +1517,9 @@ def test_a_task_whose_infrastructure_always_fails_is_retired_after_four_times_as
 def test_a_timeout_error_that_a_reward_raises_is_its_error_and_no_deadline() -> None:
     calls: Counter[int] = Counter()
 
-    async def client(trajectory: Trajectory) -> float:
-        calls[trajectory.id] += 1
-        if trajectory.id == 0:
+    async def client(sample: Sample) -> float:
+        calls[sample.trajectory.id] += 1
+        if sample.trajectory.id == 0:
             raise TimeoutError("the judge did not answer")
         return 1.0
 

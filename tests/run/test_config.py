@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pipeline_cases import TINY, cadenza, config_file, steps, trained
 
-from cadenza.run.agentic_config import PRESETS
+from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.config_file import build_config, dump_config, read_config
 
@@ -143,7 +143,7 @@ def test_an_override_whose_value_is_no_yaml() -> None:
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", AgenticConfig.presets)
 def test_a_preset_is_resolved_in_what_is_written(preset: str) -> None:
     config = build_config({**TINY, "preset": preset})
     written = dump_config(config)
