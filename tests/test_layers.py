@@ -13,6 +13,7 @@ LIGHT = [
     "cadenza.inference.replica",
     "cadenza.rollout",
     "cadenza.run.engines.vllm",
+    "cadenza.sandbox",
     "cadenza.simulation",
 ]
 

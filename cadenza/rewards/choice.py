@@ -11,7 +11,7 @@ from cadenza.errors import RewardError
 from cadenza.rewards.base import ConfiguredReward, answers_of
 from cadenza.rewards.sample import Sample, Scored
 
-LETTER = r"[\(\[\*_`\s{]*(?:\\text(?:bf|rm)?\{)?\(?([A-Za-z])(?![A-Za-z'’])"
+LETTER = r"[\(\[\*_`\s{]*(?:\\text(?:bf|rm)?\{)?\(?([A-Za-z])(?![A-Za-z'\u2019])"
 PATTERNS = (
     r"\\boxed\{" + LETTER,
     r"(?i:answer|choice|option)(?i:\s+(?:is|would\s+be|must\s+be))?[\s:=*_]*(?i:option|choice)?" + LETTER,
@@ -59,7 +59,7 @@ class Choice(ConfiguredReward):
 def chosen_letter(response: str, letters: str) -> str | None:
     """The letter that a response settles on, None if it does not."""
     for pattern in PATTERNS:
-        found = [match.upper() for match in re.findall(pattern, response, re.MULTILINE)]
+        found = [match[1].upper() for match in re.finditer(pattern, response, re.MULTILINE)]
         found = [letter for letter in found if letter in letters]
         if found:
             return found[-1]

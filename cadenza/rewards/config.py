@@ -19,7 +19,7 @@ class RewardConfig(Config):
     name: RewardName
     """A registered name, 'module:name', or the function, class or object itself."""
     weight: float = 1.0
-    """The reward of the domain is the sum of weight times value. A penalty has a negative value or a negative weight."""
+    """The reward of the domain is the sum of weight times value. A penalty has a negative value or weight."""
     gate: bool = False
     """A gate is not added to the sum. Where it scores below `gate_at`, the sum is 0 and the other rewards are not
     asked."""
@@ -68,7 +68,8 @@ class RewardConfig(Config):
         values: dict[str, Any] = handler(self)
         settings = values.pop("settings")
         given = {key: value for key, value in values.items() if key in self.model_fields_set}
-        return {"name": values["name"]} | given | settings
+        flat: dict[str, Any] = {"name": values["name"]} | given | settings
+        return flat
 
     @property
     def short_name(self) -> str:

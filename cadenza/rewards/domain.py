@@ -8,7 +8,7 @@ Gates are asked first, so that a judge is not paid for answers that do not count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from cadenza.rewards.config import RewardConfig
@@ -23,6 +23,10 @@ RewardSpec: TypeAlias = OneSpec | Mapping[str, OneSpec]
 """One reward, or several by the keys that their metrics have."""
 
 
+Sampler: TypeAlias = Callable[[Sequence[Mapping[str, str]]], Awaitable[str]]
+"""`async (messages) -> text`: the model of the run, for a judge."""
+
+
 class DomainReward:
     """`await reward(sample)` is a `Scored`: the weighted sum, and the value of every reward as a part.
 
@@ -30,15 +34,16 @@ class DomainReward:
         async with reward:
             await reward(Sample(response="<answer>42", row={"answer": "42"}))   # value 1.1, parts right 1, form 1
 
-    `success` is what the first reward in the list says that says anything, and False behind a closed gate. It belongs to
-    one event loop at a time; `open` may be left out, `close` not where a reward keeps processes or connections.
+    `success` is what the first reward in the list says that says anything, and False behind a closed gate. A domain
+    reward belongs to one event loop at a time. `open` may be left out; `close` may not where a reward keeps processes
+    or connections.
     """
 
-    def __init__(self, configs: Mapping[str, RewardConfig], domain: str) -> None:
+    def __init__(self, configs: Mapping[str, RewardConfig], domain: str, sampler: Sampler | None = None) -> None:
         if not any(not config.gate for config in configs.values()):
             raise ValueError(f"the rewards of domain '{domain}' are all gates, there is nothing to add up: add one")
         self.domain = domain
-        self._workers = [RewardWorker(config, key, domain) for key, config in configs.items()]
+        self._workers = [RewardWorker(config, key, domain, sampler) for key, config in configs.items()]
         self._is_open = False
         self._lock = asyncio.Lock()
 
@@ -91,17 +96,18 @@ class DomainReward:
         return dict(zip(workers, await _all([worker.score(sample) for worker in workers]), strict=True))
 
 
-def make_reward(spec: RewardSpec, key: str) -> DomainReward:
+def make_reward(spec: RewardSpec, key: str, *, sampler: Sampler | None = None) -> DomainReward:
     """The reward that a domain's config means; `key` is the name of the domain.
 
     A mapping with `name` is one reward, any other mapping is several. Raises ValueError for what it does not know.
+    `sampler` is for rewards that have `bind_sampler`: a judge that names no server asks it.
     """
     if isinstance(spec, Mapping) and "name" not in spec:
         configs = {part: RewardConfig.model_validate(one) for part, one in spec.items()}
     else:
         config = RewardConfig.model_validate(spec)
         configs = {config.short_name: config}
-    return DomainReward(configs, key)
+    return DomainReward(configs, key, sampler)
 
 
 def _parts(scores: Mapping[RewardWorker, Scored]) -> dict[str, float]:

@@ -16,8 +16,8 @@ class Fuzzy(TextReward):
     """From 0 to 1, the likeness to the answer that is nearest."""
 
     metric: Literal["ratio", "token_f1"] = "ratio"
-    """`ratio`: the share of characters in common blocks (difflib). `token_f1`: the harmonic mean of precision and recall
-    of words, as question answering counts it."""
+    """`ratio`: the share of characters in common blocks (difflib). `token_f1`: the harmonic mean of precision and
+    recall of words, as question answering counts it."""
     success_at: float = Field(default=1.0, gt=0, le=1)
     """The likeness from which on the task counts as solved."""
 

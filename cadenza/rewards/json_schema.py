@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from cadenza.errors import RewardError
 from cadenza.rewards.base import ConfiguredReward
@@ -19,12 +19,10 @@ class JsonSchema(ConfiguredReward):
     The JSON is the whole response, or its last fenced block.
     """
 
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    definition: dict[str, Any] | None = None
     """A JSON schema; None takes the field `schema` of the row, an object or its text."""
 
-    model_config = {"populate_by_name": False}
-
-    @field_validator("schema_")
+    @field_validator("definition")
     @classmethod
     def _is_a_schema(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
         if schema is not None:
@@ -33,7 +31,7 @@ class JsonSchema(ConfiguredReward):
 
     def __call__(self, sample: Sample) -> Scored:
         jsonschema = _package()
-        schema = self.schema_ if self.schema_ is not None else _schema_of(sample)
+        schema = self.definition if self.definition is not None else _schema_of(sample)
         try:
             document = parsed(sample.response)
         except ValueError as error:

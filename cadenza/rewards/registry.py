@@ -70,8 +70,6 @@ def check_settings(name: RewardName, settings: Mapping[str, Any], common: Sequen
         inspect.signature(found).bind(*([] if isinstance(found, type) else [None]), **settings)
     except TypeError as error:
         raise ValueError(f"reward '{called(name)}': {error}; set it beside 'name'") from error
-    if isinstance(found, type) and "__call__" not in dir(found):
-        raise ValueError(f"reward '{called(name)}' is a class without __call__(self, sample)")
 
 
 def _settings_of(found: Any) -> list[str] | None:
@@ -92,8 +90,10 @@ def build_reward(name: RewardName, settings: Mapping[str, Any]) -> Callable[...,
     found = find_reward(name)
     if not isinstance(found, type):
         return partial(found, **settings) if settings else found
-    reward: Callable[..., Any] = found.model_validate(dict(settings)) if _is_config(found) else found(**settings)
-    return reward
+    reward: Any = found.model_validate(dict(settings)) if _is_config(found) else found(**settings)
+    if not callable(reward):
+        raise ValueError(f"reward '{called(name)}' is a class without __call__(self, sample)")
+    return reward  # type: ignore[no-any-return]
 
 
 def _is_config(found: Any) -> TypeGuard[type[Config]]:

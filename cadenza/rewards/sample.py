@@ -16,7 +16,7 @@ from cadenza.errors import RewardError
 class Sample:
     """One response to judge, with everything that is known about it. It can be made by hand, in a test or a notebook:
 
-        Sample(response="The sum is 42.", row={"answer": "42"})
+    Sample(response="The sum is 42.", row={"answer": "42"})
     """
 
     response: str

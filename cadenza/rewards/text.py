@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import deque
 from collections.abc import Sequence
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from cadenza.rewards.base import ConfiguredReward, answers_of
 from cadenza.rewards.sample import Sample
@@ -26,7 +27,7 @@ class TextReward(ConfiguredReward):
     """Leave out every character that Unicode calls punctuation."""
     ignore_articles: bool = False
     """Leave out 'a', 'an' and 'the'."""
-    numbers: bool = Field(default=False)
+    numbers: bool = False
     """Compare as numbers where both are: '1,000.0' is '1000'."""
 
     @field_validator("extract")
@@ -36,14 +37,7 @@ class TextReward(ConfiguredReward):
 
     def extracted(self, sample: Sample) -> str | None:
         """The answer in the response as it stands there; None if there is none."""
-        if self.extract is None:
-            return sample.response
-        found = None
-        for found in re.finditer(self.extract, sample.response, re.DOTALL):
-            pass
-        if found is None:
-            return None
-        return next((group for group in found.groups() if group is not None), found[0])
+        return sample.response if self.extract is None else last_match(self.extract, sample.response)
 
     def normalised(self, text: object) -> str:
         """The text in the form in which it is compared."""
@@ -70,6 +64,12 @@ def checked_pattern(pattern: str) -> str:
     except re.error as error:
         raise ValueError(f"{pattern!r} is no regular expression: {error}") from error
     return pattern
+
+
+def last_match(pattern: str, text: str) -> str | None:
+    """The last match in the text, or its first group that took part; None without a match. A dot matches line ends."""
+    found = deque(re.finditer(pattern, text, re.DOTALL), maxlen=1)
+    return next((group for group in found[0].groups() if group is not None), found[0][0]) if found else None
 
 
 def _number(text: str) -> str | None:
