@@ -1,7 +1,7 @@
-"""Examples to begin with: what a well-formed answer looks like, or how an expert plays.
+"""Examples to begin with: rows of a dataset, or what a well-formed answer looks like, or how an expert plays.
 
-The env is played without a model, in a thread with a loop of its own. Each turn gives a pair of tokens, the context as
-the model would see it and the answer as it should write it.
+Without rows, the env is played without a model, in a thread with a loop of its own. Each turn gives a pair of tokens,
+the context as the model would see it and the answer as it should write it.
 
 Invariant: no wait without a deadline. The run's own loop watches the thread, so that a call of an env that never ends
 is found whether it awaits or blocks.
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cadenza.data import DataProto
+from cadenza.datasets import DataConfig
 from cadenza.envs import find_factory
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import DeadlinePassed, EnvError
@@ -25,9 +26,12 @@ from cadenza.off_loop import as_async, ignore_result
 from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError
+from cadenza.run.example_rows import SUPERVISED, open_rows
 from cadenza.training import examples
 from cadenza.training.supervised import Pair
 
+READ_ROWS = 1000
+"""Rows that are read at once."""
 REQUIRED_ENV_ATTRIBUTES = {
     "format": ("actions", "a property with all well-formed answers"),
     "demonstrations": ("solution", "a method"),
@@ -35,8 +39,19 @@ REQUIRED_ENV_ATTRIBUTES = {
 
 
 async def cold_start_examples(config: AgenticConfig, settings: ColdStartConfig, codec: TextCodec) -> DataProto:
-    """The examples of the cold start, from all domains alternately."""
+    """The examples of the cold start: all rows of its data, or episodes from all domains alternately."""
+    if settings.data is not None:
+        found: DataProto = await as_async(_examples_of_rows)(settings.data, config.seed, codec)
+        return found
     return examples(await EpisodePlayer(config, settings, codec).play())
+
+
+def _examples_of_rows(data: DataConfig, seed: int, codec: TextCodec) -> DataProto:
+    rows = open_rows("cold_start.data", data.model_copy(update={"epochs": 1}), SUPERVISED, codec, seed=seed)
+    try:
+        return DataProto.concat(list(rows.batches(READ_ROWS)), on_meta_conflict="drop")
+    finally:
+        rows.close()
 
 
 class EpisodePlayer:
@@ -95,7 +110,7 @@ class EpisodePlayer:
             raise EnvError(f"env '{type.name}' failed in the cold start, with seed {seed}: {error!r}") from error
 
     async def _episode(self, type: EnvType, env: Any, seed: int, ask: Callable[..., Awaitable[Any]]) -> list[Pair]:
-        envs, codec, source = self._envs, self._codec, self._settings.source
+        envs, codec, source = self._envs, self._codec, self._settings.source or "format"
         attribute, what = REQUIRED_ENV_ATTRIBUTES[source]
         if not hasattr(env, attribute):
             raise ConfigError(

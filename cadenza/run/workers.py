@@ -40,6 +40,7 @@ from cadenza.training import (
     load_model,
 )
 from cadenza.training.checkpoint import Checkpointable, load_weights
+from cadenza.training.learner import LearnerConfig
 from cadenza.training.models import is_adapted, save_model
 from cadenza.training.process_group import ProcessGroup, Rendezvous, RendezvousAddress
 from cadenza.training.strategy import ParallelStrategy, load_strategy
@@ -71,7 +72,7 @@ class LearnerWorker(Worker):
     """What workers that train have in common. They are made in two steps: `open_rendezvous`, then `build`."""
 
     learner: Checkpointable
-    _config: ActorConfig | CriticConfig
+    _config: LearnerConfig
     _strategy: ParallelStrategy
     _rendezvous: Rendezvous | None = None
 

@@ -7,7 +7,7 @@ token is predicted and nowhere else, its softmax in float32, in chunks that boun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -111,10 +111,13 @@ class Forward:
             raise RuntimeError("the weights are offloaded: reload() them before anything is computed")
 
     def batches(self, rows: TokenRows, chosen: Array, budget: int, packing: Packing, use: Use) -> Iterator[PackedRows]:
-        """The chosen rows as micro-batches. In the end, empty passes (and their backward passes, if there are any) for
-        other ranks that have more of them."""
+        """The chosen rows as micro-batches; see `passes`."""
+        return self.passes(rows, micro_batches(rows, chosen, budget, packing), packing, use)
+
+    def passes(self, rows: TokenRows, batches: Sequence[Array], packing: Packing, use: Use) -> Iterator[PackedRows]:
+        """The rows of each micro-batch, laid out. In the end, empty passes (and their backward passes, if there are
+        any) for other ranks that have more of them."""
         self.check_loaded()
-        batches = micro_batches(rows, chosen, budget, packing)
         passes = self._pass_count(len(batches))
         for batch in batches:
             yield pack(rows, batch, packing).to(self.device)

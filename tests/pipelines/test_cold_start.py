@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipeline_cases import TINY, cadenza, config_file
+from example_cases import write_rows
+from pipeline_cases import TINY, cadenza, column, config_file, trained
 
 from cadenza.errors import EnvError
 
@@ -65,3 +66,30 @@ def test_an_env_keeps_its_contract_in_the_cold_start(tmp_path: Path, body: str, 
     with pytest.raises(EnvError, match="env 'lake' failed in the cold start, with seed 2000000000") as found:
         cadenza("train", config_file(tmp_path, envs=envs("odd_env:Odd")))
     assert said in str(found.value.__cause__)
+
+
+def test_a_cold_start_learns_from_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}:", "response": "L"} for n in range(20)]
+    write_rows(rows)
+    start = {"data": "train.jsonl", "passes": 20, "trainer": {"lr": 1e-2, "batch_size": 10}}
+    done = trained(tmp_path, "steps=1", cold_start=start)
+    assert column(done.run, "cold_start/loss")[0] < 0.1
+    again = trained(tmp_path, "steps=1", cold_start={**start, "passes": 1})
+    assert column(again.run, "cold_start/loss")[0] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ({"data": "nowhere.jsonl"}, "cold_start.data: there is no file nowhere.jsonl"),
+        ({"data": "train.jsonl", "source": "format"}, "source='format' does nothing with data"),
+        ({"data": "train.jsonl", "episodes": 3}, "episodes=3 does nothing with data"),
+        ({"data": {"path": "train.jsonl", "epochs": 2}}, "data.epochs 2 does nothing in a cold start: set passes"),
+        ({"data": "train.jsonl"}, "train.jsonl line 2: the field 'response' is missing"),
+    ],
+)
+def test_rows_that_cannot_be_learned_from(tmp_path: Path, start: Any, said: str) -> None:
+    write_rows([{"prompt": "1", "response": "L"}, {"prompt": "2"}])
+    done = cadenza("train", config_file(tmp_path, cold_start=start), "--json")
+    assert (done.code, len(done.err.splitlines())) == (1, 1), done.err
+    assert said in done.err
