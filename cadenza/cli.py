@@ -342,11 +342,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _is_expected(error: Exception) -> bool:
     """Whether the message alone says what happened: an error of the scheduler, of a process that is gone, of a
     file, of a missing extra."""
+    from cadenza.datasets import DataError
     from cadenza.errors import InfrastructureError
     from cadenza.rollout.failures import RolloutError
 
     named = ("ConfigError", "NonFiniteLoss", "TemplateError", "TrackerError", "VersionMismatch")
-    return isinstance(error, (RolloutError, InfrastructureError, OSError, ImportError)) or type(error).__name__ in named
+    told = (RolloutError, InfrastructureError, DataError, OSError, ImportError)
+    return isinstance(error, told) or type(error).__name__ in named
 
 
 def _error_text(error: Exception) -> str:

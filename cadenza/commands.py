@@ -157,6 +157,8 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, quiet: b
         }
         if progress.domains:
             summary["domains"] = _domain_figures(progress)
+        if progress.loss_first is not None:
+            summary |= {"loss_first": progress.loss_first, "loss_last": progress.loss_last}
         run.summary(summary)
     write_report(run.path)
     return summary
@@ -241,12 +243,16 @@ def _print_outcome(config: RunConfig, summary: dict[str, Any], as_json: bool) ->
         print(json.dumps(summary))
     else:
         _describe_outcome(
-            Path(summary["run_dir"]), summary, "" if config.backend == "embedded" else " of the controller"
+            Path(summary["run_dir"]),
+            summary,
+            "" if config.backend == "embedded" else " of the controller",
+            plays=isinstance(config, RolloutRunConfig),
         )
     return 130 if summary["ended"] == STOPPED else 0
 
 
-def _describe_outcome(run_dir: Path, summary: dict[str, Any], whose: str) -> None:
+def _describe_outcome(run_dir: Path, summary: dict[str, Any], whose: str, *, plays: bool) -> None:
+    """`plays` is whether the run has episodes that can be watched."""
     console = Console(highlight=False)
     points = [(r["step"], r["val/success"]) for r in read_lines(run_dir / "metrics.jsonl") if "val/success" in r]
     if len(points) > 1:
@@ -254,13 +260,16 @@ def _describe_outcome(run_dir: Path, summary: dict[str, Any], whose: str) -> Non
         console.print("\nsuccess in validation, by step", markup=False)
         console.print(curve(steps, successes, percent=True), markup=False)
     first, last = (_percent(summary[name]) for name in ("success_first", "success_last"))
+    loss = f", loss {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}" if "loss_first" in summary else ""
     console.print(
-        f"\n{summary['ended']}: success {first} -> {last} in {summary['steps']} steps, {summary['samples']} episodes, "
-        f"{summary['cpu_seconds']:.0f} CPU seconds{whose}"
+        f"\n{summary['ended']}: success {first} -> {last}{loss} in {summary['steps']} steps, {summary['samples']} "
+        f"{'episodes' if plays else 'rows'}, {summary['cpu_seconds']:.0f} CPU seconds{whose}"
     )
     best = run_dir / "checkpoints" / "best"
     console.print(f"checkpoint  {best if best.exists() else best.with_name('last')}", soft_wrap=True)
     console.print(f"report      {run_dir / 'report.html'}", soft_wrap=True)
+    if not plays:
+        return
     called = sys.argv[0]  # the environment may not be activated
     program = called if Path(called).name == "cadenza" and not shutil.which("cadenza") else "cadenza"
     console.print(f"play it     {program} play {run_dir}", soft_wrap=True)

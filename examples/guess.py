@@ -4,7 +4,7 @@ from typing import Any
 
 
 class Guess:  # reset and step may be async
-    actions = tuple("0123456789")  # optional: lets a warm start teach the format
+    actions = tuple("0123456789")  # optional: lets a cold start teach the format
 
     def reset(self, seed: int) -> str:
         self.secret = seed % 10

@@ -34,7 +34,7 @@ TINY: dict[str, Any] = {
     "steps": 2,
     "preset": "grpo",
     "model": {"layers": 1, "hidden": 32, "heads": 2},
-    "warm_start": {"source": "format", "episodes": 32, "passes": 3, "trainer": {"lr": 1e-2, "batch_size": 32}},
+    "cold_start": {"source": "format", "episodes": 32, "passes": 3, "trainer": {"lr": 1e-2, "batch_size": 32}},
     "envs": {
         "slots": 8,
         "rollout": "step",

@@ -91,7 +91,7 @@ def test_what_the_documents_plug_into_a_run_works_in_one(tmp_path: Path) -> None
     plugged = [text for text in shown if re.search(r"^class \w+", text, re.MULTILINE)]
     (tmp_path / "documented.py").write_text("\n".join(plugged), encoding="utf-8")
     overrides = [
-        "steps=1", "warm_start=null", "validation=null", "rollout={batch_size: 16, group_size: 8}",
+        "steps=1", "cold_start=null", "validation=null", "rollout={batch_size: 16, group_size: 8}",
         "estimator={name: documented:AboveBar, bar: 0.7}", "sampler.routing=documented:RoundRobin",
         "trackers=[documented:Prints]",
     ]  # fmt: skip
@@ -131,7 +131,7 @@ def merged(below: dict[str, object], above: dict[str, object]) -> dict[str, obje
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
 def test_the_settings_that_a_document_shows_are_accepted(document: Path) -> None:
     base = yaml.safe_load((ROOT / "examples/guess.yaml").read_text(encoding="utf-8"))
-    base |= {"warm_start": None, "backend": "ray"}
+    base |= {"cold_start": None, "backend": "ray"}
     for block in blocks(document):
         if block.language == "yaml":
             build_config(merged(base, yaml.safe_load(block.text)), source=of(document))
@@ -158,7 +158,7 @@ def has_key(key: str) -> bool:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=of)
 def test_the_keys_that_a_document_names_exist(document: Path) -> None:
-    sections = "envs|rollout|actor|critic|engine|sampler|validation|warm_start|checkpoint|tokenizer"
+    sections = "envs|rollout|actor|critic|engine|sampler|validation|cold_start|checkpoint|tokenizer"
     named = [re.match(rf"((?:{sections})(?:\.\w+)+)(?:=| *:|$)", piece) for piece in quoted(document)]
     keys = {found[1] for found in named if found and not re.search(r"\.(md|py|jsonl?|html|yaml|step)$", found[1])}
     assert not {key for key in keys if not has_key(key)}

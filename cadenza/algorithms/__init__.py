@@ -23,6 +23,7 @@ from cadenza.algorithms.corrections import (
     Correction,
     truncated_weights,
 )
+from cadenza.algorithms.distillation import DIVERGENCES, forward_kl, reverse_kl
 from cadenza.algorithms.groups import Groups, row_weights, sum_by_id
 from cadenza.algorithms.kl import KlEstimator, kl, kl_loss, penalised_rewards, penalised_scores, penalised_steps
 from cadenza.algorithms.losses import (
@@ -38,6 +39,7 @@ from cadenza.algorithms.losses import (
 )
 from cadenza.algorithms.metrics import merge_metrics, token_metrics
 from cadenza.algorithms.normalise import Moments, normalise, normalise_by_group
+from cadenza.algorithms.preferences import PairLoss, bradley_terry, dpo
 from cadenza.algorithms.tokens import (
     anchor_ids,
     reconcile_step_scores,
@@ -49,6 +51,7 @@ from cadenza.algorithms.tokens import (
 )
 
 __all__ = [
+    "DIVERGENCES",
     "LOSSES",
     "Aggregation",
     "Correction",
@@ -57,13 +60,17 @@ __all__ = [
     "KlEstimator",
     "Moments",
     "NamedLoss",
+    "PairLoss",
     "TokenLoss",
     "anchor_ids",
+    "bradley_terry",
     "denominator",
     "discounted_returns",
+    "dpo",
     "entropy",
     "entropy_bonus",
     "explained_variance",
+    "forward_kl",
     "gae",
     "gigpo",
     "grpo",
@@ -81,6 +88,7 @@ __all__ = [
     "reconcile_step_scores",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "reverse_kl",
     "rewards_to_written_turns",
     "rloo",
     "row_weights",

@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
     "target": TARGET,
     "preset": "grpo",
     "model": {"layers": 2, "hidden": 64, "heads": 4},
-    "warm_start": {"source": "format", "episodes": 128, "trainer": {"lr": 3e-3, "batch_size": 32}},
+    "cold_start": {"source": "format", "episodes": 128, "trainer": {"lr": 3e-3, "batch_size": 32}},
     "envs": {
         "slots": 256,
         "rollout": "step",
@@ -65,7 +65,7 @@ class AsynchronyResult(NamedTuple):
     samples: int
     """Trajectories trained."""
     seconds: float
-    """Seconds from the first validation, after the warm start, to the last."""
+    """Seconds from the first validation, after the cold start, to the last."""
     success: float
 
 

@@ -119,12 +119,12 @@ def run_here() -> None:
 # -- the common start --------------------------------------------------------------------------------------------------
 
 
-def warm_start(task: BenchTask, directory: Path, *, updates: int = 150) -> None:
+def cold_start(task: BenchTask, directory: Path, *, updates: int = 150) -> None:
     """Train and save a model that knows the form of an answer and a little of the task."""
     import torch
 
     from cadenza.inference.codec import load_codec
-    from cadenza.training import ModelConfig, Supervised, SupervisedConfig, load_model
+    from cadenza.training import ModelConfig, Supervised, SupervisedConfig, examples, load_model
     from cadenza.training.models import save_model
 
     torch.set_num_threads(1)
@@ -138,7 +138,7 @@ def warm_start(task: BenchTask, directory: Path, *, updates: int = 150) -> None:
         for p in prompts
     ]
     trainer = Supervised(model, SupervisedConfig(lr=1e-3, batch_size=64, token_budget=1 << 16), 0)
-    for _ in trainer.fit(pairs):
+    for _ in trainer.fit(examples(pairs)):
         pass
     save_model(directory, model)
     codec.save(directory)
@@ -184,7 +184,7 @@ def compare(task: BenchTask, rounds: int, directory: Path) -> dict[str, Any]:
         "cadenza_all_rows": (ours, {"actor.skip_idle": False}),
     }
     model = directory / task.name
-    warm_start(task, model)
+    cold_start(task, model)
     runs: dict[str, list[BenchRunResult]] = {side: [] for side in sides}
     for seed in range(rounds):
         for side, (command, options) in sides.items():

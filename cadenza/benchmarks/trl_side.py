@@ -22,7 +22,7 @@ from typing import Any
 
 LETTERS = "abcdefghijklmnop"
 KNOWN = 0.3
-"""Share of the letters, and of the lengths, that are right in the examples of the warm start."""
+"""Share of the letters, and of the lengths, that are right in the examples of the cold start."""
 LONG = 64
 
 

@@ -29,7 +29,7 @@ class BoardEnv:
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """Every well-formed answer: a format-only warm start draws from them."""
+        """Every well-formed answer: a format-only cold start draws from them."""
         return ANSWERS[self.style]
 
     def _rules(self) -> str:

@@ -195,10 +195,12 @@ def numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         return None if value is None else f"{value:{form}}{unit}"
 
     success = [number("train/success", ".0%"), number("val/success", ".0%", " val")]
+    loss = [number("train/loss", ".3f"), number("val/loss", ".3f", " val")] if "val/loss" in metrics else []
     stale = [number("staleness/mean", ".2f"), number("staleness/max", ".0f", " max")]
     shown = {
         "reward": number("train/score", ".3f") or number("val/score", ".3f", " val"),
         "success": ", ".join(filter(None, success)),
+        "loss": ", ".join(filter(None, loss)),
         "response": number("train/response_tokens", ",.1f", " tokens"),
         "turns": number("train/turns", ".1f"),
         "staleness": ", ".join(filter(None, stale)),

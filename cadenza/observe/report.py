@@ -94,26 +94,37 @@ class _MetricHistory:
 
 def _headline(run_dir: Path, metrics: _MetricHistory) -> str:
     summary = _json(run_dir / "summary.json")
+    plays = not _has_rows(run_dir)
     tiles = []
     for mode, name in (("val", "validation success"), ("train", "training success")):
         series = metrics.series.get(f"{mode}/success")
         if series is not None and series.points:
             first, last = _ends(series, 1 if mode == "val" else 10)
             tiles.append((f"{first:.0%} → {last:.0%}", f"{name}, first and last"))
+    if (losses := metrics.series.get("val/loss")) is not None and losses.points:
+        first, last = _ends(losses, 1)
+        tiles.append((f"{first:.3f} → {last:.3f}", "held-out loss, first and last"))
     tiles.append((f"{metrics.steps:,}", "steps"))
     if "samples" in metrics.last:
-        tiles.append((f"{metrics.last['samples']:,.0f}", "trajectories trained"))
+        tiles.append((f"{metrics.last['samples']:,.0f}", "trajectories trained" if plays else "rows trained"))
     tiles.append((duration(metrics.seconds), f"wall time ({metrics.seconds:,.0f} s)"))
     tiles.append((duration(metrics.cpu_seconds), f"CPU time ({metrics.cpu_seconds:,.0f} s)"))
     paths = {"run": f"<code>{html.escape(str(run_dir))}</code>"}
     if (checkpoint := _checkpoint(run_dir, summary)) is not None:
-        play = summary.get("play") or f"cadenza play {shlex.quote(str(run_dir))}"
         paths["checkpoint"] = f"<code>{html.escape(checkpoint)}</code>"
-        paths["play it"] = f"<code>{html.escape(str(play))}</code>"
+        if plays:
+            play = summary.get("play") or f"cadenza play {shlex.quote(str(run_dir))}"
+            paths["play it"] = f"<code>{html.escape(str(play))}</code>"
     boxes = "".join(f'<div class="tile"><b>{html.escape(value)}</b><span>{name}</span></div>' for value, name in tiles)
     pairs = "".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in paths.items())
     name = html.escape(run_dir.resolve().name)
     return f'<h1>{name}</h1><div class="tiles">{boxes}</div><dl class="paths">{pairs}</dl>'
+
+
+def _has_rows(run_dir: Path) -> bool:
+    """Whether the run learns from rows: then it has no episodes to play."""
+    path = run_dir / "config.yaml"
+    return path.exists() and any(line.startswith("data:") for line in path.read_text(errors="replace").splitlines())
 
 
 def _ends(series: DownsampledCurve, points: int) -> tuple[float, float]:

@@ -96,8 +96,8 @@ class AgenticPipeline(RolloutPipeline):
     # -- from where, to where --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        if (settings := self.config.warm_start) is not None:
-            self.log(0, await self.roles.warm_start(settings))
+        if (settings := self.config.cold_start) is not None:
+            self.log(0, await self.roles.cold_start(settings))
         if self.config.needs_reference:
             await self.roles.freeze_reference(self.run.path / "reference")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from cadenza.rewards.base import ConfiguredReward
 from cadenza.rewards.config import RewardConfig
 from cadenza.rewards.domain import DomainReward, RewardSpec, make_reward
@@ -22,4 +21,3 @@ __all__ = [
     "Scored",
     "make_reward",
 ]
-

@@ -49,7 +49,8 @@ class RewardConfig(Config):
     @field_validator("name")
     @classmethod
     def _known_name(cls, name: RewardName) -> RewardName:
-        find_reward(name)
+        if not _is_elsewhere(name):
+            find_reward(name)
         return name
 
     @model_validator(mode="after")
@@ -59,8 +60,13 @@ class RewardConfig(Config):
             raise ValueError("weight does nothing for a gate, which is not added: remove one of the two")
         if "gate_at" in given and not self.gate:
             raise ValueError("gate_at does nothing without 'gate: true': add it, or remove gate_at")
-        check_settings(self.name, self.settings, [key for key in type(self).model_fields if key != "settings"])
+        if not _is_elsewhere(self.name):
+            self.check()
         return self
+
+    def check(self) -> None:
+        """Load the reward and check its settings; raises ValueError. What 'module:name' means is not loaded before."""
+        check_settings(self.name, self.settings, [key for key in type(self).model_fields if key != "settings"])
 
     @model_serializer(mode="wrap")
     def _flat(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -75,3 +81,8 @@ class RewardConfig(Config):
     def short_name(self) -> str:
         """What metrics and messages call it where the config gives it no key."""
         return called(self.name)
+
+
+def _is_elsewhere(name: RewardName) -> bool:
+    """Whether it is named as 'module:name'."""
+    return isinstance(name, str) and ":" in name

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from cadenza import envs
 from cadenza.inference.replica import Sampling
+from cadenza.rewards import RewardConfig
 from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
 from cadenza.run.config import check_name
@@ -92,12 +93,12 @@ class AgenticConfig(RolloutRunConfig):
 
     @model_validator(mode="after")
     def _validation_has_its_own_rows(self) -> Self:
-        if self.validation is not None and self.validation.domains is None:
-            if rows := [name for name, domain in self.envs.domains.items() if domain.has_rows]:
-                raise ValueError(
-                    f"the tasks of {rows} are rows, and all of them are trained: give validation.domains rows of its "
-                    "own, or set 'validation: null'"
-                )
+        rows = [name for name, domain in self.envs.domains.items() if domain.has_rows]
+        if rows and self.validation is not None and self.validation.domains is None:
+            raise ValueError(
+                f"the tasks of {rows} are rows, and all of them are trained: give validation.domains rows of its own, "
+                "or set 'validation: null'"
+            )
         return self
 
 
@@ -107,3 +108,7 @@ def check_domain_names(key: str, domain: DomainConfig) -> None:
         check_name(f"{key}.env", envs.find_factory, domain.env)
     if domain.rollout is not None:
         check_name(f"{key}.rollout", rollout_functions.make, domain.rollout)
+    if domain.reward is not None:
+        check_name(f"{key}.reward", RewardConfig.check, domain.reward)
+    for name, reward in domain.rewards.items():
+        check_name(f"{key}.rewards.{name}", RewardConfig.check, reward)

@@ -10,13 +10,14 @@ from cadenza.cluster import Cluster, ResourceManager
 from cadenza.cluster.placement import format_devices
 from cadenza.data import DataProto
 from cadenza.off_loop import as_async
-from cadenza.run.rollout_config import RolloutRunConfig, WarmStartConfig
+from cadenza.run.cold_start import cold_start_examples
+from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.engines import find_engine
 from cadenza.run.inference import Inference, InferenceSpec, open_inference
 from cadenza.run.role_names import ACTOR, CRITIC, REFERENCE
 from cadenza.run.roles import Roles, absolute_path
-from cadenza.run.warm_start import warm_start_pairs
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.workers import ActorWorker, CriticWorker, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
 
@@ -66,11 +67,11 @@ class AgenticRoles(Roles):
             InferenceSpec(self.actor, self.device_map, self.codec, self.model_spec, config.engine, config.sampler)
         )
 
-    async def warm_start(self, settings: WarmStartConfig) -> dict[str, float]:
+    async def cold_start(self, settings: ColdStartConfig) -> dict[str, float]:
         """Learn from examples; what the last batch said."""
-        pairs = await as_async(warm_start_pairs)(self.config, settings, self.codec)
-        metrics = await self.actor.warm_start(pairs, settings)
-        return {f"warm_start/{name}": value for name, value in metrics.items()}
+        examples = await cold_start_examples(self.config, settings, self.codec)
+        metrics = await self.actor.cold_start(examples, settings)
+        return {f"cold_start/{name}": value for name, value in metrics.items()}
 
     async def freeze_reference(self, directory: Path) -> None:
         """The policy as it is now is what KL is measured against. It is kept for a resumed run, unless it

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from cadenza.config import load_object
+from cadenza.datasets import DataError
 from cadenza.observe.run import RunDirectory
 from cadenza.rollout.failures import RolloutError
 from cadenza.run.config import ConfigError, RunConfig
@@ -41,6 +42,7 @@ StepListener = Callable[[int, Mapping[str, float]], None]
 PIPELINES = {
     "agentic": "cadenza.pipelines.agentic:AgenticPipeline",
     "rlvr": "cadenza.pipelines.rlvr:RlvrPipeline",
+    "sft": "cadenza.pipelines.sft:SftPipeline",
 }
 """The programs that ship, by the name that the config key `pipeline` gives them. Each is imported when it is used."""
 
@@ -77,6 +79,10 @@ class RunProgress:
     success_first: float | None = None
     success_last: float | None = None
     success_best: float | None = None
+    loss_first: float | None = None
+    """On rows that are held out, where a run has them."""
+    loss_last: float | None = None
+    loss_best: float | None = None
     validated: int = -1
     """The step after which the policy was last measured."""
     ended: str = ""
@@ -162,7 +168,7 @@ class Pipeline:
             await self.program()
         except RunEnded as reason:
             self.progress.ended = str(reason)
-        except RolloutError:  # what was learned until then is kept
+        except (RolloutError, DataError):  # what was learned until then is kept
             if self.progress.step and self.progress.step != self._saved:
                 await self.save()
             raise
@@ -265,8 +271,19 @@ class Pipeline:
             progress.success_first = success
         if progress.success_best is None or success > progress.success_best:
             progress.success_best = success
-            self._unsaved_best_score = success if choose else None
+            if choose:
+                self._unsaved_best_score = success
         self.stop_at_target()
+
+    def record_loss(self, loss: float) -> None:
+        """Remember the loss on rows that are held out. The model with the lowest gets a checkpoint for it."""
+        progress = self.progress
+        progress.loss_last = loss
+        if progress.loss_first is None:
+            progress.loss_first = loss
+        if progress.loss_best is None or loss < progress.loss_best:
+            progress.loss_best = loss
+            self._unsaved_best_score = -loss
 
     def stop_at_target(self) -> None:
         """End the run if the last success is enough."""

@@ -15,10 +15,10 @@ from typing import Any
 from cadenza.cluster import DeviceMap, DeviceSharing, PlacementError, ResourceManager, RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import import_from_working_directory
-from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.config_file import read_config
 from cadenza.run.role_names import ACTOR, INFERENCE
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.simulation.comparison import cli_args
 from cadenza.simulation.comparison.cli_args import InvalidArgument
 from cadenza.simulation.comparison.experiment import TrialPool, trial_pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
@@ -14,11 +14,12 @@ from cadenza.config import Config, load_object
 from cadenza.inference.replica import Sampling
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
+from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError, RunConfig, check_name
 from cadenza.run.config_tree import merged_trees, value_at
 from cadenza.run.engines import EngineConfig, find_engine
 from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE
-from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig, SupervisedConfig
+from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig
 from cadenza.training.estimators import names_within_groups
 from cadenza.training.learner import LearnerConfig
 
@@ -41,24 +42,6 @@ PRESET_KEY_OWNERS: Mapping[str, str] = {
 }
 """Of some keys of presets, the key that they are there for: where the user sets that one to something else, the preset
 does not set them."""
-
-
-class WarmStartConfig(Config):
-    """A supervised step before reinforcement learning."""
-
-    source: Literal["format", "demonstrations"] = "format"
-    """Random well-formed answers (`actions` of the env): only the format is learned. Or the env's own `solution`."""
-    episodes: int = Field(default=64, gt=0)
-    passes: int = Field(default=1, gt=0)
-    first_seed: int = Field(default=2_000_000_000, ge=0)
-    """Episodes come from seeds of their own."""
-    trainer: SupervisedConfig = SupervisedConfig()
-
-    @model_validator(mode="after")
-    def _trains_as_the_actor(self) -> WarmStartConfig:
-        if self.trainer.strategy != type(self.trainer).model_fields["strategy"].default:
-            raise ValueError("trainer.strategy does nothing: a warm start trains with actor.strategy: remove it")
-        return self
 
 
 class ValidationConfig(Config):
@@ -86,7 +69,7 @@ class RolloutRunConfig(RunConfig):
 
     batch_parts: int = Field(default=1, gt=0)
     """A batch is trained in so many chunks, each as soon as its groups are whole; together they are one update."""
-    warm_start: WarmStartConfig | None = None
+    cold_start: ColdStartConfig | None = None
     rollout: RolloutConfig
     estimator: EstimatorConfig = EstimatorConfig()
     actor: ActorConfig = ActorConfig()
@@ -161,14 +144,14 @@ class RolloutRunConfig(RunConfig):
                     f"{name}.mini_batches must be at most rollout.batch_size {self.rollout.batch_size}, got "
                     f"{learner.mini_batches}"
                 )
-        if self.model.lora is not None and self.warm_start is not None and self.needs_reference:
+        if self.model.lora is not None and self.cold_start is not None and self.needs_reference:
             raise ValueError(
-                "model.lora, warm_start and a kl_coef do not go together: the reference is the model under the "
-                "adapter, without what warm_start taught. Remove one of the three, or warm up the model at model.path "
-                "in a run without lora"
+                "model.lora, cold_start and a kl_coef do not go together: the reference is the model under the "
+                "adapter, without what cold_start taught. Remove one of the three, or begin with the "
+                "checkpoint of an SFT run at model.path"
             )
-        if self.model.lora is not None and self.warm_start is None and self.model.lora.dropout:
-            raise ValueError(f"model.lora.dropout {self.model.lora.dropout} does nothing without warm_start: remove it")
+        if self.model.lora is not None and self.cold_start is None and self.model.lora.dropout:
+            raise ValueError(f"model.lora.dropout {self.model.lora.dropout} does nothing without cold_start: remove it")
         self._check_engine()
         self._check_chunks()
         if self.rollout.seed not in (0, self.seed):

@@ -11,12 +11,12 @@ from typing import ClassVar
 from cadenza.data import DataProto
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.sharing import SharedDevices
-from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.config import RunConfig
 from cadenza.run.episodes import EpisodeStats, RolloutMode, sample_of
 from cadenza.run.inference import Inference
 from cadenza.run.pipeline import STOPPED, Pipeline
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.rollouts import NoEpisodes, RolloutSnapshots, check_rollouts, scheduler_for, step_request
 
 

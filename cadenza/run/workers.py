@@ -23,7 +23,7 @@ from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.cluster.weight_transfer import BUCKET_BYTES, BroadcastGroups, StoredWeights, WeightBroadcast, WeightLayout
 from cadenza.data import DataProto
 from cadenza.inference.torch_engine import TorchReplica
-from cadenza.run.rollout_config import WarmStartConfig
+from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.engines import EngineConfig
 from cadenza.run.engines.torch import torch_options
@@ -40,10 +40,10 @@ from cadenza.training import (
     load_model,
 )
 from cadenza.training.checkpoint import Checkpointable, load_weights
+from cadenza.training.learner import LearnerConfig
 from cadenza.training.models import is_adapted, save_model
 from cadenza.training.process_group import ProcessGroup, Rendezvous, RendezvousAddress
 from cadenza.training.strategy import ParallelStrategy, load_strategy
-from cadenza.training.supervised import Pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class LearnerWorker(Worker):
     """What workers that train have in common. They are made in two steps: `open_rendezvous`, then `build`."""
 
     learner: Checkpointable
-    _config: ActorConfig | CriticConfig
+    _config: LearnerConfig
     _strategy: ParallelStrategy
     _rendezvous: Rendezvous | None = None
 
@@ -149,12 +149,12 @@ class ActorWorker(LearnerWorker):
         return self.actor
 
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
-    def warm_start(self, pairs: Sequence[Pair], settings: WarmStartConfig) -> dict[str, float]:
+    def cold_start(self, examples: DataProto, settings: ColdStartConfig) -> dict[str, float]:
         """Learn from examples; what the last batch said."""
         trainer = Supervised(
             self.actor.module, settings.trainer, self._model_spec.seed, failures=self._failures, strategy=self._strategy
         )
-        return deque(trainer.fit(pairs, passes=settings.passes), maxlen=1).pop()
+        return deque(trainer.fit(examples, passes=settings.passes), maxlen=1).pop()
 
     @dispatch("split")
     def logprobs(self, batch: DataProto) -> DataProto:

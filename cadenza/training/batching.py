@@ -36,6 +36,23 @@ def micro_batches(rows: TokenRows, chosen: Array, budget: int, packing: Packing)
     return batches
 
 
+def pair_batches(rows: TokenRows, chosen: Array, budget: int) -> list[Array]:
+    """The chosen rows, which come in pairs, in batches of at most `budget` tokens, counted as if all were padded. The
+    two rows of a pair stay side by side: their loss needs both at once."""
+    if not len(chosen):
+        return []
+    pairs = chosen.reshape(-1, 2)
+    widths = rows.lengths[pairs].max(1)
+    order = np.argsort(-widths, kind="stable")
+    pairs, widths = pairs[order], widths[order]
+    batches, start = [], 0
+    while start < len(pairs):
+        stop = start + max(budget // (2 * int(widths[start])), 1)
+        batches.append(pairs[start:stop].ravel())
+        start = stop
+    return batches
+
+
 def mini_batches(traj_ids: Array, count: int, rng: np.random.Generator) -> list[Array]:
     """All rows in `count` random batches of about the same number of trajectories, each trajectory whole in one of
     them; in fewer if there are fewer trajectories."""

@@ -7,7 +7,7 @@ token is predicted and nowhere else, its softmax in float32, in chunks that boun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,6 +31,9 @@ LOGITS_LIMIT = 1 << 24
 EntropyNeed = Literal["none", "value", "gradient"]
 Use = Literal["scores", "hidden"]
 """What passes are made for."""
+LogitsFunction = Callable[[Tensor, slice, Tensor, Tensor | None], tuple[Tensor, ...]]
+"""From the logits [p, V] of some slots that predict, which slots these are, and of k trained tokens the slot [k] among
+them that predicts each and their numbers [k] in the pass, None for all in order: some values [k] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +111,13 @@ class Forward:
             raise RuntimeError("the weights are offloaded: reload() them before anything is computed")
 
     def batches(self, rows: TokenRows, chosen: Array, budget: int, packing: Packing, use: Use) -> Iterator[PackedRows]:
-        """The chosen rows as micro-batches. In the end, empty passes (and their backward passes, if there are any) for
-        other ranks that have more of them."""
+        """The chosen rows as micro-batches; see `passes`."""
+        return self.passes(rows, micro_batches(rows, chosen, budget, packing), packing, use)
+
+    def passes(self, rows: TokenRows, batches: Sequence[Array], packing: Packing, use: Use) -> Iterator[PackedRows]:
+        """The rows of each micro-batch, laid out. In the end, empty passes (and their backward passes, if there are
+        any) for other ranks that have more of them."""
         self.check_loaded()
-        batches = micro_batches(rows, chosen, budget, packing)
         passes = self._pass_count(len(batches))
         for batch in batches:
             yield pack(rows, batch, packing).to(self.device)
@@ -132,15 +138,31 @@ class Forward:
         if temperature <= 0:
             raise ValueError(f"temperature must be above 0 to train, got {temperature}: greedy tokens have no gradient")
         packed = packed.to(self.device)
+
+        def score(logits: Tensor, slots: slice, predicts: Tensor, tokens: Tensor | None) -> tuple[Tensor, ...]:
+            targets = packed.targets if tokens is None else packed.targets[tokens]
+            return _scores(logits, predicts, targets, temperature, entropy)
+
+        logprobs, *entropies = self.over_logits(packed, score)
+        return TokenScores(logprobs, entropies[0] if entropies else None)
+
+    def over_logits(self, packed: PackedRows, function: LogitsFunction) -> tuple[Tensor, ...]:
+        """What the function makes of the logits, [K] each. Long passes are given to it in chunks, whose logits are
+        computed again in the backward pass."""
+        packed = packed.to(self.device)
+        chunk = max(self.logits_limit // self._vocab_size, 1)
         with self._autocast():
-            if not self._has_plain_head:
-                logits = self._logits(packed)
-                return _scores(logits, packed.predicts, packed.targets, temperature, entropy)
-            hidden = self._hidden(packed)
-            chunk = max(self.logits_limit // self._vocab_size, 1)
-            if len(hidden) <= chunk:
-                return _scores(self._head(hidden), packed.predicts, packed.targets, temperature, entropy)
-            return self._chunked(hidden, packed, chunk, temperature, entropy)
+            logits_of = self.logits_by_slot(packed)
+            if not self._has_plain_head or len(packed.reads) <= chunk:
+                return function(logits_of(slice(None)), slice(None), packed.predicts, None)
+            return _over_chunks(logits_of, function, packed, chunk)
+
+    def logits_by_slot(self, packed: PackedRows) -> Callable[[slice], Tensor]:
+        """Gives the logits [p, V] of some of the slots at `packed.reads`, so that not all of them need to exist."""
+        if not self._has_plain_head:
+            return self._logits(packed).__getitem__
+        hidden = self._hidden(packed)
+        return lambda slots: self._head(hidden[slots])
 
     @torch.no_grad()
     def logprobs(
@@ -153,34 +175,6 @@ class Forward:
                 scores = self.scores(packed, temperature=temperature)
                 values[rows.numbers(packed.rows)] = scores.logprobs.float().cpu().numpy()
         return values
-
-    def _chunked(
-        self, hidden: Tensor, packed: PackedRows, chunk: int, temperature: float, entropy: EntropyNeed
-    ) -> TokenScores:
-        """Scores of `chunk` hidden states at a time; the backward pass computes each chunk's logits again."""
-
-        def score(h: Tensor, predicts: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-            scores = _scores(self._head(h), predicts, targets, temperature, entropy)
-            return scores.logprobs, scores.entropy
-
-        order = packed.predicts.argsort(stable=True)
-        predicts, targets = packed.predicts[order], packed.targets[order]
-        starts = torch.arange(0, len(hidden), chunk, device=predicts.device)
-        bounds = [*torch.searchsorted(predicts, starts).tolist(), len(predicts)]
-        logprobs, entropies = [], []
-        for i, start in enumerate(starts.tolist()):
-            tokens = slice(bounds[i], bounds[i + 1])
-            inputs = hidden[start : start + chunk], predicts[tokens] - start, targets[tokens]
-            if torch.is_grad_enabled():
-                of_chunk = checkpoint(score, *inputs, use_reentrant=False)
-            else:
-                of_chunk = score(*inputs)
-            logprobs.append(of_chunk[0])
-            entropies.append(of_chunk[1])
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        if entropy == "none":
-            return TokenScores(torch.cat(logprobs)[back], None)
-        return TokenScores(torch.cat(logprobs)[back], torch.cat([e for e in entropies if e is not None])[back])
 
     def _hidden(self, packed: PackedRows) -> Tensor:
         """[P, D]: the hidden states at `packed.reads`."""
@@ -272,8 +266,30 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             module.train()
 
 
-def _scores(logits: Tensor, predicts: Tensor, targets: Tensor, temperature: float, entropy: EntropyNeed) -> TokenScores:
-    """Of logits [P, V]."""
+def _over_chunks(
+    logits_of: Callable[[slice], Tensor], function: LogitsFunction, packed: PackedRows, chunk: int
+) -> tuple[Tensor, ...]:
+    """`Forward.over_logits` with the logits of `chunk` slots at a time."""
+    order = packed.predicts.argsort(stable=True)
+    predicts = packed.predicts[order]
+    starts = torch.arange(0, len(packed.reads), chunk, device=predicts.device)
+    bounds = [*torch.searchsorted(predicts, starts).tolist(), len(predicts)]
+    found: list[tuple[Tensor, ...]] = []
+    for start, first, last in zip(starts.tolist(), bounds, bounds[1:], strict=False):
+        slots, its = slice(start, start + chunk), slice(first, last)
+
+        def compute(slots: slice = slots, start: int = start, its: slice = its) -> tuple[Tensor, ...]:
+            return function(logits_of(slots), slots, predicts[its] - start, order[its])
+
+        found.append(checkpoint(compute, use_reentrant=False) if torch.is_grad_enabled() else compute())
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    return tuple(torch.cat(values)[back] for values in zip(*found, strict=True))
+
+
+def _scores(
+    logits: Tensor, predicts: Tensor, targets: Tensor, temperature: float, entropy: EntropyNeed
+) -> tuple[Tensor, ...]:
+    """Of logits [P, V]: logprobs, and entropies if needed."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if temperature != 1.0:
         logits = logits / temperature
@@ -281,9 +297,9 @@ def _scores(logits: Tensor, predicts: Tensor, targets: Tensor, temperature: floa
     # Flat, because torch gathers and adds up pairs of indices ten times slower.
     chosen = logprobs.view(-1).index_select(0, predicts * logits.shape[1] + targets)
     if entropy == "none":
-        return TokenScores(chosen, None)
+        return (chosen,)
     known = logprobs if entropy == "gradient" else logprobs.detach()
-    return TokenScores(chosen, entropy_of(known).index_select(0, predicts))
+    return chosen, entropy_of(known).index_select(0, predicts)
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:

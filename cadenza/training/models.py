@@ -30,7 +30,7 @@ class LoraConfig(Config):
     alpha: float = Field(default=32.0, gt=0)
     """They are scaled by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Of supervised steps, as a warm start. Policy gradients compare the policy with its own past, without dropout."""
+    """Of supervised steps, as a cold start. Policy gradients compare the policy with its own past, without dropout."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the matrices, as `q_proj`; or all but the head."""
 

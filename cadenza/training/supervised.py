@@ -1,6 +1,6 @@
 """Learning to say what was said: token cross-entropy on (prompt, response) pairs, with the actor's machinery.
 
-For warm starts (the format of an answer, or demonstrations) before reinforcement learning, and for SFT. Prompt tokens
+For cold starts (the format of an answer, or demonstrations) before reinforcement learning, and for SFT. Prompt tokens
 do not train, and dropout is on. The optimizer is its own, so what it remembers does not leak into the actor that goes
 on with the module.
 """
@@ -8,17 +8,21 @@ on with the module.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from cadenza.algorithms import denominator, loss_sum, token_weights
 from cadenza.data import DataProto, Ragged
 from cadenza.training.checkpoint import TrainingState
+from cadenza.training.forward import evaluating
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, merge_updates
+from cadenza.training.packing import PackedRows
 from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
 
@@ -74,13 +78,32 @@ class Supervised:
         self._learner.version += 1
         return merge_updates(updated) | {"tokens": float(len(rows.trained))}
 
-    def fit(self, pairs: Sequence[Pair], *, passes: int = 1) -> Iterator[dict[str, float]]:
-        """Go through the pairs in batches, shuffled anew for every pass; the metrics of each batch."""
+    def fit(self, data: DataProto, *, passes: int = 1) -> Iterator[dict[str, float]]:
+        """Go through the examples in batches, shuffled anew for every pass; the metrics of each batch."""
         for index in range(passes):
-            order = np.random.default_rng((self.seed, index)).permutation(len(pairs))
+            order = np.random.default_rng((self.seed, index)).permutation(len(data))
             for start in range(0, len(order), self.config.batch_size):
-                chosen = order[start : start + self.config.batch_size]
-                yield self.train(examples([pairs[i] for i in chosen]))
+                yield self.train(data[order[start : start + self.config.batch_size]])
+
+    @torch.no_grad()
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """By row, the columns `loss` (a sum over its `tokens`) and `exact`: whether each of its tokens is the likeliest
+        one, so that greedy decoding would write the same answer."""
+        rows = TokenRows.of(batch)
+        found = np.zeros((2, len(rows)), np.float32)
+        with evaluating(self.module):
+            for packed in self._learner.micro_batches(rows, rows.active):
+                losses, misses = self._learner.forward.over_logits(packed, partial(_judge, packed))
+                found[:, packed.rows] = [packed.by_row(values).sum(1).cpu().numpy() for values in (losses, misses)]
+        columns = {"loss": found[0], "tokens": rows.counts.astype(np.float32), "exact": found[1] == 0}
+        return DataProto({name: column.astype(np.float32) for name, column in columns.items()})
+
+    def offload(self) -> int:
+        """Free the device; see `Learner.offload`."""
+        return self._learner.offload()
+
+    def reload(self) -> None:
+        self._learner.reload()
 
     def state(self) -> TrainingState:
         return self._learner.state()
@@ -93,6 +116,17 @@ class Supervised:
             logprobs = packed.by_row(self._learner.forward.scores(packed).logprobs)
             weight = weights[packed.rows, : packed.shape[1]].to(logprobs.device)
             yield MicroLoss(loss_sum(-logprobs, weight), packed.rows)
+
+
+def _judge(
+    packed: PackedRows, logits: Tensor, slots: slice, predicts: Tensor, tokens: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Of each trained token the loss, and 1 where another one is likelier."""
+    targets = packed.targets.to(logits.device)
+    targets = targets if tokens is None else targets[tokens]
+    logits = logits.float()[predicts]
+    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+    return loss, (logits.argmax(-1) != targets).float()
 
 
 def examples(pairs: Sequence[Pair]) -> DataProto:

@@ -44,7 +44,7 @@ from cadenza.rewards import Sample
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import NothingFinished, SchedulerClosed
 from cadenza.rollout.model import Model
-from cadenza.rollout.records import Fate, Task, Trajectory
+from cadenza.rollout.records import Fate, Task
 from cadenza.testing import FakeReplica
 
 T = TypeVar("T")

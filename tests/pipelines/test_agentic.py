@@ -133,8 +133,8 @@ def test_metrics_have_a_line_for_each_step_and_each_validation(first: Done) -> N
     assert (figures["success_first"], figures["success_last"]) == (success[0], success[3])
 
 
-def test_a_warm_start_is_accounted_for(first: Done) -> None:
-    assert column(first.run, "warm_start/loss")[0] < 3
+def test_a_cold_start_is_accounted_for(first: Done) -> None:
+    assert column(first.run, "cold_start/loss")[0] < 3
 
 
 def test_samples_are_episodes_as_text(first: Done) -> None:
@@ -176,7 +176,7 @@ def test_transformers_loads_the_last_and_the_best_checkpoint(first: Done) -> Non
         ids = tokenizer.encode("P.\n.G\n", add_special_tokens=False)
         likely = torch.softmax(model(torch.tensor([ids])).logits[0, -1], 0)
         letters = sum(float(likely.detach()[tokenizer.convert_tokens_to_ids(letter)]) for letter in "LDRU")
-        assert letters > 0.8, "the warm start taught the format, and the tokens are those of the tokenizer"
+        assert letters > 0.8, "the cold start taught the format, and the tokens are those of the tokenizer"
 
 
 def test_a_second_run_gets_its_own_directory(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ class Lake(FrozenLake):
         super().__init__(map=("SF", "FG"), max_steps=4)
         self.at, self.signals, self.uneven = at, signals, uneven
     async def reset(self, seed):
-        Lake.resets += seed < 2_000_000_000  # a warm start does not count
+        Lake.resets += seed < 2_000_000_000  # a cold start does not count
         self.number = Lake.resets
         self.seed = seed
         if self.number == self.at and not Path("accident").exists():
@@ -452,7 +452,7 @@ def test_a_second_ctrl_c_breaks_off(commands: Commands, tmp_path: Path) -> None:
     Path("slow.py").write_text("import time\ndef reward(trajectory):\n    open('asked', 'w')\n    time.sleep(60)\n")
     envs = lake()
     envs["domains"]["lake"]["reward"] = "slow:reward"
-    config_file(tmp_path, envs=envs, warm_start=None)
+    config_file(tmp_path, envs=envs, cold_start=None)
     command = commands.start(tmp_path, "train", "config.yaml")
     until((tmp_path / "asked").exists)
     command.signal(signal.SIGINT)
@@ -464,7 +464,7 @@ def test_a_second_ctrl_c_breaks_off(commands: Commands, tmp_path: Path) -> None:
 
 
 def test_a_second_sigterm_is_the_same_wish(commands: Commands, tmp_path: Path) -> None:
-    config_file(tmp_path, envs=lake(), steps=10_000, warm_start=None)
+    config_file(tmp_path, envs=lake(), steps=10_000, cold_start=None)
     command = commands.start(tmp_path, "train", "config.yaml", "--json")
     until(lambda: any(steps(run) for run in listed(tmp_path)))
     command.signal(signal.SIGTERM)
@@ -536,7 +536,7 @@ def test_a_run_whose_every_attempt_raised_fails_and_names_the_first_error(tmp_pa
         "        raise ValueError('no board')\n"
     )
     envs = {**TINY["envs"], "domains": {"lake": {"env": "raising_lake:Raising", "tasks": 3}}}
-    done = cadenza("train", config_file(tmp_path, envs=envs, warm_start=None))
+    done = cadenza("train", config_file(tmp_path, envs=envs, cold_start=None))
     assert done.code == 1
     assert "The first error was reset of domain 'lake': ValueError: no board" in done.err.splitlines()[-1]
 
@@ -592,7 +592,7 @@ def test_the_tokens_trained_are_the_tokens_sampled(
         else:
             byte_tokenizer(CHATML).save_pretrained(path)
         overrides += [f"tokenizer.path={path}", "tokenizer.template=chat"]
-    trained(tmp_path, *overrides, warm_start=None)
+    trained(tmp_path, *overrides, cold_start=None)
     seen = {}
     for request_, future in asked:
         answer = future.result()
@@ -617,12 +617,12 @@ def test_the_tokens_trained_are_the_tokens_sampled(
     assert rows >= 16
 
 
-def test_a_warm_start_teaches_what_its_source_shows(tmp_path: Path) -> None:
+def test_a_cold_start_teaches_what_its_source_shows(tmp_path: Path) -> None:
     plan = {"episodes": 48, "passes": 6, "trainer": {"lr": 1e-2, "batch_size": 32}}
     for rollout in ("step", "trajectory"):
         found = {
             source: trained(
-                tmp_path, "steps=1", f"envs.rollout={rollout}", warm_start={**plan, "source": source},
+                tmp_path, "steps=1", f"envs.rollout={rollout}", cold_start={**plan, "source": source},
                 validation={"episodes": 40},
             ).figures["success_first"]
             for source in ("format", "demonstrations")
@@ -630,7 +630,7 @@ def test_a_warm_start_teaches_what_its_source_shows(tmp_path: Path) -> None:
         assert found["format"] < 0.8 < 0.9 < found["demonstrations"], rollout
 
 
-def test_kl_in_the_loss_and_in_the_reward_is_measured_from_the_warm_start(tmp_path: Path) -> None:
+def test_kl_in_the_loss_and_in_the_reward_is_measured_from_the_cold_start(tmp_path: Path) -> None:
     done = trained(
         tmp_path, "steps=3", "actor.lr=1e-2", "actor.kl_coef=0.1", "estimator.kl_coef=0.1", "estimator.kl_logprobs=old"
     )
@@ -649,7 +649,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_adapter_is_trained_published_and_kept(tmp_path: Path, base: Path) -> None:
     done = trained(
         tmp_path, "steps=3", "actor.lr=2e-2", "actor.kl_coef=0.01", "envs.sampling.temperature=1",
-        model={"path": str(base), "lora": {"r": 4}}, warm_start=None, validation={"every": 3, "episodes": 16},
+        model={"path": str(base), "lora": {"r": 4}}, cold_start=None, validation={"every": 3, "episodes": 16},
     )  # fmt: skip
     last = done.run / "checkpoints" / "last"
     adapter = weights(last, "adapter_model")
@@ -665,7 +665,7 @@ def test_an_adapter_is_trained_published_and_kept(tmp_path: Path, base: Path) ->
 
 
 def test_another_run_may_begin_with_a_checkpoint(tmp_path: Path, base: Path) -> None:
-    done = trained(tmp_path, model={"path": str(base)}, warm_start=None)
+    done = trained(tmp_path, model={"path": str(base)}, cold_start=None)
     assert min(column(done.run, "train/entropy").values()) < 2, "it knows the format"
 
 
@@ -778,7 +778,7 @@ def test_an_env_that_always_raises(tmp_path: Path) -> None:
         "        return await super().step(action)\n"
     )
     domains = {"lake": {"env": "broken_lake:Broken", "env_args": {"map": ["SG"]}}}
-    path = config_file(tmp_path, envs={**TINY["envs"], "domains": domains}, warm_start=None)
+    path = config_file(tmp_path, envs={**TINY["envs"], "domains": domains}, cold_start=None)
     done = cadenza("train", path, "steps=50", "rollout.error_budget=5", "checkpoint.every=100")
     assert done.code == 1
     message = done.err.splitlines()[-1]
@@ -799,7 +799,7 @@ def test_a_validation_without_episodes(tmp_path: Path) -> None:
         "        raise ValueError('no board')\n"
     )
     envs = {**TINY["envs"], "domains": {"lake": {"env": "ended_lake:Ended"}}}
-    done = cadenza("train", config_file(tmp_path, envs=envs, warm_start=None, validation={"episodes": 2}))
+    done = cadenza("train", config_file(tmp_path, envs=envs, cold_start=None, validation={"episodes": 2}))
     assert done.code == 1
     assert "The first error was reset of domain 'lake': ValueError: no board" in done.err.splitlines()[-1]
     assert not (tmp_path / "runs" / "tiny").exists(), "a run that never began leaves nothing behind"
@@ -818,12 +818,12 @@ def test_a_validation_has_the_patience_of_the_run(tmp_path: Path) -> None:
     )
     domains = {"lake": {"env": "flaky_lake:Flaky", "env_args": {"map": ["SG"]}}}
     envs = {**TINY["envs"], "domains": domains}
-    options = {"envs": envs, "warm_start": None, "validation": {"episodes": 300}}
+    options = {"envs": envs, "cold_start": None, "validation": {"episodes": 300}}
     done = trained(tmp_path, "steps=1", "rollout.error_budget=100000", "rollout.max_attempts=50", **options)
     assert set(column(done.run, "val/episodes").values()) == {300.0}
 
 
-def test_an_env_that_raises_in_the_warm_start_is_named(tmp_path: Path) -> None:
+def test_an_env_that_raises_in_the_cold_start_is_named(tmp_path: Path) -> None:
     Path("torn_lake.py").write_text(
         "from cadenza.envs.frozenlake import FrozenLake\n"
         "class Torn(FrozenLake):\n"
@@ -831,7 +831,7 @@ def test_an_env_that_raises_in_the_warm_start_is_named(tmp_path: Path) -> None:
         "        raise ConnectionError('the line is dead')\n"
     )
     envs = {**TINY["envs"], "domains": {"lake": {"env": "torn_lake:Torn"}}}
-    with pytest.raises(EnvError, match=r"env 'lake' failed in the warm start, with seed .*the line is dead") as found:
+    with pytest.raises(EnvError, match=r"env 'lake' failed in the cold start, with seed .*the line is dead") as found:
         cadenza("train", config_file(tmp_path, envs=envs))
     assert isinstance(found.value.__cause__, ConnectionError), "the traceback shows the place"
 
@@ -915,9 +915,9 @@ def test_a_target_without_success_is_refused_with_a_message(tmp_path: Path) -> N
         "        return '', float(ord(action or 'a')), True, False, {}\n"
     )
     envs = {**TINY["envs"], "domains": {"mute": {"env": "mute:Mute"}}}
-    path = config_file(tmp_path, envs=envs, warm_start=None)
+    path = config_file(tmp_path, envs=envs, cold_start=None)
     refused(cadenza("train", path, "target=0.5", "--json"), "no env says 'success' in its info")
-    done = trained(tmp_path, envs=envs, warm_start=None)
+    done = trained(tmp_path, envs=envs, cold_start=None)
     assert (done.figures["success_first"], done.figures["steps"]) == (None, 2)
     assert cadenza("eval", done.run, "--episodes", "2", "--json").figures["success"] is None
 
@@ -930,7 +930,7 @@ def test_a_target_without_success_is_refused_with_a_message(tmp_path: Path) -> N
         ({}, {"env": "frozenlake", "env_args": {"style": "chat"}}, "more than max_tokens 1"),
     ],
 )
-def test_a_warm_start_that_cannot_be(tmp_path: Path, plan: Any, env: Any, said: str) -> None:
+def test_a_cold_start_that_cannot_be(tmp_path: Path, plan: Any, env: Any, said: str) -> None:
     Path("blank.py").write_text(
         "class Blank:\n"
         "    closed = 0\n"
@@ -938,7 +938,7 @@ def test_a_warm_start_that_cannot_be(tmp_path: Path, plan: Any, env: Any, said: 
         "    def step(self, action): return '', 0.0, True, False, {}\n"
         "    def close(self): Blank.closed += 1\n"
     )
-    path = config_file(tmp_path, warm_start=plan, envs={**TINY["envs"], "domains": {"one": env}})
+    path = config_file(tmp_path, cold_start=plan, envs={**TINY["envs"], "domains": {"one": env}})
     refused(cadenza("train", path, "--json"), said)
     if "blank" in env["env"]:
         assert sys.modules["blank"].Blank.closed > 0

@@ -32,7 +32,7 @@ def same(one: Path, two: Path) -> None:
     """Three updates from the same tokens, with the same losses."""
     assert texts(one) == texts(two)
     assert texts(one, "val") == texts(two, "val")
-    told = {name for line in lines(one) for name in line if name.startswith(("train/", "val/", "warm_start/"))}
+    told = {name for line in lines(one) for name in line if name.startswith(("train/", "val/", "cold_start/"))}
     assert {"train/loss", "train/grad_norm", "train/tokens"} <= told
     for name in told:
         assert column(two, name) == pytest.approx(column(one, name), abs=1e-4), name
@@ -132,7 +132,7 @@ def test_env_workers_are_processes_and_the_same_run(
     workers = trained(tmp_path, *TWO, "envs.domains.lake.env=where:Lake", "envs.workers=2")
     same(embedded, workers.run)
     played = Counter((tmp_path / "pids").read_text().split())
-    del played[str(os.getpid())]  # the warm start
+    del played[str(os.getpid())]  # the cold start
     assert len(played) == 2
     assert played.total() == 3 * TINY["rollout"]["batch_size"]
 

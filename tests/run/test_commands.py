@@ -54,7 +54,7 @@ def test_a_run_that_fails_is_code_1_and_names_the_first_error(tmp_path: Path, mo
         "    async def step(self, action):\n"
         "        raise ZeroDivisionError('the ice is too thin')\n"
     )
-    path = config_file(tmp_path, warm_start=None)
+    path = config_file(tmp_path, cold_start=None)
     done = cadenza("train", path, "envs.domains.lake.env=thin_lake:Thin", "rollout.error_budget=3", "--json")
     assert done.code == 1
     assert "ZeroDivisionError" in json.loads(done.out)["error"]

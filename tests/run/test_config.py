@@ -71,7 +71,7 @@ def test_an_engine_is_told_nothing_that_it_does_not_heed(overrides: list[str], s
     assert said in refusal(overrides)
 
 
-CHECKPOINT = {**TINY, "model": {"path": "some/model"}, "warm_start": None}
+CHECKPOINT = {**TINY, "model": {"path": "some/model"}, "cold_start": None}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
         ("actor.lerning_rate=1", "actor: ActorConfig has no key 'lerning_rate'; did you mean 'lr'?"),
         ("actor.lernrate=1", "actor: ActorConfig has no key 'lernrate'; known keys: "),
         ("lr=1", "AgenticConfig has no key 'lr'; known keys: pipeline, name, "),
-        ("warm_start.trainer.batchsize=4", "SupervisedConfig has no key 'batchsize'; did you mean 'batch_size'?"),
+        ("cold_start.trainer.batchsize=4", "SupervisedConfig has no key 'batchsize'; did you mean 'batch_size'?"),
         ("validation.episode=4", "validation: ValidationConfig has no key 'episode'; did you mean 'episodes'?"),
         ("checkpoint.keeps=4", "checkpoint: CheckpointConfig has no key 'keeps'; did you mean 'keep'?"),
         ("engine.kv_token=4", "engine: EngineConfig has no key 'kv_token'; did you mean 'kv_tokens'?"),
@@ -281,7 +281,7 @@ def test_what_must_be_there() -> None:
         ),
         (["model.path=x"], "model: layers=1 does nothing with the path 'x'"),
         (["critic.aggregation=sequence_sum", "preset=ppo"], "'sequence_sum' needs constant_length"),
-        (["warm_start.trainer.aggregation=sequence_sum"], "'sequence_sum' needs constant_length"),
+        (["cold_start.trainer.aggregation=sequence_sum"], "'sequence_sum' needs constant_length"),
         (["batch_parts=3"], "batch_parts must be at most the groups of a batch, 2, got 3"),
         (
             ["batch_parts=2", "actor.epochs=2"],
@@ -379,20 +379,20 @@ def test_the_temperature_of_the_reference_may_be_that_of_the_sampler() -> None:
 
 
 @pytest.mark.parametrize("kl", ["actor.kl_coef=0.1", "estimator.kl_coef=0.1"])
-def test_an_adapter_with_a_warm_start_has_no_reference(kl: str) -> None:
+def test_an_adapter_with_a_cold_start_has_no_reference(kl: str) -> None:
     model = {"path": "x", "lora": {}}
     text = refusal([kl], model=model)
-    assert "the reference is the model under the adapter, without what warm_start taught" in text
+    assert "the reference is the model under the adapter, without what cold_start taught" in text
     assert len(text.splitlines()) == 1
-    for changes in ({"warm_start": None, "model": model}, {"model": {"path": "x"}}):
+    for changes in ({"cold_start": None, "model": model}, {"model": {"path": "x"}}):
         assert build_config({**TINY, **changes}, [kl]).needs_reference
 
 
-def test_an_adapter_drops_in_a_warm_start_alone() -> None:
+def test_an_adapter_drops_in_a_cold_start_alone() -> None:
     model = {"path": "x", "lora": {"dropout": 0.1}}
     assert build_config({**TINY, "model": model}).model.lora is not None
-    text = refusal([], model=model, warm_start=None)
-    assert "model.lora.dropout 0.1 does nothing without warm_start: remove it" in text
+    text = refusal([], model=model, cold_start=None)
+    assert "model.lora.dropout 0.1 does nothing without cold_start: remove it" in text
 
 
 # -- what can be turned on ---------------------------------------------------------------------------------------------
@@ -422,9 +422,9 @@ def test_the_documentation_turns_on_what_no_preset_has() -> None:
         assert key in keys
 
 
-def test_a_warm_start_that_is_not_finite_saves_its_batch(tmp_path: Path) -> None:
+def test_a_cold_start_that_is_not_finite_saves_its_batch(tmp_path: Path) -> None:
     path = config_file(tmp_path)
-    done = cadenza("train", path, f"out={tmp_path}", "warm_start.trainer={lr: 1.0e+30, max_grad_norm: null}")
+    done = cadenza("train", path, f"out={tmp_path}", "cold_start.trainer={lr: 1.0e+30, max_grad_norm: null}")
     assert done.code != 0
     assert "the batch is in" in done.err
     assert list((tmp_path / "tiny" / "failures").iterdir())

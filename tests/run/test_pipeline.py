@@ -128,7 +128,7 @@ def test_a_run_without_envs_cannot_be_played(command: str) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("agentik", "pipeline 'agentik' is not known; there are agentic, or name one of your own as 'module:name'"),
+        ("agentik", "pipeline 'agentik' is not known; there are agentic, "),
         ("copying:Nothing", "pipeline: 'copying:Nothing' cannot be loaded"),
         ("nowhere:Nothing", "pipeline: 'nowhere:Nothing' cannot be loaded"),
         ("json:dumps", "name a subclass of cadenza.run.pipeline.Pipeline"),

@@ -194,7 +194,7 @@ def test_critics_in_shards_learn_what_one_would(two: Ranks) -> None:
     assert_as_one(two, criticise, [random_batch(seed) for seed in (11, 12, 13)], config)
 
 
-def test_a_warm_start_goes_on_with_the_shards_that_are_there(two: Ranks) -> None:
+def test_a_cold_start_goes_on_with_the_shards_that_are_there(two: Ranks) -> None:
     assert_as_one(two, imitate, THREE, {**ADAM, "token_budget": 25})
 
 

@@ -267,7 +267,7 @@ def test_supervised_steps_learn_what_was_said() -> None:
     rng = np.random.default_rng(0)
     pairs = [(rng.integers(0, VOCAB, 5), [7, 3]) for _ in range(40)]
     learner = Supervised(tiny_model(), SupervisedConfig(lr=1e-2, batch_size=16), 0)
-    losses = [metrics["loss"] for metrics in learner.fit(pairs, passes=20)]
+    losses = [metrics["loss"] for metrics in learner.fit(examples(pairs), passes=20)]
     assert len(losses) == 60
     assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.5)
     assert losses[-1] < 0.3
@@ -284,7 +284,7 @@ def test_a_supervised_loss_is_the_mean_of_the_response_tokens_cross_entropy() ->
 
 def test_a_short_last_batch_has_as_many_updates_as_it_has_examples() -> None:
     learner = Supervised(tiny_model(), SupervisedConfig(batch_size=4, mini_batches=2), 0)
-    assert [metrics["tokens"] for metrics in learner.fit([([1, 2], [3])] * 5)] == [4.0, 1.0]
+    assert [metrics["tokens"] for metrics in learner.fit(examples([([1, 2], [3])] * 5))] == [4.0, 1.0]
 
 
 @pytest.mark.parametrize("config", [CriticConfig, SupervisedConfig])
