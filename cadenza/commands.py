@@ -144,7 +144,7 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, quiet: b
             with suppress(OSError):  # the error before is the one to tell
                 write_report(run.path)
             raise
-        summary = {
+        summary: dict[str, Any] = {
             "success_first": progress.success_first,
             "success_last": progress.success_last,
             "success_best": progress.success_best,

@@ -14,10 +14,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cadenza.data import DataProto
 from cadenza.run.agentic_config import AgenticConfig
+from cadenza.run.config import RunConfig
 from cadenza.run.episodes import EpisodeStats
 from cadenza.run.rollout_pipeline import RolloutPipeline
 from cadenza.run.rollouts import discarded_tokens, step_request, step_trace
@@ -26,7 +27,7 @@ from cadenza.run.rollouts import discarded_tokens, step_request, step_trace
 class AgenticPipeline(RolloutPipeline):
     """Reinforcement learning in environments."""
 
-    config_class = AgenticConfig
+    config_class: ClassVar[type[RunConfig]] = AgenticConfig
     _trained_chunks: tuple[DataProto, ...] = ()
     """The chunks of the batch of this step so far."""
 

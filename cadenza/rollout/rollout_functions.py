@@ -53,9 +53,8 @@ def row_messages(task: Task) -> Any:
         for name in ("messages", "prompt"):
             if task.data.get(name):
                 return task.data[name]
-    raise ValueError(
-        f"task '{task.id}' has no row with 'messages' or 'prompt' to ask the model, its data is {task.data!r:.200}"
-    )
+    given = repr(task.data)
+    raise ValueError(f"task '{task.id}' has no row with 'messages' or 'prompt' to ask the model, it has {given[:200]}")
 
 
 def make(spec: str | RolloutFunction) -> RolloutFunction:

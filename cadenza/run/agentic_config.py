@@ -31,7 +31,8 @@ class AgenticValidationConfig(ValidationConfig):
 class AgenticConfig(RolloutRunConfig):
     """A run in environments."""
 
-    presets: ClassVar = PRESETS | {
+    presets: ClassVar = {
+        **PRESETS,
         "gigpo": {"estimator": {"name": "gigpo"}, "envs": {"rollout": "step"}},
         "step": {"estimator": {"name": "step"}, "envs": {"rollout": "step"}},
     }

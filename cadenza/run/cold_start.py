@@ -83,6 +83,7 @@ class EpisodePlayer:
         domains = [
             EnvType(name, find_factory(domain.env), dict(domain.env_args))
             for name, domain in self._envs.domains.items()
+            if domain.env is not None
         ]
         pairs: list[Pair] = []
         for number in range(self._settings.episodes):

@@ -121,6 +121,12 @@ class RlvrConfig(RolloutRunConfig):
             check_domain_names(f"domains.{name}", domain)
 
     @model_validator(mode="after")
+    def _cold_start_has_rows(self) -> Self:
+        if self.cold_start is not None and self.cold_start.data is None:
+            raise ValueError("cold_start plays envs, and there are none here: give it rows with cold_start.data")
+        return self
+
+    @model_validator(mode="after")
     def _validation_has_rows(self) -> Self:
         has_rows = [domain.validation is not None for domain in self.domains.values()]
         if self.validation is not None and not any(has_rows):

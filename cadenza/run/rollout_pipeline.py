@@ -104,7 +104,8 @@ class RolloutPipeline(Pipeline):
 
     async def _finish_validation(self) -> None:
         """Wait for the validation under way, and book what it found."""
-        assert (task := self._validation) is not None
+        task = self._validation
+        assert task is not None
         step, batch = await self.unless_stopped(lambda: asyncio.shield(task))
         self._validation = None
         episodes: EpisodeStats = batch.meta_info["episodes"]
