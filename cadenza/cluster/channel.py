@@ -168,11 +168,12 @@ class Mailbox:
         self._number = 0
         self._incoming = Resequencer()
         self._waiter: asyncio.Future[None] | None = None
-        self._last_call = 0.0
+        self.last_call = 0.0
+        """When the caller was last heard of."""
         self._is_lost = False
         if on_lost is not None:
             loop = asyncio.get_running_loop()
-            self._last_call = loop.time()
+            self.last_call = loop.time()
             loop.call_later(seconds, self._check_silence)
 
     def send(self, message: Any) -> None:
@@ -185,7 +186,7 @@ class Mailbox:
         """Take what was sent, and return the outbox; while that is empty, wait for a message."""
         self._refuse_if_lost()
         loop = asyncio.get_running_loop()
-        self._last_call = loop.time()
+        self.last_call = loop.time()
         self._release_waiter()
         for message in self._incoming.accept(number, messages):
             self._on_message(message)
@@ -208,7 +209,7 @@ class Mailbox:
     def _check_silence(self) -> None:
         """One timer for all calls: where calls came meanwhile it is set again for the rest of the time."""
         loop = asyncio.get_running_loop()
-        left = self._last_call + self._seconds - loop.time()
+        left = self.last_call + self._seconds - loop.time()
         if left > 0:
             loop.call_later(left, self._check_silence)
             return

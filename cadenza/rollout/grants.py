@@ -216,6 +216,10 @@ class GrantServer:
         for session, entry in idle_sessions.items():
             self._sampler.end_session(entry, session)
 
+    def grants_for(self, entry: ReplicaEntry) -> int:
+        """Grants for this replica that the grant client holds."""
+        return sum(grant.entry is entry for grant in self._granted.values())
+
     def _on_request(self, grant_request: GrantRequest) -> None:
         number, route_request, index, cached, interrupted_request = grant_request
         sticky = None if index < 0 else self._sampler.entries[index]

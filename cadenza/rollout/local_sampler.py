@@ -54,6 +54,9 @@ class LocalSampler:
         self.on_lost: list[Callable[[str, str], None]] = []
         self.events: EventSink | None = None
         """Told of everything that happens to the gate, the version and the replicas."""
+        self.is_awaited: Callable[[ReplicaEntry, float], bool] = lambda entry, since: True
+        """Set by the owner of clients in other processes, which may vanish: whether one that was heard of since then
+        has a grant for this replica."""
         self.opened_at = 0.0
         self._pool = ReplicaPool(replicas, self.config, self.router, emit=self._emit, on_lost=self._on_lost)
         self._weights: object = None
@@ -226,7 +229,7 @@ class LocalSampler:
         if not self._background_tasks:
             loop = asyncio.get_running_loop()
             self._background_tasks.append(
-                loop.create_task(HealthCheck(self._pool, self.config).run(), name="sampler health")
+                loop.create_task(HealthCheck(self._pool, self.config, self.is_awaited).run(), name="sampler health")
             )
             if self.config.balance_seconds:
                 self._background_tasks.append(loop.create_task(self._balance_loop(), name="sampler balance"))

@@ -13,6 +13,7 @@ from cadenza import Cluster, ResourceManager
 from cadenza.cluster.remote_replica import ReplicaWorker
 from cadenza.cluster.worker_handle import LocalWorkerHandle
 from cadenza.errors import InfrastructureError
+from cadenza.inference.replica import Generation, ReplicaLost, Request
 from cadenza.rollout.failures import SchedulerClosed
 from cadenza.rollout.router import RouteRequest
 from cadenza.rollout.sampler import NoReplicas
@@ -201,6 +202,47 @@ def test_a_scheduler_that_is_gone_before_it_said_anything_does_not_keep_the_gate
             await gone.suspend()
             client(gone)._channel.close()  # type: ignore[union-attr]
             assert await asyncio.wait_for(get(other, 4), 2 * FORGET_SECONDS) is not None
+
+    simulate(main)
+
+
+def test_a_scheduler_that_is_gone_with_its_grants_costs_no_replica() -> None:
+    async def main() -> None:
+        replica = fake(1.0)
+        async with site([replica]) as here:
+            gone = here.scheduler(batch_size=4)
+            getting = asyncio.ensure_future(get(gone, 4))
+            await asyncio.sleep(0.5)
+            assert here.sampler.entries[0].inflight
+            client(gone)._channel.close()  # type: ignore[union-attr]
+            await asyncio.sleep(2 * FORGET_SECONDS)
+            assert here.sampler.lost == {}
+            assert here.sampler.entries[0].inflight == 0
+            getting.cancel()
+            assert await get(here.scheduler(batch_size=4), 4) is not None
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 10.0])
+def test_a_replica_that_swallows_the_requests_of_a_scheduler_that_lives_is_given_up(seconds: float) -> None:
+    class Swallowing(FakeReplica):
+        def generate(self, request: Request) -> asyncio.Future[Generation]:
+            swallowed.append(asyncio.get_running_loop().create_future())
+            return swallowed[-1]
+
+        def kill(self, cause: str) -> None:
+            for future in swallowed:
+                future.set_exception(ReplicaLost(cause))
+
+    swallowed: list[asyncio.Future[Generation]] = []
+
+    async def main() -> None:
+        replicas = [Swallowing(name="bad"), fake(1.0, name="good", devices=(1,))]
+        async with site(replicas, heartbeat_seconds=seconds) as here:
+            batch = await asyncio.wait_for(get(here.scheduler(batch_size=4, slots=4), 4), 100.0)
+            assert batch is not None
+            assert list(here.sampler.lost) == ["bad"]
 
     simulate(main)
 
