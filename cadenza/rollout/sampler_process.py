@@ -21,7 +21,6 @@ from cadenza.cluster.channel import POLL_SECONDS, Mailbox
 from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.worker import Worker
 from cadenza.cluster.worker_handle import WorkerHandle
-from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, Replica, ReplicaStats
 from cadenza.rollout.failures import logger
 from cadenza.rollout.grants import GrantServer
@@ -66,7 +65,6 @@ class SamplerProcess(Worker):
         self._sampler: LocalSampler | None = None
         self._start_lock = asyncio.Lock()
         self._clients: dict[str, _ConnectedClient] = {}
-        self._forgotten: set[str] = set()
         self._state_numbers = itertools.count()
 
     async def about(self) -> list[ReplicaAddress]:
@@ -119,6 +117,9 @@ class SamplerProcess(Worker):
         self._clients.clear()
         if self._sampler is not None:
             await self._sampler.close()
+            for entry in self._sampler.entries:
+                if isinstance(entry.replica, RemoteReplica):
+                    entry.replica.close()
 
     async def _get_sampler(self) -> LocalSampler:
         async with self._start_lock:
@@ -138,8 +139,6 @@ class SamplerProcess(Worker):
 
     def _get_client(self, client: str, sampler: LocalSampler) -> _ConnectedClient:
         """A client calls."""
-        if client in self._forgotten:
-            raise InfrastructureError(f"the sampler gave '{client}' up: it was silent for {FORGET_SECONDS:g} s")
         known = self._clients.get(client)
         if known is None:
             known = self._clients[client] = _ConnectedClient(sampler, partial(self._forget, client))
@@ -180,7 +179,6 @@ class SamplerProcess(Worker):
         if client is None or self._sampler is None:
             return
         logger.warning("the scheduler '%s' is silent; what it held is given back", name)
-        self._forgotten.add(name)
         client.grant_server.close("client_lost")
         for holder in self._sampler.holders:
             if isinstance(holder, str) and holder.startswith(f"{name}/"):

@@ -10,7 +10,7 @@ import pytest
 from builders import FOREVER, client, column, fake, get, got, publish, simulate, site
 
 from cadenza import Cluster, ResourceManager
-from cadenza.cluster.remote_replica import ReplicaWorker
+from cadenza.cluster.remote_replica import SILENT_SECONDS, ReplicaWorker
 from cadenza.cluster.worker_handle import LocalWorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Generation, ReplicaLost, Request
@@ -167,6 +167,22 @@ def test_who_asks_after_the_end_is_not_left_waiting() -> None:
     simulate(main)
 
 
+def test_an_error_that_ends_a_grant_that_waits_is_told_to_the_client() -> None:
+    async def main() -> None:
+        async with site() as here:
+            sampler = here.service.sampler
+            await sampler.refresh()
+
+            async def broken(*args: Any) -> Any:
+                raise RuntimeError("a bug")
+
+            here.sampler.grant = broken  # type: ignore[method-assign]
+            with pytest.raises(InfrastructureError, match=r"the sampler raised RuntimeError\('a bug'\)"):
+                await asyncio.wait_for(sampler.grant(RouteRequest(0, 0, 10)), 60.0)
+
+    simulate(main)
+
+
 @pytest.mark.parametrize("has_started", [True, False])
 def test_a_scheduler_that_is_gone_does_not_keep_the_gate_closed(has_started: bool) -> None:
     async def main() -> None:
@@ -296,6 +312,28 @@ def test_the_sampler_and_the_env_workers_reach_replicas_by_their_handles(workers
             for step in range(2):
                 assert column(await got(scheduler, 4, step), "attempt") == [0] * 4
                 await publish(scheduler, step + 1)
+
+    simulate(main)
+
+
+def test_a_client_that_was_closed_calls_neither_the_sampler_nor_the_replicas() -> None:
+    async def main() -> None:
+        placement = ResourceManager(2).place({"inference": "0-1"})["inference"]
+        async with (
+            Cluster("inference", FakeReplicaWorker, placement) as cluster,
+            site(cluster.worker_handles) as here,  # type: ignore[arg-type]
+        ):
+            scheduler = here.scheduler(batch_size=4)
+            await got(scheduler, 4)
+            workers: list[Any] = [handle._worker_host._worker for handle in cluster.worker_handles]  # type: ignore[attr-defined]
+            name = client(scheduler).name
+            assert all(name in mailbox for worker in workers for mailbox in worker._mailboxes)
+            sampler_process = here.process._worker_host._worker
+            await scheduler.shutdown()
+            await client(scheduler).close()
+            await asyncio.sleep(SILENT_SECONDS + 1.0)
+            assert not any(name in mailbox for worker in workers for mailbox in worker._mailboxes)
+            assert sampler_process._clients == {}
 
     simulate(main)
 
