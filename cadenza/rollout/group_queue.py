@@ -352,6 +352,9 @@ class GroupQueueManager:
                 f"reset begins the tasks anew, but {len(groups)} groups of this epoch are open, the oldest is "
                 f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
             )
+        # The last batch may have been short. It counts as a whole one, or groups would begin in what is left of it, which
+        # no batch of this version takes.
+        self.base -= (self.base - self.consumed) % self.config.groups_per_batch
         self.domains.restart()
         self._whole_before_epoch = self._whole_groups
         self._failed_before_epoch = self.ledger.fates[Fate.FAILED]

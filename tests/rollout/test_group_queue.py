@@ -143,6 +143,27 @@ def test_what_a_worker_says_twice_of_an_attempt_is_dropped() -> None:
     simulate(main)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0, 2.5])
+def test_the_tasks_begin_anew_after_a_short_batch_and_before_a_publication(alpha: float) -> None:
+    async def main() -> None:
+        queue = queue_of(tasks=5, alpha=alpha)
+        workers = [asyncio.ensure_future(work(queue)) for _ in range(3)]
+        sizes = []
+        for version in range(1, 13):
+            sizes.append(len(await queue.take(2)))
+            if sizes[-1] < 2:
+                queue.reset()
+                workers = [worker for worker in workers if not worker.done()]
+                workers += [asyncio.ensure_future(work(queue)) for _ in range(3 - len(workers))]
+                await asyncio.sleep(0.1)  # the train step
+            queue.advance(version)
+        assert sizes == [2, 2, 1] * 4
+        queue.fatal(SchedulerClosed("the end"))
+        await asyncio.gather(*workers)
+
+    simulate(main)
+
+
 def test_everything_of_tasks_that_never_end_is_refused() -> None:
     async def main() -> None:
         with pytest.raises(ValueError, match=r"until the tasks run out, but those of .*toy.* never do"):
