@@ -268,6 +268,11 @@ class GroupQueueManager:
         """Whole groups that no batch has taken."""
         return self._ready_by_version.total()
 
+    @property
+    def is_demanded(self) -> bool:
+        """Whether a caller waits for a batch."""
+        return self._demand is not None
+
     @contextmanager
     def demanding(self, groups: int | None) -> Iterator[None]:
         """While a caller waits for a batch of so many groups, or of all that the tasks give, admission counts it."""
@@ -352,8 +357,8 @@ class GroupQueueManager:
                 f"reset begins the tasks anew, but {len(groups)} groups of this epoch are open, the oldest is "
                 f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
             )
-        # The last batch may have been short. It counts as a whole one, or groups would begin in what is left of it, which
-        # no batch of this version takes.
+        # The last batch may have been short. It counts as a whole one, or groups would begin in what is left of it,
+        # which no batch of this version takes.
         self.base -= (self.base - self.consumed) % self.config.groups_per_batch
         self.domains.restart()
         self._whole_before_epoch = self._whole_groups
