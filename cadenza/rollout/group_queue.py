@@ -122,8 +122,8 @@ class GroupQueueManager:
         """Groups that the batches of all versions before this one hold."""
         self._consumed_before_version = 0
         """Groups consumed when this version was published."""
-        self._whole_before_epoch = self._failed_before_epoch = 0
-        """Groups consumed or filtered, and attempts failed, when this epoch of the tasks began."""
+        self._whole_before_pass = self._failed_before_pass = 0
+        """Groups consumed or filtered, and attempts failed, when this pass over the tasks began."""
         self._warned_unpublished = False
         self._demand: float | None = None
         """Groups that a waiting `take` still wants."""
@@ -348,21 +348,21 @@ class GroupQueueManager:
         return batch
 
     def reset(self) -> None:
-        """Begin the next epoch: the same tasks in the same order. The ledger counts on; sampling randomness is keyed by
+        """Begin the next pass over the tasks: the same ones in the same order. The ledger counts on; sampling randomness is keyed by
         the task, so that the same weights write the same answers again. Refused while groups are open."""
         if self._error is not None:
             raise self._error
         if groups := self.ledger.open_groups():
             raise RolloutError(
-                f"reset begins the tasks anew, but {len(groups)} groups of this epoch are open, the oldest is "
+                f"reset begins the tasks anew, but {len(groups)} groups of this pass over them are open, the oldest is "
                 f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
             )
         # The last batch may have been short. It counts as a whole one, or groups would begin in what is left of it,
         # which no batch of this version takes.
         self.base -= (self.base - self.consumed) % self.config.groups_per_batch
         self.domains.restart()
-        self._whole_before_epoch = self._whole_groups
-        self._failed_before_epoch = self.ledger.fates[Fate.FAILED]
+        self._whole_before_pass = self._whole_groups
+        self._failed_before_pass = self.ledger.fates[Fate.FAILED]
         self.errors.first = ""
         self.refill()
 
@@ -486,10 +486,10 @@ class GroupQueueManager:
         return self.consumed + self.ledger.groups_closed[Fate.FILTERED]
 
     def _raise_if_all_failed(self) -> None:
-        """The tasks ran out: raise if attempts failed and no group of this epoch was ever whole. A task that fails
+        """The tasks ran out: raise if attempts failed and no group of this pass over them was ever whole. A task that fails
         while others are consumed is retired, and no more is made of it."""
-        failed = self.ledger.fates[Fate.FAILED] - self._failed_before_epoch
-        if not failed or self._whole_groups > self._whole_before_epoch:
+        failed = self.ledger.fates[Fate.FAILED] - self._failed_before_pass
+        if not failed or self._whole_groups > self._whole_before_pass:
             return
         causes = {cause: count for (fate, cause), count in self.ledger.causes.items() if fate is Fate.FAILED}
         often = max(causes, key=lambda cause: causes[cause])

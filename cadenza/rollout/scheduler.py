@@ -161,7 +161,7 @@ class RolloutScheduler:
 
     async def reset(self) -> None:
         """Begin the tasks anew, once `get_batch` has given all of them: the same tasks in the same order, for the next
-        validation or the next epoch of training. A batch that is being taken is awaited first; refused with
+        validation or the next pass of the training. A batch that is being taken is awaited first; refused with
         `RolloutError` while groups are open."""
         await self._start()
         async with self._batch_lock:
