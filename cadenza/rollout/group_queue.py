@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from cadenza.config import load_object
@@ -51,6 +52,16 @@ Mode = Literal["train", "val"]
 UNPUBLISHED_BATCHES = 3
 """Batches of one version, beyond those that asynchrony allows, after which a warning says that none is published."""
 GroupFilter = Callable[[list[Trajectory]], Awaitable[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class PassStart:
+    """The counts when a pass over the tasks began."""
+
+    whole: int = 0
+    """Groups consumed, or whole and filtered."""
+    failed: int = 0
+    """Attempts failed."""
 
 
 class GroupQueueManager:
@@ -122,8 +133,7 @@ class GroupQueueManager:
         """Groups that the batches of all versions before this one hold."""
         self._consumed_before_version = 0
         """Groups consumed when this version was published."""
-        self._whole_before_pass = self._failed_before_pass = 0
-        """Groups consumed or filtered, and attempts failed, when this pass over the tasks began."""
+        self.before_pass = PassStart()
         self._warned_unpublished = False
         self._demand: float | None = None
         """Groups that a waiting `take` still wants."""
@@ -348,8 +358,9 @@ class GroupQueueManager:
         return batch
 
     def reset(self) -> None:
-        """Begin the next pass over the tasks: the same ones in the same order. The ledger counts on; sampling randomness is keyed by
-        the task, so that the same weights write the same answers again. Refused while groups are open."""
+        """Begin the next pass over the tasks: the same ones in the same order. The ledger counts on; sampling
+        randomness is keyed by the task, so that the same weights write the same answers again. Refused while groups are
+        open."""
         if self._error is not None:
             raise self._error
         if groups := self.ledger.open_groups():
@@ -361,8 +372,7 @@ class GroupQueueManager:
         # which no batch of this version takes.
         self.base -= (self.base - self.consumed) % self.config.groups_per_batch
         self.domains.restart()
-        self._whole_before_pass = self._whole_groups
-        self._failed_before_pass = self.ledger.fates[Fate.FAILED]
+        self.before_pass = PassStart(self._whole_groups, self.ledger.fates[Fate.FAILED])
         self.errors.first = ""
         self.refill()
 
@@ -396,12 +406,12 @@ class GroupQueueManager:
         """What ended the run."""
         return self._error
 
-    def restore(self, version: int, consumed: int, base: int, groups: list[Group]) -> None:
+    def restore(self, version: int, consumed: int, base: int, before_pass: PassStart, groups: list[Group]) -> None:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
         self.version, self.consumed, self.base, self.started = version, consumed, base, consumed
-        self._consumed_before_version = consumed
+        self._consumed_before_version, self.before_pass = consumed, before_pass
         now = self._now()
         for group in groups:
             self.ledger.readmit(group)
@@ -486,10 +496,10 @@ class GroupQueueManager:
         return self.consumed + self.ledger.groups_closed[Fate.FILTERED]
 
     def _raise_if_all_failed(self) -> None:
-        """The tasks ran out: raise if attempts failed and no group of this pass over them was ever whole. A task that fails
-        while others are consumed is retired, and no more is made of it."""
-        failed = self.ledger.fates[Fate.FAILED] - self._failed_before_pass
-        if not failed or self._whole_groups > self._whole_before_pass:
+        """The tasks ran out: raise if attempts failed and no group of this pass over them was ever whole. A task that
+        fails while others are consumed is retired, and no more is made of it."""
+        failed = self.ledger.fates[Fate.FAILED] - self.before_pass.failed
+        if not failed or self._whole_groups > self.before_pass.whole:
             return
         causes = {cause: count for (fate, cause), count in self.ledger.causes.items() if fate is Fate.FAILED}
         often = max(causes, key=lambda cause: causes[cause])
