@@ -8,7 +8,7 @@ futures <-- Channel <----------- all requests that ended <------------- Mailbox 
 ```
 Invariant: every future that `generate` returns ends. When the channel is lost, or the replica is killed, all of them
 fail with `ReplicaLost`. A client that is silent for SILENT_SECONDS is lost for the replica: its requests are aborted,
-its answers dropped, and its later calls refused.
+its answers dropped, and its later calls refused (channel.py).
 
 Control calls (pause, load_weights, ...) are calls of their own beside the channel. The sampler has a deadline for each.
 
@@ -77,7 +77,7 @@ class ReplicaWorker(Worker):
         self._running: dict[int, tuple[asyncio.Future[Generation], Mailbox]] = {}
         """By request id: the engine's future, and the mailbox of the client that gets the answer."""
         self._mailboxes: dict[str, Mailbox] = {}
-        """By client. That of a client that was given up stays, to refuse it."""
+        """By client, until it falls silent."""
         self._broadcast_groups = BroadcastGroups()
         self._ready: tuple[str, object] | None = None
         """The transfer that waits to be loaded, and what the engine takes for it."""
@@ -171,9 +171,10 @@ class ReplicaWorker(Worker):
             mailbox.send((id, future.result() if error is None else _portable(error)))
 
     def _on_client_lost(self, client: str) -> None:
-        mailbox = self._mailboxes[client]
+        mailbox = self._mailboxes.pop(client)
         ids = [id for id, (_, other) in self._running.items() if other is mailbox]
-        logger.warning("%s gives up its silent client '%s' and %d requests", self._engine.name, client, len(ids))
+        if ids:
+            logger.warning("%s gives up its silent client '%s' and %d requests", self._engine.name, client, len(ids))
         for id in ids:
             self._abort(AbortRequest(id, "client_lost", wants_tokens=False))
 
@@ -287,6 +288,10 @@ class RemoteReplica:
     def mark_lost(self, cause: str) -> None:
         """Give the replica up in this process: another one has found that it is lost."""
         self._fail(f"{self.name} is lost: {cause}")
+
+    def close(self) -> None:
+        """Send no more requests from this process; the replica lives on for others."""
+        self._fail(f"{self.name} is closed in this process")
 
     # -- inside ----------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Replica, ReplicaError, ReplicaLost
+from cadenza.rollout.failures import logger
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
 from cadenza.rollout.sampler import Grant, ReplicaAddress, RequestOutcome, Sampler
 
@@ -164,8 +165,11 @@ class GrantClient:
             future.set_result(message)
 
     def close(self, text: str) -> None:
-        """The grant server is gone: fail every grant that waits, and every later one."""
+        """The grant server is gone: fail every grant that waits, and every later one; talk to the replicas no more."""
         self._closed_because = text
+        for entry in self.entries:
+            if isinstance(entry.replica, RemoteReplica):
+                entry.replica.close()
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
@@ -216,6 +220,10 @@ class GrantServer:
         for session, entry in idle_sessions.items():
             self._sampler.end_session(entry, session)
 
+    def grants_for(self, entry: ReplicaEntry) -> int:
+        """Grants for this replica that the grant client holds."""
+        return sum(grant.entry is entry for grant in self._granted.values())
+
     def _on_request(self, grant_request: GrantRequest) -> None:
         number, route_request, index, cached, interrupted_request = grant_request
         sticky = None if index < 0 else self._sampler.entries[index]
@@ -237,6 +245,9 @@ class GrantServer:
             grant = await self._sampler.grant(route_request, sticky, cached, interrupted_request)
         except InfrastructureError as error:
             self._send(GrantDenied(number, str(error)))
+        except Exception as error:  # noqa: BLE001 - a bug; untold, the client would wait for ever
+            logger.exception("the sampler raised while a grant waited")
+            self._send(GrantDenied(number, f"the sampler raised {error!r}"))
         else:
             self._send_grant(number, grant)
         finally:

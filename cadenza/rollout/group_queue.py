@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from cadenza.config import load_object
@@ -44,12 +45,23 @@ from cadenza.rollout.failures import (
 )
 from cadenza.rollout.ledger import Attempt, AttemptCopy, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.records import Fate, Trajectory
+from cadenza.rollout.remote_attempts import MAX_WAITING, RemoteAttempts, WaitingWorkers
 from cadenza.rollout.tasks import Domains
 
 Mode = Literal["train", "val"]
 UNPUBLISHED_BATCHES = 3
 """Batches of one version, beyond those that asynchrony allows, after which a warning says that none is published."""
 GroupFilter = Callable[[list[Trajectory]], Awaitable[bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class PassStart:
+    """The counts when a pass over the tasks began."""
+
+    whole: int = 0
+    """Groups consumed, or whole and filtered."""
+    failed: int = 0
+    """Attempts failed."""
 
 
 class GroupQueueManager:
@@ -63,8 +75,10 @@ class GroupQueueManager:
         groups = ray.get(queue.take.remote(2))               # the controller: two whole groups, the oldest first
         queue.advance.remote(1)                              # after weights were published; queue.reset.remote()
 
-    A worker far away has a copy of its attempt. `put` and `fail` of a copy also free its slot; what comes of an attempt
-    that has its fate already is dropped. The calls need a running event loop, the constructor does not.
+    A worker far away has a copy of its attempt, and a lease: without a word for `lease_seconds` the attempt fails and
+    is issued anew, so that a worker that vanishes costs its own attempt. One that takes longer calls `renew`, which
+    answers whether to go on. `put` and `fail` of a copy also free its slot; what comes of an attempt that has its fate
+    already is dropped. The calls need a running event loop, the constructor does not.
     """
 
     def __init__(
@@ -74,7 +88,10 @@ class GroupQueueManager:
         mode: Mode = "train",
         *,
         events: EventSink | None = None,
+        max_waiting: int = MAX_WAITING,
     ) -> None:
+        """`max_waiting` calls of `next_attempt` may wait, further ones are refused: each takes one of the concurrent
+        calls of an actor, of which Ray allows 1,000 unless `max_concurrency` says more."""
         self.config = config
         self.mode = mode
         self.ledger = Ledger(config.history, events)
@@ -91,9 +108,11 @@ class GroupQueueManager:
         """When an attempt last finished or failed."""
         self.stop: Callable[[Attempt], None] = lambda attempt: None
         """Set by the slot pool: ends the run of an attempt that has its fate."""
-        self._work = asyncio.Event()
-        """Wakes those that wait in `next_attempt`."""
-        self.refill: Callable[[], None] = self._wake_workers
+        self._workers = WaitingWorkers(max_waiting)
+        """In `next_attempt`."""
+        self._remote_attempts = RemoteAttempts(env_manager_config.lease_seconds, self._expire)
+        """Attempts that `next_attempt` gave out and whose slots are not free yet."""
+        self.refill: Callable[[], None] = self._workers.wake_next
         """Set by the owner of the slots: there may be work."""
         self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
         """Set by the scheduler: runs the coroutine of a filter in its task group."""
@@ -114,10 +133,7 @@ class GroupQueueManager:
         """Groups that the batches of all versions before this one hold."""
         self._consumed_before_version = 0
         """Groups consumed when this version was published."""
-        self._whole_before_epoch = self._failed_before_epoch = 0
-        """Groups consumed or filtered, and attempts failed, when this epoch of the tasks began."""
-        self._remote_attempts: set[int] = set()
-        """Attempts that `next_attempt` gave out and whose slots are not free yet."""
+        self.before_pass = PassStart()
         self._warned_unpublished = False
         self._demand: float | None = None
         """Groups that a waiting `take` still wants."""
@@ -159,13 +175,20 @@ class GroupQueueManager:
 
     async def next_attempt(self, slot: int = 0) -> Attempt | None:
         """Waits for the next attempt to run, for a worker without a `refill` callback. None when the tasks ran out, or
-        the run has ended."""
+        the run has ended. Its lease begins now."""
         while (attempt := self.issue(slot)) is None:
             if self._error is not None or (self.domains.exhausted and not self._unconsumed):
+                self._workers.wake_next()
                 return None
-            await self._work.wait()
-        self._remote_attempts.add(attempt.id)
+            await self._workers.wait()
+        self._workers.wake_next()
+        self._remote_attempts.begin(attempt)
         return attempt
+
+    def renew(self, attempt: Attempt) -> bool:
+        """The worker of an attempt that `next_attempt` gave out makes progress: its lease begins anew. Returns whether
+        it should go on; False when the attempt has its fate."""
+        return self._remote_attempts.renew(attempt)
 
     def slot_freed(self, attempt: Attempt) -> None:
         """The env of this attempt is gone."""
@@ -177,8 +200,8 @@ class GroupQueueManager:
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """The episode is finished and has its reward."""
-        if isinstance(attempt, AttemptCopy):
-            if (original := self._end_copy(attempt)) is None:
+        if isinstance(attempt, AttemptCopy) or attempt in self._remote_attempts:
+            if (original := self._end_remote(attempt, trajectory.response_tokens, len(trajectory.turns))) is None:
                 return
             attempt = original
             self.ledger.await_reward(attempt)
@@ -201,8 +224,8 @@ class GroupQueueManager:
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
         """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
         this one was."""
-        if isinstance(attempt, AttemptCopy):
-            if (original := self._end_copy(attempt)) is None:
+        if isinstance(attempt, AttemptCopy) or attempt in self._remote_attempts:
+            if (original := self._end_remote(attempt, attempt.tokens, attempt.turns)) is None:
                 return
             attempt = original
         self.last_end_time = self._now()
@@ -254,6 +277,11 @@ class GroupQueueManager:
     def ready(self) -> int:
         """Whole groups that no batch has taken."""
         return self._ready_by_version.total()
+
+    @property
+    def is_demanded(self) -> bool:
+        """Whether a caller waits for a batch."""
+        return self._demand is not None
 
     @contextmanager
     def demanding(self, groups: int | None) -> Iterator[None]:
@@ -330,18 +358,21 @@ class GroupQueueManager:
         return batch
 
     def reset(self) -> None:
-        """Begin the next epoch: the same tasks in the same order. The ledger counts on; sampling randomness is keyed by
-        the task, so that the same weights write the same answers again. Refused while groups are open."""
+        """Begin the next pass over the tasks: the same ones in the same order. The ledger counts on; sampling
+        randomness is keyed by the task, so that the same weights write the same answers again. Refused while groups are
+        open."""
         if self._error is not None:
             raise self._error
         if groups := self.ledger.open_groups():
             raise RolloutError(
-                f"reset begins the tasks anew, but {len(groups)} groups of this epoch are open, the oldest is "
+                f"reset begins the tasks anew, but {len(groups)} groups of this pass over them are open, the oldest is "
                 f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
             )
+        # The last batch may have been short. It counts as a whole one, or groups would begin in what is left of it,
+        # which no batch of this version takes.
+        self.base -= (self.base - self.consumed) % self.config.groups_per_batch
         self.domains.restart()
-        self._whole_before_epoch = self._whole_groups
-        self._failed_before_epoch = self.ledger.fates[Fate.FAILED]
+        self.before_pass = PassStart(self._whole_groups, self.ledger.fates[Fate.FAILED])
         self.errors.first = ""
         self.refill()
 
@@ -365,7 +396,8 @@ class GroupQueueManager:
         self._ready_by_version.clear()
         self._unconsumed.clear()
         self._wake()
-        self._wake_workers()
+        self._workers.wake_next()
+        self._remote_attempts.close()
 
     # -- over a restart ------------------------------------------------------------------------------------------
 
@@ -374,12 +406,12 @@ class GroupQueueManager:
         """What ended the run."""
         return self._error
 
-    def restore(self, version: int, consumed: int, base: int, groups: list[Group]) -> None:
+    def restore(self, version: int, consumed: int, base: int, before_pass: PassStart, groups: list[Group]) -> None:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
         self.version, self.consumed, self.base, self.started = version, consumed, base, consumed
-        self._consumed_before_version = consumed
+        self._consumed_before_version, self.before_pass = consumed, before_pass
         now = self._now()
         for group in groups:
             self.ledger.readmit(group)
@@ -464,10 +496,10 @@ class GroupQueueManager:
         return self.consumed + self.ledger.groups_closed[Fate.FILTERED]
 
     def _raise_if_all_failed(self) -> None:
-        """The tasks ran out: raise if attempts failed and no group of this epoch was ever whole. A task that fails
-        while others are consumed is retired, and no more is made of it."""
-        failed = self.ledger.fates[Fate.FAILED] - self._failed_before_epoch
-        if not failed or self._whole_groups > self._whole_before_epoch:
+        """The tasks ran out: raise if attempts failed and no group of this pass over them was ever whole. A task that
+        fails while others are consumed is retired, and no more is made of it."""
+        failed = self.ledger.fates[Fate.FAILED] - self.before_pass.failed
+        if not failed or self._whole_groups > self.before_pass.whole:
             return
         causes = {cause: count for (fate, cause), count in self.ledger.causes.items() if fate is Fate.FAILED}
         often = max(causes, key=lambda cause: causes[cause])
@@ -612,19 +644,28 @@ class GroupQueueManager:
             del self._unconsumed[group.begun]
             self._ready_by_version.pop(group.begun, None)
 
-    def _end_copy(self, copy: AttemptCopy) -> Attempt | None:
-        """A worker elsewhere is done with an attempt: its slot is free. Returns the attempt; None if it has its fate,
-        or if the worker has spoken of it before."""
-        if copy.id not in self._remote_attempts:
+    def _end_remote(self, attempt: Attempt, tokens: int, turns: int) -> Attempt | None:
+        """A worker elsewhere is done with an attempt: its slot is free, its tokens are booked. Returns the attempt;
+        None if it has its fate, or if the worker has spoken of it before."""
+        original = self._remote_attempts.end(attempt)
+        if original is None:
             return None
-        self._remote_attempts.discard(copy.id)
-        self.slot_freed(copy)
-        self._wake_workers()
-        return self.ledger.original(copy)
+        self.slot_freed(original)
+        self._workers.wake_next()
+        if original is not attempt:
+            original.turns = turns
+        self.ledger.add_tokens(original, tokens - original.tokens)
+        return original if original.fate is None else None
 
-    def _wake_workers(self) -> None:
-        self._work.set()
-        self._work.clear()
+    def _expire(self, attempt: Attempt) -> None:
+        """The worker of an attempt is silent: its slot is free. It counts against the task, for a task that always ends
+        its worker must be retired."""
+        detail = f"no word from its worker within lease_seconds {self._remote_attempts.seconds:g}"
+        self.slot_freed(attempt)
+        if attempt.fate is None:
+            logger.warning("%s of task '%s' failed: %s", attempt.key, attempt.group.task.id, detail)
+            self.fail(attempt, "worker: lease expired", detail)
+        self._workers.wake_next()
 
     def _wake(self) -> None:
         if self._change is not None and not self._change.done():

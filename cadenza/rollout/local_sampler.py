@@ -52,8 +52,12 @@ class LocalSampler:
         self.balancer = Balancer(self.config.prefill_weight)
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
+        self.on_all_shrunk: list[Callable[[], None]] = []
         self.events: EventSink | None = None
         """Told of everything that happens to the gate, the version and the replicas."""
+        self.is_awaited: Callable[[ReplicaEntry, float], bool] = lambda entry, since: True
+        """Set by the owner of clients in other processes, which may vanish: whether one that was heard of since then
+        has a grant for this replica."""
         self.opened_at = 0.0
         self._pool = ReplicaPool(replicas, self.config, self.router, emit=self._emit, on_lost=self._on_lost)
         self._weights: object = None
@@ -226,7 +230,7 @@ class LocalSampler:
         if not self._background_tasks:
             loop = asyncio.get_running_loop()
             self._background_tasks.append(
-                loop.create_task(HealthCheck(self._pool, self.config).run(), name="sampler health")
+                loop.create_task(HealthCheck(self._pool, self.config, self.is_awaited).run(), name="sampler health")
             )
             if self.config.balance_seconds:
                 self._background_tasks.append(loop.create_task(self._balance_loop(), name="sampler balance"))
@@ -276,6 +280,7 @@ class LocalSampler:
     def _open_gate(self) -> None:
         if not self._pool.active():
             if any(entry.state is ReplicaState.ASLEEP for entry in self._pool.entries):
+                self._tell_if_all_shrunk()
                 return  # an expand brings one, and opens
             raise NoReplicas(f"no replica is left: {self._pool.loss_summary()}")
         self.opened_at = asyncio.get_running_loop().time()
@@ -354,6 +359,7 @@ class LocalSampler:
                     self._shrunk_to_none = True
                 await self._pool.call_each(leaving, lambda entry: self._pool.put_to_sleep(entry, epoch))
                 self._emit("shrink", "sampler", str(_devices_of(leaving)))
+                self._tell_if_all_shrunk()
         report = self._report(leaving, ReplicaState.ASLEEP, unchanged, started)
         return report | {"moved": moved, "moved_tokens": moved_tokens}
 
@@ -412,6 +418,11 @@ class LocalSampler:
             callback(name, cause)
         if not self._pool.active():
             self._gate.close()
+
+    def _tell_if_all_shrunk(self) -> None:
+        if self.waits_for == "expand":
+            for callback in self.on_all_shrunk:
+                callback()
 
     def _emit(self, kind: str, subject: str, detail: str) -> None:
         if self.events is not None:

@@ -176,6 +176,11 @@ class Sampler(GrantSource, Protocol):
         ...
 
     @property
+    def on_all_shrunk(self) -> list[Callable[[], None]]:
+        """Called when generation begins to wait for an expand, because all devices were shrunk."""
+        ...
+
+    @property
     def entries(self) -> Sequence[ReplicaEntry]:
         """Of all replicas, in their order. A `refresh` goes before."""
         ...

@@ -46,6 +46,7 @@ class SamplerClient:
         self.is_open = False
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
+        self.on_all_shrunk: list[Callable[[], None]] = []
         self.addresses: Sequence[ReplicaAddress] = ()
         self._process = process
         self._namespace = uuid.uuid4().int % (1 << 19) << 43
@@ -234,6 +235,7 @@ class SamplerClient:
         if state.opened_at != self._remote_opened_at:
             self._remote_opened_at = state.opened_at
             self.opened_at = asyncio.get_running_loop().time()
+        was_shrunk = self.waits_for == "expand"
         self.is_open, self.waits_for = state.is_open, state.waits_for
         self.devices, self._counters = state.devices, state.counters
         new = {name: cause for name, cause in state.lost.items() if name not in self.lost}
@@ -246,6 +248,9 @@ class SamplerClient:
         for name, cause in new.items():
             for on_lost in self.on_lost:
                 on_lost(name, cause)
+        if self.waits_for == "expand" and not was_shrunk:
+            for on_all_shrunk in self.on_all_shrunk:
+                on_all_shrunk()
 
     def _on_sampler_lost(self, error: Exception) -> None:
         logger.error("the sampler does not answer any more: %s", error)

@@ -117,6 +117,7 @@ class RolloutScheduler:
         self._batch_lock = asyncio.Lock()
         self._suspensions = 0
         """Asked for. A call that opens the gate does not undo one that came later."""
+        self._has_told_of_expand = False
         self._tasks: asyncio.TaskGroup | None = None
         self._run_task: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -160,7 +161,7 @@ class RolloutScheduler:
 
     async def reset(self) -> None:
         """Begin the tasks anew, once `get_batch` has given all of them: the same tasks in the same order, for the next
-        validation or the next epoch of training. A batch that is being taken is awaited first; refused with
+        validation or the next pass of the training. A batch that is being taken is awaited first; refused with
         `RolloutError` while groups are open."""
         await self._start()
         async with self._batch_lock:
@@ -201,6 +202,7 @@ class RolloutScheduler:
         if self._on_version in self.sampler.on_version:
             self.sampler.on_version.remove(self._on_version)
             self.sampler.on_lost.remove(self._on_replica_lost)
+            self.sampler.on_all_shrunk.remove(self._say_that_all_are_shrunk)
         if self.sampler.is_held_by(self):
             with suppress(NoReplicas, InfrastructureError):  # a sampler that is gone has no gate
                 await self.sampler.resume(holder=self)
@@ -293,6 +295,7 @@ class RolloutScheduler:
             )
         self.sampler.on_version.append(self._on_version)
         self.sampler.on_lost.append(self._on_replica_lost)
+        self.sampler.on_all_shrunk.append(self._say_that_all_are_shrunk)
         self._run_task = asyncio.get_running_loop().create_task(self._run(), name=f"scheduler {self.mode}")
         await self._wait_until_started()
 
@@ -331,19 +334,16 @@ class RolloutScheduler:
         """Take a batch, but notice when nothing moves any more, or when a bug ended the task group."""
         assert self._run_task is not None
         loop = asyncio.get_running_loop()
-        asked, stall_seconds, has_told = loop.time(), self.config.stall_seconds, False
+        asked, stall_seconds = loop.time(), self.config.stall_seconds
         with self.queue.demanding(groups):
+            self._has_told_of_expand = False
             while (batch := self.queue.cut()) is None:
                 left = stall_seconds - (loop.time() - max(asked, self.queue.last_end_time, self.sampler.opened_at))
                 if left <= CLOCK_NOISE and not self.sampler.waits_for:
                     self.queue.fatal(Stalled(self._stall_message()))
                     continue
-                if self.sampler.waits_for == "expand" and not has_told:
-                    has_told = True
-                    logger.warning(
-                        "get_batch waits for an expand: all devices of the sampler were shrunk (%s)",
-                        dict(self.sampler.devices),
-                    )
+                if self.sampler.waits_for == "expand":
+                    self._say_that_all_are_shrunk()
                 either: list[asyncio.Future[Any]] = [self.queue.changed(), self._run_task]
                 timeout = left if left > CLOCK_NOISE else stall_seconds
                 await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -351,6 +351,15 @@ class RolloutScheduler:
                     self.queue.fatal(SchedulerClosed("the scheduler ended"))
                     self._run_task.result()
             return batch
+
+    def _say_that_all_are_shrunk(self) -> None:
+        """Once for each `get_batch` that waits."""
+        if self.queue.is_demanded and not self._has_told_of_expand:
+            self._has_told_of_expand = True
+            logger.warning(
+                "get_batch waits for an expand: all devices of the sampler were shrunk (%s)",
+                dict(self.sampler.devices),
+            )
 
     async def _load_turns(self, trajectories: list[Trajectory]) -> None:
         """Have the turns here. Those that were lost with their node cost their groups, which were cut already."""

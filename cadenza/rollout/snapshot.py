@@ -26,7 +26,7 @@ from cadenza.data import DataProto, Ragged
 from cadenza.inference.replica import Span
 from cadenza.rollout.collate import FINISH
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueueManager, PassStart
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger
 from cadenza.rollout.records import Fate, Task, Trajectory, Turn
 from cadenza.rollout.tasks import Domain
@@ -133,6 +133,7 @@ class SavedState(msgspec.Struct, frozen=True):
     domains: dict[str, SavedDomain]
     sums: SavedSums
     groups: list[SavedGroup]
+    before_pass: PassStart = PassStart()
 
 
 # -- save --------------------------------------------------------------------------------------------------------------
@@ -157,6 +158,7 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
         {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
         [_saved_group(group, positions[group.task.domain], lost) for group in groups],
+        queue.before_pass,
     )
     if lost:
         logger.warning("the info of finished rollouts is saved without %s: JSON cannot hold them", sorted(lost))
@@ -299,7 +301,7 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
     queue.staleness.update(state.sums.staleness)
     uncollated = [group for group in groups if group.state is GroupState.CLOSED]
     pending = [group for group in groups if group.state is not GroupState.CLOSED]
-    queue.restore(state.version, state.consumed, state.base, pending)
+    queue.restore(state.version, state.consumed, state.base, state.before_pass, pending)
     for name, tasks in again.items():
         domains[name].to_redraw.extend(tasks)
     queue.ledger.check()

@@ -1667,7 +1667,7 @@ def test_a_validation_can_be_asked_again_for_the_same_tasks() -> None:
     simulate(main)
 
 
-def test_finite_tasks_can_be_trained_for_several_epochs() -> None:
+def test_finite_tasks_can_be_trained_in_several_passes() -> None:
     async def main() -> None:
         async with playing(tasks=3, batch_size=4, group_size=2, alpha=1) as scheduler:
             seen: list[str] = []
@@ -1688,7 +1688,7 @@ def test_reset_is_refused_while_groups_are_open() -> None:
     async def main() -> None:
         async with playing(tasks=6, batch_size=2, alpha=1) as scheduler:
             await got(scheduler, 2)
-            with pytest.raises(RolloutError, match="2 groups of this epoch are open, the oldest is g2 of task"):
+            with pytest.raises(RolloutError, match="2 groups of this pass over them are open, the oldest is g2"):
                 await scheduler.reset()
             await publish(scheduler, 1)
             assert column(await got(scheduler, 2), "task_id") == ["toy/2", "toy/3"]
@@ -1705,7 +1705,7 @@ def test_reset_awaits_the_batch_that_is_being_taken() -> None:
     simulate(main)
 
 
-def test_an_epoch_that_fails_as_a_whole_is_an_error_also_after_one_that_was_trained() -> None:
+def test_a_pass_that_fails_as_a_whole_is_an_error_also_after_one_that_was_trained() -> None:
     async def step(seed: int, number: int) -> Any:
         if number:
             raise ValueError("worn out")
