@@ -34,6 +34,10 @@ from cadenza.rollout.sampler import GrantSource
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
+class LateReward(DeadlinePassed):
+    """A reward did not return in time, however often it was asked; the text names its domain."""
+
+
 class ErrorCounter(Protocol):
     """Where exceptions of user code are counted."""
 
@@ -273,9 +277,12 @@ class EnvWorker:
         for left in range(self._max_reward_tries - 1, -1, -1):
             try:
                 return await with_deadline(self.config.reward_seconds, reward(trajectory), "reward_seconds")
-            except DeadlinePassed:
+            except DeadlinePassed as error:
                 if not left:
-                    raise
+                    raise LateReward(
+                        f"the reward of domain '{trajectory.task.domain}' did not return within envs.reward_seconds "
+                        f"({self.config.reward_seconds:g} s), asked {self._max_reward_tries} times"
+                    ) from error
         raise AssertionError("unreachable")
 
     def _fail(self, attempt: Attempt, stage: str, error: BaseException) -> None:
@@ -291,6 +298,10 @@ class EnvWorker:
             weight = 0.25
         else:
             self._queue.errors.add(f"{stage} of domain '{attempt.group.task.domain}'", error)
+        if isinstance(error, LateReward):
+            logger.warning("%s failed: %s", attempt.key, error)
+            self._queue.fail(attempt, str(error), weight=weight)
+            return
         self._queue.fail(attempt, f"{stage}: {type(error).__name__}", str(error)[:200], weight=weight)
 
     def _expire(self, attempt: Attempt) -> None:
