@@ -14,7 +14,14 @@ from cadenza.run.config import RunConfig
 from cadenza.run.episodes import EpisodeStats, RolloutMode, sample_of
 from cadenza.run.inference import Inference
 from cadenza.run.pipeline import STOPPED, Pipeline
-from cadenza.run.rollouts import NoEpisodes, RolloutSnapshots, check_rollouts, scheduler_for, step_request
+from cadenza.run.rollouts import (
+    NoEpisodes,
+    RolloutSnapshots,
+    check_rollouts,
+    named_as_validation,
+    scheduler_for,
+    step_request,
+)
 
 
 class RolloutPipeline(Pipeline):
@@ -71,7 +78,8 @@ class RolloutPipeline(Pipeline):
         with self.timed("validate"):
             validator = scheduler_for("val", self.config, self.inference)
             try:
-                batch = await self.unless_stopped(lambda: validator.get_batch(step_request(step), -1))
+                with named_as_validation():
+                    batch = await self.unless_stopped(lambda: validator.get_batch(step_request(step), -1))
             finally:
                 await validator.shutdown()
         if batch is None:

@@ -538,7 +538,9 @@ def test_a_run_whose_every_attempt_raised_fails_and_names_the_first_error(tmp_pa
     envs = {**TINY["envs"], "domains": {"lake": {"env": "raising_lake:Raising", "tasks": 3}}}
     done = cadenza("train", config_file(tmp_path, envs=envs, warm_start=None))
     assert done.code == 1
-    assert "The first error was reset of domain 'lake': ValueError: no board" in done.err.splitlines()[-1]
+    message = done.err.splitlines()[-1]
+    assert "in the validation: the tasks ran out" in message
+    assert "The first error was reset of domain 'lake': ValueError: no board" in message
 
 
 # -- what can be trained -----------------------------------------------------------------------------------------------
@@ -801,7 +803,9 @@ def test_a_validation_without_episodes(tmp_path: Path) -> None:
     envs = {**TINY["envs"], "domains": {"lake": {"env": "ended_lake:Ended"}}}
     done = cadenza("train", config_file(tmp_path, envs=envs, warm_start=None, validation={"episodes": 2}))
     assert done.code == 1
-    assert "The first error was reset of domain 'lake': ValueError: no board" in done.err.splitlines()[-1]
+    message = done.err.splitlines()[-1]
+    assert "in the validation: the tasks ran out" in message
+    assert "The first error was reset of domain 'lake': ValueError: no board" in message
     assert not (tmp_path / "runs" / "tiny").exists(), "a run that never began leaves nothing behind"
 
 
