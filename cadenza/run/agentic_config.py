@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from cadenza import envs, rewards
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config, load_object
+from cadenza.config import Config, Seed, load_object
 from cadenza.inference.replica import Sampling
 from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
@@ -54,7 +54,7 @@ class WarmStartConfig(Config):
     """Random well-formed answers (`actions` of the env): only the format is learned. Or the env's own `solution`."""
     episodes: int = Field(default=64, gt=0)
     passes: int = Field(default=1, gt=0)
-    first_seed: int = Field(default=2_000_000_000, ge=0)
+    first_seed: Seed = 2_000_000_000
     """Episodes come from seeds of their own."""
     trainer: SupervisedConfig = SupervisedConfig()
 
@@ -72,7 +72,7 @@ class ValidationConfig(Config):
     """Steps between two validations. One is made before the first step and one after the last."""
     episodes: int = Field(default=100, gt=0)
     """In all, shared among the domains; of a domain whose tasks are rows, all are played."""
-    first_seed: int = Field(default=1_000_000_000, ge=0)
+    first_seed: Seed = 1_000_000_000
     """First task, where tasks are seeds."""
     sampling: Sampling | None = None
     """None samples as in training."""

@@ -10,7 +10,7 @@ rows of one trajectory are one trajectory: it counts once, and time runs on from
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,10 @@ class EstimatorConfig(ScoreConfig):
             return common | {"method": kind.model_validate(given)}
         _check_settings(name, (), settings)
         return common | {"method": FunctionEstimator(function=kind)}
+
+    @classmethod
+    def key_names(cls) -> Sequence[str]:
+        return [key for key in cls.model_fields if key != "method"] + list(setting_owners())
 
     @field_validator("name")
     @classmethod

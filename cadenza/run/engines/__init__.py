@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cadenza.cluster import Cluster, Placement, RoleConfig
-from cadenza.config import Config, load_object
+from cadenza.config import Config, Threads, load_object
 from cadenza.inference.replica import Replica
 from cadenza.inference.server import ServerConfig
 
@@ -95,7 +95,7 @@ class EngineConfig(Config):
     """Prompt tokens computed in one step."""
     keep_kv: bool = False
     """Go on with what was cached under older weights. Faster, but the logprobs are of a mixture."""
-    threads: int | None = Field(default=None, gt=0)
+    threads: Threads | None = None
     python: str | None = None
     """The interpreter of the environment that vLLM is installed in; None is the one of this process."""
     options: dict[str, Any] = Field(default_factory=dict)
