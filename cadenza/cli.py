@@ -340,13 +340,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_expected(error: Exception) -> bool:
-    """Whether the message alone says what happened: an error of the scheduler, of a process that is gone, of a
-    file, of a missing extra."""
-    from cadenza.errors import InfrastructureError
+    """Whether the message alone says what happened: an error of the scheduler, of a process that is gone, of code that
+    a config names, of a file, of a missing extra."""
+    from cadenza.errors import InfrastructureError, UserCodeError
     from cadenza.rollout.failures import RolloutError
 
     named = ("ConfigError", "NonFiniteLoss", "TemplateError", "TrackerError", "VersionMismatch")
-    return isinstance(error, (RolloutError, InfrastructureError, OSError, ImportError)) or type(error).__name__ in named
+    expected = (RolloutError, InfrastructureError, UserCodeError, OSError, ImportError)
+    return isinstance(error, expected) or type(error).__name__ in named
 
 
 def _error_text(error: Exception) -> str:

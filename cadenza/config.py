@@ -11,6 +11,8 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from cadenza.user_code import place_of
+
 Seed = Annotated[int, Field(ge=0, le=2**62)]
 """What random numbers begin with. A run adds small numbers to it, and torch takes 64 bits."""
 Threads = Annotated[int, Field(gt=0, le=1024)]
@@ -98,7 +100,14 @@ def load_object(path: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"'{path}' cannot be loaded: {error}") from error
+    except Exception as error:  # importing a module runs its code
+        raise ValueError(f"'{path}' cannot be loaded: {type(error).__name__}: {error}{_place(error, path)}") from error
     return found
+
+
+def _place(error: Exception, path: str) -> str:
+    """A `SyntaxError` says its place itself."""
+    return "" if isinstance(error, SyntaxError) else place_of(error, path)
 
 
 def import_from_working_directory() -> None:

@@ -35,6 +35,7 @@ from cadenza.training.estimators import (
 )
 from cadenza.training.estimators.grpo import Grpo
 from cadenza.training.token_rows import Array
+from cadenza.user_code import named_user_code
 
 
 class EstimatorConfig(ScoreConfig):
@@ -162,8 +163,9 @@ class Estimator:
         seen = self._score_moments.merge(moments) if self.config.score_norm == "running" else self._score_moments
         if self.config.score_norm != "none":
             inputs.normalise(moments if self.config.score_norm == "batch" else seen)
-        result = self.config.method.with_advantages(inputs)
-        _check_finite(inputs.rows.read(result, "advantages"), inputs)
+        with named_user_code("estimator.name", self.config.name):
+            result = self.config.method.with_advantages(inputs)
+            _check_finite(inputs.rows.read(result, "advantages"), inputs)
         self._score_moments = seen  # only now: a batch that is given a second time after an error counts once
         return result, self._metrics(inputs, moments, result)
 
