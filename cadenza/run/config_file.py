@@ -2,8 +2,9 @@
 
     preset  <  file  <  key=value on the command line
 
-What comes later wins, key by key; `key={}` on the command line empties a section of the file. The key `pipeline` chooses the config class. Unknown keys are refused wherever they
-stand, with a known one that is near or with all of them.
+What comes later wins, key by key; `key={}` on the command line empties a section of the file. The key `pipeline`
+chooses the config class. Unknown keys are refused wherever they stand, with a known one that is near or with all of
+them.
 """
 
 from __future__ import annotations

@@ -1498,7 +1498,7 @@ def test_a_task_whose_reward_never_answers_is_retired_and_the_reward_is_named(
 
     simulate(main)
     told = [message for message in caplog.messages if "did not return within" in message]
-    assert told[0].endswith("the reward of domain 'toy' did not return within envs.reward_seconds (10 s), asked 2 times")
+    assert told[0].endswith("of domain 'toy' did not return within envs.reward_seconds (10 s), asked 2 times")
 
 
 def test_a_task_whose_infrastructure_always_fails_is_retired_after_four_times_as_many_tries() -> None:
