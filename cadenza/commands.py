@@ -292,8 +292,8 @@ def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(f"there is no run in {run_dir}: it has no config.yaml")
     if CONFIG_END not in path.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(
-            f"{path} was cut off, or no run wrote it: its last line must be '{CONFIG_END}'. Write it anew from the config "
-            "file that the run was started with, and the same overrides: "
+            f"{path} was cut off, or no run wrote it: its last line must be '{CONFIG_END}'. Write it anew from the "
+            "config file that the run was started with, and the same overrides: "
             f"cadenza train FILE KEY=VALUE ... --dry-run > {path}"
         )
     config = read_config(path, overrides)
