@@ -340,15 +340,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_expected(error: Exception) -> bool:
-    """Whether the message alone says what happened: an error of the scheduler, of a process that is gone, of a
-    file, of a missing extra."""
+    """Whether the message alone says what happened: an error of the scheduler, of a process that is gone, of code that
+    a config names, of a file, of a missing extra."""
     from cadenza.datasets import DataError
-    from cadenza.errors import InfrastructureError
+    from cadenza.errors import InfrastructureError, UserCodeError
     from cadenza.rollout.failures import RolloutError
 
     named = ("ConfigError", "NonFiniteLoss", "TemplateError", "TrackerError", "VersionMismatch")
-    told = (RolloutError, InfrastructureError, DataError, OSError, ImportError)
-    return isinstance(error, told) or type(error).__name__ in named
+    expected = (RolloutError, InfrastructureError, UserCodeError, DataError, OSError, ImportError)
+    return isinstance(error, expected) or type(error).__name__ in named
 
 
 def _error_text(error: Exception) -> str:

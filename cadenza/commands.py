@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout, sup
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +21,7 @@ from cadenza.data import DataProto
 from cadenza.observe.curve import curve
 from cadenza.observe.display import Display
 from cadenza.observe.report import write_report
-from cadenza.observe.run import RunDirectory, read_lines
+from cadenza.observe.run import CONFIG_END, RunDirectory, config_text, read_lines
 from cadenza.off_loop import as_async
 from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.config_file import dump_config, read_config
@@ -44,7 +43,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool)
     config.check_names()
     if dry_run:
         values = dump_config(config)
-        print(json.dumps(values) if as_json else yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip())
+        print(json.dumps(values) if as_json else config_text(values).rstrip())
         return 0
     with _stdout_for_figures(as_json):
         run = _new_run(config)
@@ -301,7 +300,13 @@ async def _play_checkpoint(
 def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{run_dir} is no run: it has no config.yaml")
+        raise ConfigError(f"there is no run in {run_dir}: it has no config.yaml")
+    if CONFIG_END not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(
+            f"{path} was cut off, or no run wrote it: its last line must be '{CONFIG_END}'. Write it anew from the "
+            "config file that the run was started with, and the same overrides: "
+            f"cadenza train FILE KEY=VALUE ... --dry-run > {path}"
+        )
     config = read_config(path, overrides)
     config.check_names()
     return config

@@ -72,13 +72,14 @@ async def with_deadline(seconds: float, call: Awaitable[T], what: str) -> T:
     try:
         await asyncio.wait([future], timeout=seconds)
     finally:
-        if not future.done():
+        is_late = not future.done()  # a future of a thread is done as soon as it is cancelled
+        if is_late:
             future.cancel()
             _abandoned.add(future)
             future.add_done_callback(ignore_result)
         else:
             ignore_result(future)  # the waiter may be cancelled at the very moment at which the call ends
-    if not future.done():
+    if is_late:
         raise DeadlinePassed(f"no answer within {what} {seconds}")
     return future.result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Event
@@ -10,7 +11,8 @@ from weakref import ref
 
 import pytest
 
-from cadenza.off_loop import DaemonThreadPool
+from cadenza.errors import DeadlinePassed
+from cadenza.off_loop import DaemonThreadPool, as_async, with_deadline
 
 
 class Model:
@@ -25,7 +27,7 @@ class Model:
 
 @pytest.mark.parametrize("method", [Model.close, Model.fail])
 def test_a_thread_lets_go_of_what_it_called_before_it_tells_the_result(method: Callable[[Model], str]) -> None:
-    """Whoever hears the result may end the interpreter: the thread must not free the model then."""
+    """The waiter may end the interpreter when it has the result: the thread must not free the model then."""
     model, is_told, begin = Model(), Event(), Event()
     watched, alive = ref(model), []
 
@@ -46,3 +48,17 @@ def test_a_thread_lets_go_of_what_it_called_before_it_tells_the_result(method: C
     begin.set()
     assert is_told.wait(10)
     assert alive == [False]
+
+
+def test_a_plain_function_that_does_not_return_in_time_is_late_and_not_cancelled() -> None:
+    """The future of a thread is cancelled at once, unlike a task: that must not hide the deadline."""
+    end = Event()
+
+    async def main() -> None:
+        with pytest.raises(DeadlinePassed, match=r"no answer within reward_seconds 0\.01"):
+            await with_deadline(0.01, as_async(end.wait)(), "reward_seconds")
+
+    try:
+        asyncio.run(main())
+    finally:
+        end.set()

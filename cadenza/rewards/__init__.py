@@ -7,12 +7,13 @@ from cadenza.rewards.config import RewardConfig
 from cadenza.rewards.domain import DomainReward, RewardSpec, make_reward
 from cadenza.rewards.registry import REWARDS, RewardName
 from cadenza.rewards.sample import Sample, Scored
-from cadenza.rewards.worker import RewardUnavailable
+from cadenza.rewards.worker import LateReward, RewardUnavailable
 
 __all__ = [
     "REWARDS",
     "ConfiguredReward",
     "DomainReward",
+    "LateReward",
     "RewardConfig",
     "RewardName",
     "RewardSpec",

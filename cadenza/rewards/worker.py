@@ -31,6 +31,10 @@ class RewardUnavailable(InfrastructureError):
     """A reward met an infrastructure fault as often as it was tried."""
 
 
+class LateReward(DeadlinePassed):
+    """A reward did not return in time, however often it was asked."""
+
+
 class RewardWorker:
     """Scores samples by one reward. `open` it before, and `close` it after, in the same event loop."""
 
@@ -92,9 +96,12 @@ class RewardWorker:
                 return await self._in_time(call(argument))
             except InfrastructureError as error:
                 fault = error
-        kind = DeadlinePassed if isinstance(fault, DeadlinePassed) else RewardUnavailable
-        times = f", {self.config.tries} times" if self.config.tries > 1 else ""
-        raise kind(f"{self.place}: {fault}{times}") from fault
+        times = f", asked {self.config.tries} times" if self.config.tries > 1 else ""
+        if isinstance(fault, DeadlinePassed):
+            raise LateReward(
+                f"the {self.place} did not return within reward_seconds ({self.config.seconds:g} s){times}"
+            ) from fault
+        raise RewardUnavailable(f"{self.place}: {fault}{times}") from fault
 
     async def _in_time(self, call: Awaitable[T]) -> T:
         if self.config.seconds is None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cadenza.config import Config
+from cadenza.config import Config, Seed
 from cadenza.datasets import DataConfig
 from cadenza.envs.registry import BUILT_IN, find_factory, registered
 from cadenza.inference.replica import PauseMode, Sampling
@@ -177,7 +177,7 @@ class EnvManagerConfig(Config):
     """How long one call of a reward or a filter may take."""
     close_seconds: float = Field(default=30.0, gt=0)
     """How long the `close` of an env may take."""
-    first_seed: int = Field(default=0, ge=0)
+    first_seed: Seed = 0
     """First seed of a domain whose tasks are seeds. Validation begins elsewhere than training."""
 
     @model_validator(mode="after")

@@ -20,6 +20,7 @@ from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import ignore_result, with_deadline
+from cadenza.rewards import LateReward
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.domain_rollout import DomainRollout, add_score, sample_of
 from cadenza.rollout.env_handle import EnvHandle
@@ -285,6 +286,10 @@ class EnvWorker:
             weight = 0.25
         else:
             self._queue.errors.add(f"{stage} of domain '{attempt.group.task.domain}'", error)
+        if isinstance(error, LateReward):
+            logger.warning("%s failed: %s", attempt.key, error)
+            self._queue.fail(attempt, str(error), weight=weight)
+            return
         self._queue.fail(attempt, f"{stage}: {type(error).__name__}", str(error)[:200], weight=weight)
 
     def _expire(self, attempt: Attempt) -> None:

@@ -56,6 +56,8 @@ class UserErrors:
         self.by_origin: dict[str, int] = {}
         self.first = ""
         """The first one in words: where it was raised, its type and its text."""
+        self._first_by_origin: dict[str, str] = {}
+        """The first one of each key of `by_origin`, in the same words."""
 
     def add(self, origin: str, error: BaseException) -> None:
         """Count one, and show the first of its kind with its traceback."""
@@ -70,7 +72,8 @@ class UserErrors:
         self.since_batch += 1
         if not seen:
             text = trace()
-            self.first = self.first or f"{origin}: {_last_error(kind, text)}"
+            self._first_by_origin[key] = f"{origin}: {_last_error(kind, text)}"
+            self.first = self.first or self._first_by_origin[key]
             logger.error("%s raised; further ones are only counted\n%s", origin, text)
 
     def exceeded(self) -> ErrorBudget | None:
@@ -78,14 +81,20 @@ class UserErrors:
         if self.since_batch <= self.budget:
             return None
         worst = max(self.by_origin, key=lambda key: self.by_origin[key])
+        told = f"most often {self._first_by_origin[worst]} ({self.by_origin[worst]} times)"
+        if self.first not in ("", self._first_by_origin[worst]):
+            told += f"; the first error was {self.first}"
         return ErrorBudget(
             f"user code raised {self.since_batch} times since the last batch, error_budget allows {self.budget}; "
-            f"most often {worst} ({self.by_origin[worst]} times): mend it, or raise error_budget"
+            f"{told}. Correct the code that raises, or raise error_budget"
         )
 
 
 def _last_error(kind: str, trace: str) -> str:
     """'ValueError: no board', of a traceback that ends with it. A long message is cut."""
-    lines = trace.rstrip().splitlines()
-    found = next((line for line in reversed(lines) if kind in line.partition(":")[0] and line[:1] != " "), kind)
-    return found if len(found) <= 300 else found[:297] + "..."
+    for line in reversed(trace.rstrip().splitlines()):
+        name, colon, text = line.partition(":")
+        if kind in name and line[:1] != " ":
+            found = f"{kind}{colon}{text}"
+            return found if len(found) <= 300 else found[:297] + "..."
+    return kind

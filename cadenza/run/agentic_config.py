@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, model_validator
 
 from cadenza import envs
+from cadenza.config import Seed
 from cadenza.inference.replica import Sampling
 from cadenza.rewards import RewardConfig
 from cadenza.rollout import rollout_functions
@@ -22,7 +23,7 @@ class AgenticValidationConfig(ValidationConfig):
 
     episodes: int = Field(default=100, gt=0)
     """In all, shared among the domains; of a domain whose tasks are rows, all are played."""
-    first_seed: int = Field(default=1_000_000_000, ge=0)
+    first_seed: Seed = 1_000_000_000
     """First task, where tasks are seeds."""
     domains: dict[str, DomainConfig] | None = None
     """Tasks of their own; None is those of `envs`, from `first_seed` on."""

@@ -22,6 +22,7 @@ from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig
 from cadenza.training.estimators import names_within_groups
 from cadenza.training.learner import LearnerConfig
+from cadenza.user_code import named_user_code
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"estimator": {"name": "grpo"}, "actor": {"aggregation": "sequence_mean"}},
@@ -178,7 +179,8 @@ class RolloutRunConfig(RunConfig):
         if self.model.lora is not None and not engine.takes_adapters:
             raise ValueError(f"model.lora does not go with engine.kind '{kind}': servers are sent whole models")
         if (devices := self.devices.get(INFERENCE)) is not None:
-            engine.check_devices(devices)
+            with named_user_code("engine.kind", kind, passes=(ValueError,)):
+                engine.check_devices(devices)
 
     def _check_chunks(self) -> None:
         """The chunks of a batch must come to what the whole batch would."""

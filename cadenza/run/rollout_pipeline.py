@@ -17,7 +17,14 @@ from cadenza.run.episodes import EpisodeStats, RolloutMode, sample_of
 from cadenza.run.inference import Inference
 from cadenza.run.pipeline import STOPPED, Pipeline
 from cadenza.run.rollout_config import RolloutRunConfig
-from cadenza.run.rollouts import NoEpisodes, RolloutSnapshots, check_rollouts, scheduler_for, step_request
+from cadenza.run.rollouts import (
+    NoEpisodes,
+    RolloutSnapshots,
+    check_rollouts,
+    named_as_validation,
+    scheduler_for,
+    step_request,
+)
 
 
 class RolloutPipeline(Pipeline):
@@ -95,7 +102,8 @@ class RolloutPipeline(Pipeline):
         """The batch of a validation, and the step whose weights it began with."""
         validator = scheduler_for("val", self.config, self.inference)
         try:
-            batch = await validator.get_batch(step_request(step), -1)
+            with named_as_validation():
+                batch = await validator.get_batch(step_request(step), -1)
         finally:
             await validator.shutdown()
         if batch is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -31,7 +32,16 @@ class NoEpisodes(RolloutError):
     """Every task of a validation was given up."""
 
     def __str__(self) -> str:
-        return "validation has no episode: every task of it was given up, see the errors above"
+        return "the validation has no episode: all of its tasks were given up, see the errors above"
+
+
+@contextmanager
+def named_as_validation() -> Iterator[None]:
+    """Errors of the scheduler raised within say that it was the validation's, which has tasks of its own."""
+    try:
+        yield
+    except RolloutError as error:
+        raise type(error)(f"in the validation: {error}") from error
 
 
 def scheduler_for(mode: RolloutMode, config: RolloutRunConfig, inference: Inference) -> RolloutScheduler:
@@ -83,7 +93,8 @@ async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tup
                 await inference.sampler.load_weights(version, await inference.deliver_weights())
             scheduler = scheduler_for("val", config, inference)
             try:
-                batch = await scheduler.get_batch(step_request(version), -1)
+                with named_as_validation():
+                    batch = await scheduler.get_batch(step_request(version), -1)
             finally:
                 await scheduler.shutdown()
     if batch is None:

@@ -39,7 +39,14 @@ from pydantic import ValidationError
 from cadenza import DataProto, GroupQueueManager, ResourceManager, RolloutScheduler, env
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import ErrorBudget, FilterLimit, NothingFinished, SchedulerClosed, StalenessError
+from cadenza.rollout.failures import (
+    ErrorBudget,
+    FilterLimit,
+    NothingFinished,
+    SchedulerClosed,
+    StalenessError,
+    UserErrors,
+)
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
@@ -745,10 +752,20 @@ def test_user_code_that_raises_too_often_ends_the_run_with_the_worst_place_and_t
             message = r"raised 8 times since the last batch, error_budget allows 7; most often step of domain 'toy'"
             with pytest.raises(ErrorBudget, match=message):
                 await get(scheduler, 4)
-            with pytest.raises(ErrorBudget, match="or raise error_budget"):
+            with pytest.raises(ErrorBudget, match=r"ValueError: broken \(8 times\).*or raise error_budget"):
                 await get(scheduler, 4)
 
     simulate(main)
+
+
+def test_the_error_budget_tells_the_text_of_the_first_error_and_of_the_most_frequent_one() -> None:
+    errors = UserErrors(budget=2)
+    errors.add("reset of domain 'toy'", ValueError("no board"))
+    for text in ("no move", "no other move"):
+        errors.add("step of domain 'toy'", KeyError(text))
+    said = str(errors.exceeded())
+    assert "most often step of domain 'toy': KeyError: 'no move' (2 times)" in said
+    assert "the first error was reset of domain 'toy': ValueError: no board" in said
 
 
 def test_a_lease_that_expires_does_not_draw_on_the_budget_for_exceptions() -> None:

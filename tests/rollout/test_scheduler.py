@@ -1481,7 +1481,9 @@ def test_a_rollout_that_swallows_its_cancellation_gets_no_new_lease_and_delays_n
 # -- tasks that always fail, and how often they may --------------------------------------------------------------------
 
 
-def test_a_task_whose_reward_never_answers_is_retired_and_nobody_is_to_blame() -> None:
+def test_a_task_whose_reward_never_answers_is_retired_and_the_reward_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def dead(sample: Sample) -> float:
         await asyncio.sleep(FOREVER if sample.trajectory.task.seed == 1 else 0.0)
         return 1.0
@@ -1492,10 +1494,12 @@ def test_a_task_whose_reward_never_answers_is_retired_and_nobody_is_to_blame() -
             assert set(column(batch, "task_id")) == {"toy/0", "toy/2"}
             assert when <= 2 * (1.0 + 2 * 10) + 1.0
             assert "task retired, member" in scheduler.why("toy/1")
-            assert "no answer within reward_seconds" in scheduler.why("toy/1")
+            assert "of domain 'toy' did not return within reward_seconds" in scheduler.why("toy/1")
             assert scheduler.metrics()["errors/user_code"] == 0
 
     simulate(main)
+    told = [message for message in caplog.messages if "did not return within" in message]
+    assert told[0].endswith("of domain 'toy' did not return within reward_seconds (10 s), asked 2 times")
 
 
 def test_a_task_whose_infrastructure_always_fails_is_retired_after_four_times_as_many_tries() -> None:

@@ -203,7 +203,14 @@ def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
         ("model.lora.rr=4", "model.lora: LoraConfig has no key 'rr'; known keys: r, alpha"),
         ("actor.lerning_rate=1", "actor: ActorConfig has no key 'lerning_rate'; did you mean 'lr'?"),
         ("actor.lernrate=1", "actor: ActorConfig has no key 'lernrate'; known keys: "),
-        ("lr=1", "AgenticConfig has no key 'lr'; known keys: pipeline, name, "),
+        ("lr=1", "AgenticConfig has no key 'lr'; did you mean 'actor.lr', 'critic.lr' or 'cold_start.trainer.lr'?"),
+        ("group_size=4", "AgenticConfig has no key 'group_size'; did you mean 'rollout.group_size'?"),
+        ("groupsize=4", "AgenticConfig has no key 'groupsize'; did you mean 'rollout.group_size'?"),
+        ("max_tokens=4", "did you mean 'envs.sampling.max_tokens' or 'validation.sampling.max_tokens'?"),
+        ("env=frozenlake", "'validation.domains.NAME.env'?"),
+        ("lam=0.9", "did you mean 'estimator.lam'?"),
+        ("envs.temperature=1", "envs: EnvManagerConfig has no key 'temperature'; did you mean 'sampling.temperature'?"),
+        ("xyz=1", "AgenticConfig has no key 'xyz'; known keys: pipeline, name, "),
         ("cold_start.trainer.batchsize=4", "SupervisedConfig has no key 'batchsize'; did you mean 'batch_size'?"),
         ("validation.episode=4", "validation: AgenticValidationConfig has no key 'episode'; did you mean 'episodes'?"),
         ("checkpoint.keeps=4", "checkpoint: CheckpointConfig has no key 'keeps'; did you mean 'keep'?"),
@@ -239,6 +246,17 @@ def test_an_unknown_name_gets_the_nearest_known_one(override: str, said: str) ->
         ("validation=true", "validation: ", "True"),
         ("name=null", "name: ", "None"),
         ("actor.lr=.nan", "actor.lr: ", "nan"),
+        ("name=../evil", "name: must be the name of one directory below out", "'../evil'"),
+        ("name=a/b", "name: must be", "'a/b'"),
+        ("name=/tmp/evil", "name: must be", "'/tmp/evil'"),
+        ("name=..", "name: must be", "'..'"),
+        ("name=.", "name: must be", "'.'"),
+        ("name=''", "name: must be", "''"),
+        (r"name=a\b", "name: must be", r"'a\\b'"),
+        ("threads=1000000", "threads: Input should be less than or equal to 1024", "1000000"),
+        ("engine.threads=1000000", "engine.threads: Input should be less than or equal to 1024", "1000000"),
+        (f"seed={2**64}", f"seed: Input should be less than or equal to {2**62}", str(2**64)),
+        (f"validation.first_seed={2**64}", "validation.first_seed: Input should be less", str(2**64)),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(override: str, place: str, value: str) -> None:
@@ -246,6 +264,17 @@ def test_a_wrong_value_is_named_with_its_place(override: str, place: str, value:
     assert place in text
     assert f"(got {value})" in text
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("override", ["envs.domains={}", "envs={domains: {}}"])
+def test_an_empty_mapping_replaces_what_the_file_says(override: str) -> None:
+    assert "envs.domains: Dictionary should have at least 1 item" in refusal([override])
+    lake = build_config(TINY, ["envs.domains.lake.env_args={}"]).envs.domains["lake"]
+    assert lake.env_args == {}
+
+
+def test_an_empty_section_leaves_what_a_preset_sets() -> None:
+    assert build_config({**TINY, "preset": "gigpo", "estimator": {}}).estimator.name == "gigpo"
 
 
 def test_all_wrong_values_are_told_at_once() -> None:
