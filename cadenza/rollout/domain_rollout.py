@@ -85,7 +85,7 @@ def add_score(trajectory: Trajectory, scored: Scored) -> None:
     said: dict[str, object] = {}
     if scored.success is not None:
         said["success"] = scored.success
-    if scored.parts:
+    if len(scored.parts) > 1:  # one alone is the score
         said["rewards"] = dict(scored.parts)
     if said:
         trajectory.info = {**(trajectory.info or {}), **said}

@@ -46,6 +46,7 @@ from cadenza.rollout.failures import (
 from cadenza.rollout.ledger import Attempt, AttemptCopy, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.remote_attempts import MAX_WAITING, RemoteAttempts, WaitingWorkers
+from cadenza.rollout.task_sources import CountTokens
 from cadenza.rollout.tasks import Domains
 
 Mode = Literal["train", "val"]
@@ -88,6 +89,7 @@ class GroupQueueManager:
         mode: Mode = "train",
         *,
         events: EventSink | None = None,
+        count_tokens: CountTokens | None = None,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         """`max_waiting` calls of `next_attempt` may wait, further ones are refused: each takes one of the concurrent
@@ -95,7 +97,7 @@ class GroupQueueManager:
         self.config = config
         self.mode = mode
         self.ledger = Ledger(config.history, events)
-        self.domains = Domains(env_manager_config)
+        self.domains = Domains(env_manager_config, mode, config.seed, count_tokens)
         self.errors = UserErrors(config.error_budget)
         self.version = 0
         """Newest fully published version: what a batch is cut for."""

@@ -11,9 +11,9 @@ suspension, a move, a replica that leaves or dies) is not seen by the rollout: t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -57,6 +57,11 @@ class Codec(Protocol):
         ...
 
     def decode(self, tokens: Tokens) -> str: ...
+
+
+def prompt_tokens(codec: Codec) -> Callable[[Any], int]:
+    """The function that counts the tokens of chat messages as the first prompt of a conversation."""
+    return lambda messages: len(codec.encode(messages, first=True))
 
 
 class TokenCounter(Protocol):

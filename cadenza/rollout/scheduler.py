@@ -29,7 +29,7 @@ from cadenza.rollout.fleet import EnvFleet
 from cadenza.rollout.group_queue import GroupQueueManager, Mode
 from cadenza.rollout.ledger import Group, Ledger
 from cadenza.rollout.metrics import rollout_metrics
-from cadenza.rollout.model import Codec
+from cadenza.rollout.model import Codec, prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import NoReplicas, Sampler
 
@@ -96,7 +96,14 @@ class RolloutScheduler:
         self.config = config
         self.mode = mode
         self.sampler = infer_cluster.sampler
-        self.queue = GroupQueueManager(config, env_manager_config, mode, events=events)
+        codec = infer_cluster.codec
+        self.queue = GroupQueueManager(
+            config,
+            env_manager_config,
+            mode,
+            events=events,
+            count_tokens=prompt_tokens(codec),
+        )
         self._resources = resource_manager
         self._collate = collator or collate
         kind: Callable[..., SlotPool] = EnvWorker
@@ -106,7 +113,7 @@ class RolloutScheduler:
             env_manager_config,
             self.queue,
             self.sampler,
-            infer_cluster.codec,
+            codec,
             self._spawn,
             seed=config.seed,
             max_reward_tries=config.max_attempts,

@@ -95,11 +95,10 @@ class DatasetRows:
 
 
 def open_tasks(
-    name: str, config: DomainConfig, first_seed: int, seed: int, count_tokens: CountTokens | None
+    key: str, name: str, config: DomainConfig, first_seed: int, seed: int, count_tokens: CountTokens | None
 ) -> TaskSource:
-    """The tasks that a domain's config names."""
+    """The tasks that a domain's config names. Datasets of the same rows under other keys have other orders."""
     if config.data is not None:
-        key = f"domains.{name}.data"
         return DatasetRows(name, open_dataset(config.data, key=key, seed=seed, count_tokens=count_tokens))
     if config.tasks is None or isinstance(config.tasks, int):
         return Seeds(name, config.tasks, first_seed)

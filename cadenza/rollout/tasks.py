@@ -72,10 +72,16 @@ class Domain:
 class Domains:
     """All domains of a scheduler."""
 
-    def __init__(self, config: EnvManagerConfig, seed: int = 0, count_tokens: CountTokens | None = None) -> None:
-        """`seed` is that of the order of datasets; `count_tokens` is for their length filters."""
+    def __init__(
+        self,
+        config: EnvManagerConfig,
+        mode: str = "train",
+        seed: int = 0,
+        count_tokens: CountTokens | None = None,
+    ) -> None:
+        """`mode` and `seed` choose the order of datasets; `count_tokens` is for their length filters."""
         self.all = {
-            name: Domain(name, domain, open_tasks(name, domain, config.first_seed, seed, count_tokens))
+            name: Domain(name, domain, open_tasks(f"{mode}/{name}", name, domain, config.first_seed, seed, count_tokens))
             for name, domain in config.domains.items()
         }
         self._list = list(self.all.values())

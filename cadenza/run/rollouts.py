@@ -16,6 +16,7 @@ from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.model import prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.trace import RunStep, trace_groups
@@ -23,7 +24,7 @@ from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.episodes import EpisodeStats, RolloutMode
 from cadenza.run.inference import Inference
 from cadenza.run.role_names import ACTOR
-from cadenza.run.roles import absolute_path
+from cadenza.run.roles import absolute_path, codec_of
 from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.training.checkpoint import CheckpointError, step_of
 
@@ -108,7 +109,8 @@ async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tup
 
 async def check_rollouts(config: RolloutRunConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
-    snapshot.restore(checkpoint / "rollouts", GroupQueueManager(*train_configs(config), "train"))
+    queue = GroupQueueManager(*train_configs(config), "train", count_tokens=prompt_tokens(codec_of(config)))
+    snapshot.restore(checkpoint / "rollouts", queue)
 
 
 class RolloutSnapshots:
