@@ -81,7 +81,9 @@ class Domains:
     ) -> None:
         """`mode` and `seed` choose the order of datasets; `count_tokens` is for their length filters."""
         self.all = {
-            name: Domain(name, domain, open_tasks(f"{mode}/{name}", name, domain, config.first_seed, seed, count_tokens))
+            name: Domain(
+                name, domain, open_tasks(f"{mode}/{name}", name, domain, config.first_seed, seed, count_tokens)
+            )
             for name, domain in config.domains.items()
         }
         self._list = list(self.all.values())
