@@ -280,6 +280,8 @@ class EnvWorker:
         weight = 1.0
         if isinstance(error, (ContextFull, RowError)):  # data, and the next try would meet it again
             weight = float("inf")
+            if isinstance(error, RowError):
+                logger.warning("a row is left out: %s", error)
         elif isinstance(error, (RequestRefused, DeadlinePassed)):  # data, or a task that always hangs
             weight = 1.0
         elif isinstance(error, InfrastructureError):  # not the task's fault, but it cannot go on for ever

@@ -287,7 +287,7 @@ def test_a_dataset_that_is_shorter_than_a_batch_fills_it_with_its_next_epochs(he
 
 
 def test_a_bad_row_behind_those_that_are_checked_costs_its_own_attempts_and_is_named(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(JsonLines, "checked_rows", 10)
     rows = sums(100)
@@ -301,4 +301,4 @@ def test_a_bad_row_behind_those_that_are_checked_costs_its_own_attempts_and_is_n
         validation=None,
     )
     assert done.figures["samples"] == 99 * 2
-    assert "sums.jsonl" in done.err
+    assert "a row is left out: sums.jsonl line 51: the field 'answer' is missing" in caplog.text
