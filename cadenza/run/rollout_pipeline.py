@@ -69,7 +69,7 @@ class RolloutPipeline(Pipeline):
             self.stop_at_target()
             return
         with self.timed("validate"):
-            validator = scheduler_for("val", self.config, self.inference)
+            validator = scheduler_for("val", self.config, self.inference, beside=self.rollouts)
             try:
                 batch = await self.unless_stopped(lambda: validator.get_batch(step_request(step), -1))
             finally:

@@ -39,7 +39,14 @@ from pydantic import ValidationError
 from cadenza import DataProto, GroupQueueManager, ResourceManager, RolloutScheduler, env
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import ErrorBudget, FilterLimit, NothingFinished, SchedulerClosed, StalenessError
+from cadenza.rollout.failures import (
+    ErrorBudget,
+    FilterLimit,
+    NothingFinished,
+    SchedulerClosed,
+    StalenessError,
+    UserErrors,
+)
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
@@ -668,6 +675,20 @@ def test_an_async_env_without_reset_ends_the_run_with_the_name_of_the_method() -
             assert "env 'toy' is a Resetless without a method 'reset'" in scheduler.why("toy/0")
 
     simulate(main)
+
+
+def test_what_user_code_raises_is_shown_once_in_the_schedulers_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    train, validation = UserErrors(budget=10), UserErrors(budget=10)
+    validation.share_log(train)
+    for errors in (train, validation, train):
+        errors.add("step of domain 'toy'", ValueError("no board"))
+    validation.add("reset of domain 'toy'", ValueError("no seed"))
+    assert [record.message.partition(" raised")[0] for record in caplog.records] == [
+        "step of domain 'toy'",
+        "reset of domain 'toy'",
+    ]
+    assert (train.total, validation.total) == (2, 2)
+    assert train.first == validation.first == "step of domain 'toy': ValueError: no board"
 
 
 def test_a_sync_env_that_raises_in_init_is_shown_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
