@@ -54,6 +54,8 @@ class UserErrors:
         self.total = 0
         self.since_batch = 0
         self.by_origin: dict[str, int] = {}
+        self.shown: set[str] = set()
+        """Kinds of which a traceback is in the log. The schedulers of a run may share it (`share_log`)."""
         self.first = ""
         """The first one in words: where it was raised, its type and its text."""
         self._first_by_origin: dict[str, str] = {}
@@ -74,7 +76,13 @@ class UserErrors:
             text = trace()
             self._first_by_origin[key] = f"{origin}: {_last_error(kind, text)}"
             self.first = self.first or self._first_by_origin[key]
-            logger.error("%s raised; further ones are only counted\n%s", origin, text)
+            if key not in self.shown:
+                self.shown.add(key)
+                logger.error("%s raised; further ones are only counted\n%s", origin, text)
+
+    def share_log(self, other: UserErrors) -> None:
+        """Show no traceback that the other has shown, and the other way round."""
+        self.shown = other.shown
 
     def exceeded(self) -> ErrorBudget | None:
         """The error that ends the run, once more than `budget` were raised since the last batch."""

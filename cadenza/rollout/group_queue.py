@@ -1,14 +1,7 @@
 """Admission, assembly of groups, and the cut of batches.
 
-Invariant: let B be the groups of a batch, A the ceiling of alpha, R the extra groups, v the published version.
-After the cut for v, of the groups that are started and not consumed,
-
-    none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
-
-Batches taken ahead of their version move this along (`_remaining_demand`). Then no group is ever trained more than A
-versions after it began, and nothing has to be thrown away for it (docs/staleness.md has the proof). Two rules keep it,
-and both are here: `_limit` (reserve before a group starts) and `_may_cut` (take the oldest whole groups, and only when
-what is left still fits).
+Invariant: a group ends once: consumed by a batch, or with another fate (`end_group`), and then another may begin. Which
+groups may start and which batch may be cut is decided by counts (staleness_bound.py); this file keeps the groups.
 
     a free slot --issue()--> attempt runs --put()--> group whole --filter--> ready --take()--> batch
          ^                        |                     |
@@ -19,40 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cadenza.config import load_object
-from cadenza.errors import USER_CODE_ERRORS, InfrastructureError, raise_if_cancelled
 from cadenza.observe.events import EventSink
-from cadenza.off_loop import as_async, with_deadline
-from cadenza.rollout import token_bundles
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
-from cadenza.rollout.failures import (
-    FilterLimit,
-    NothingFinished,
-    RolloutError,
-    SchedulerClosed,
-    StalenessError,
-    Stalled,
-    UserErrors,
-    logger,
-)
+from cadenza.rollout.failures import NothingFinished, RolloutError, SchedulerClosed, Stalled, UserErrors, logger
+from cadenza.rollout.group_filter import GroupFilterRunner
 from cadenza.rollout.ledger import Attempt, AttemptCopy, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.remote_attempts import MAX_WAITING, RemoteAttempts, WaitingWorkers
+from cadenza.rollout.staleness_bound import StalenessBound
 from cadenza.rollout.task_sources import CountTokens
 from cadenza.rollout.tasks import Domains
 
 Mode = Literal["train", "val"]
 UNPUBLISHED_BATCHES = 3
 """Batches of one version, beyond those that asynchrony allows, after which a warning says that none is published."""
-GroupFilter = Callable[[list[Trajectory]], Awaitable[bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +79,9 @@ class GroupQueueManager:
         self.ledger = Ledger(config.history, events)
         self.domains = Domains(env_manager_config, mode, config.seed, count_tokens)
         self.errors = UserErrors(config.error_budget)
-        self.version = 0
-        """Newest fully published version: what a batch is cut for."""
+        self.bound = StalenessBound(config, is_training=mode == "train")
         self.started = 0
         """Groups admitted, without those that were filtered, retired, stale or surplus."""
-        self.consumed = 0
         self.staleness: Counter[int] = Counter()
         """Trained trajectories by staleness."""
         self.last_end_time = 0.0
@@ -118,33 +96,20 @@ class GroupQueueManager:
         """Set by the owner of the slots: there may be work."""
         self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
         """Set by the scheduler: runs the coroutine of a filter in its task group."""
-        self._filter: GroupFilter | None = None
-        if config.group_filter is not None:
-            group_filter = config.group_filter
-            self._filter = as_async(load_object(group_filter) if isinstance(group_filter, str) else group_filter)
-        self._filter_tasks: dict[Group, asyncio.Task[None]] = {}
-        """Filters that run."""
-        self._filter_seconds = env_manager_config.reward_seconds
+        self._filter = GroupFilterRunner(config, env_manager_config.reward_seconds, self)
         self._group_size = config.group_size
         self._members = config.group_size + config.extra_members
         self._initial_members = config.group_size if config.extra_after else self._members
         """Members that begin with the group."""
         self._extra_threshold = max(config.group_size - config.extra_members, 1)
         """Members after which extra ones may be called for."""
-        self.base = 0
-        """Groups that the batches of all versions before this one hold."""
         self._consumed_before_version = 0
         """Groups consumed when this version was published."""
         self.before_pass = PassStart()
         self._warned_unpublished = False
-        self._demand: float | None = None
-        """Groups that a waiting `take` still wants."""
         self._change: asyncio.Future[None] | None = None
         self._ready: list[tuple[int, Group]] = []
-        self._ready_by_version: Counter[int] = Counter()
-        self._unconsumed: Counter[int] = Counter()
-        """Started and unconsumed groups by the version at which they began."""
-        self._filtered_in_a_row = 0
+        """A heap of whole groups, the oldest first; some may have ended since."""
         self._failed_in_a_row = 0
         self._max_failed_in_a_row = 100 + 4 * config.max_attempts * env_manager_config.slots
         self._error: RolloutError | None = None
@@ -160,26 +125,27 @@ class GroupQueueManager:
             if group.state is GroupState.OPEN:
                 domain.running += 1
                 return self.ledger.issue(group, member, slot, self._now())
-        if self.started >= self._limit():
+        if self.started >= self.bound.limit():
             return None
         drawn = self.domains.draw()
         if drawn is None:
             self._wake()
             return None
         domain, task = drawn
-        group = self.ledger.open(task, self.version, self._now())
+        version = self.bound.version
+        group = self.ledger.open(task, version, self._now())
         domain.started += 1
         domain.running += 1
         domain.pending.extend([(group, member) for member in range(1, self._initial_members)])
         self.started += 1
-        self._unconsumed[self.version] += 1
+        self.bound.begin(version)
         return self.ledger.issue(group, 0, slot, self._now())
 
     async def next_attempt(self, slot: int = 0) -> Attempt | None:
         """Waits for the next attempt to run, for a worker without a `refill` callback. None when the tasks ran out, or
         the run has ended. Its lease begins now."""
         while (attempt := self.issue(slot)) is None:
-            if self._error is not None or (self.domains.exhausted and not self._unconsumed):
+            if self._error is not None or (self.domains.exhausted and not self.bound.unconsumed):
                 self._workers.wake_next()
                 return None
             await self._workers.wait()
@@ -247,7 +213,7 @@ class GroupQueueManager:
         if group.tries[member] >= self.config.max_attempts:
             given_up = sum(tries >= self.config.max_attempts for tries in group.tries.values())
             if self._members - given_up < self._group_size:
-                self._end_unconsumed(group, Fate.CANCELLED, "task retired")
+                self.end_group(group, Fate.CANCELLED, "task retired")
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
                 group.cause += f", member {member} failed {failures} x"
             elif self._initial_members < self._members:
@@ -264,38 +230,43 @@ class GroupQueueManager:
             raise ValueError(f"version must not go back: it is {self.version}, got {version}")
         if version == self.version:
             return
-        self.version = version
         self._consumed_before_version = self.consumed
-        # Batches that were taken ahead of their version count for it; not more than the bound allows, or larger
-        # batches than configured would count up for ever.
-        per_batch = self.config.groups_per_batch
-        ahead = max(1, self.config.max_staleness) * per_batch
-        self.base = min(self.consumed, max(self.base + per_batch, self.consumed - ahead))
+        self.bound.advance(version)
         self._drop_stale()
         self._wake()
         self.refill()
 
     @property
+    def version(self) -> int:
+        """Newest fully published version: what a batch is cut for."""
+        return self.bound.version
+
+    @property
+    def consumed(self) -> int:
+        """Groups that batches took."""
+        return self.bound.consumed
+
+    @property
     def ready(self) -> int:
         """Whole groups that no batch has taken."""
-        return self._ready_by_version.total()
+        return self.bound.ready.total()
 
     @property
     def is_demanded(self) -> bool:
         """Whether a caller waits for a batch."""
-        return self._demand is not None
+        return self.bound.demand is not None
 
     @contextmanager
     def demanding(self, groups: int | None) -> Iterator[None]:
         """While a caller waits for a batch of so many groups, or of all that the tasks give, admission counts it."""
-        if self._demand is not None:
+        if self.bound.demand is not None:
             raise RuntimeError("a batch is already being taken; await it first")
-        self._demand = math.inf if groups is None else groups
+        self.bound.demand = math.inf if groups is None else groups
         try:
             self.refill()
             yield
         finally:
-            self._demand = None  # before the slots look for work: the limit falls with it
+            self.bound.demand = None  # before the slots look for work: the limit falls with it
             self.refill()
 
     async def take(self, groups: int | None = None) -> list[list[Trajectory]]:
@@ -333,22 +304,23 @@ class GroupQueueManager:
         out."""
         if self._error is not None:
             raise self._error
-        assert self._demand is not None
-        groups = self._demand
+        bound = self.bound
+        assert bound.demand is not None
+        groups = bound.demand
         self._drop_stale()
-        ready = self._ready_by_version.total()
-        self._check_ages(groups)
+        ready = bound.ready.total()
+        bound.check(groups)
         if ready < groups:
-            if not self.domains.exhausted or self._unconsumed.total() > ready:
+            if not self.domains.exhausted or bound.unconsumed.total() > ready:
                 return None
             groups = ready
             if not groups:
                 self._raise_if_all_failed()
-        elif not self._may_cut(groups):
+        elif not bound.may_cut(groups):
             return None
         batch: list[Group] = []
         now = self._now()
-        self._demand = None
+        bound.demand = None
         while len(batch) < groups:
             _, group = heapq.heappop(self._ready)
             if group.state is GroupState.READY:
@@ -370,9 +342,7 @@ class GroupQueueManager:
                 f"reset begins the tasks anew, but {len(groups)} groups of this pass over them are open, the oldest is "
                 f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
             )
-        # The last batch may have been short. It counts as a whole one, or groups would begin in what is left of it,
-        # which no batch of this version takes.
-        self.base -= (self.base - self.consumed) % self.config.groups_per_batch
+        self.bound.begin_pass()
         self.domains.restart()
         self.before_pass = PassStart(self._whole_groups, self.ledger.fates[Fate.FAILED])
         self.errors.first = ""
@@ -380,7 +350,7 @@ class GroupQueueManager:
 
     def lose_group(self, group: Group) -> None:
         """End an open group whose finished trajectories were lost with their node; its task is drawn anew."""
-        self._end_unconsumed(group, Fate.FAILED, "lost with its node")
+        self.end_group(group, Fate.FAILED, "lost with its node")
 
     def fatal(self, error: RolloutError) -> None:
         """End the run: everything that is not consumed is cancelled, and a caller that waits for a batch gets the
@@ -391,12 +361,11 @@ class GroupQueueManager:
         now = self._now()
         cause = "shutdown" if isinstance(error, SchedulerClosed) else type(error).__name__
         for group in self.ledger.open_groups():
-            self._cancel_filter(group)
+            self._filter.cancel(group)
             for attempt in self.ledger.close_group(group, Fate.CANCELLED, cause, now):
                 self.stop(attempt)
         self._ready.clear()
-        self._ready_by_version.clear()
-        self._unconsumed.clear()
+        self.bound.clear()
         self._wake()
         self._workers.wake_next()
         self._remote_attempts.close()
@@ -412,7 +381,8 @@ class GroupQueueManager:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
-        self.version, self.consumed, self.base, self.started = version, consumed, base, consumed
+        bound = self.bound
+        bound.version, bound.consumed, bound.base, self.started = version, consumed, base, consumed
         self._consumed_before_version, self.before_pass = consumed, before_pass
         now = self._now()
         for group in groups:
@@ -424,10 +394,10 @@ class GroupQueueManager:
                 domain.to_redraw.append(group.task)
                 continue
             self.started += 1
-            self._unconsumed[group.begun] += 1
+            bound.begin(group.begun)
             if group.state is GroupState.READY:
                 heapq.heappush(self._ready, (group.id, group))
-                self._ready_by_version[group.begun] += 1
+                bound.make_ready(group.begun)
             elif len(group.finished) < self._group_size:
                 for attempt in group.live:
                     if attempt not in group.finished:
@@ -445,52 +415,6 @@ class GroupQueueManager:
                 self._on_group_whole(group)
 
     # -- rules ---------------------------------------------------------------------------------------------------
-
-    def _limit(self) -> float:
-        """How many groups may have been started by now."""
-        config = self.config
-        if self.mode == "val":
-            return self.consumed + (self._demand or 0)
-        limit: float = self.base + config.groups_per_batch + math.floor(config.alpha * config.groups_per_batch)
-        if self._demand is not None:  # a batch of another size, or a second one for the same version
-            limit = max(limit, self.consumed + self._demand)
-        if self._demand is not None or self._remaining_demand(self.version, self.consumed):
-            limit += config.extra_groups  # else they would begin after the last cut that could take them
-        return limit
-
-    def _may_cut(self, groups: float, *, if_all_were_ready: bool = False) -> bool:
-        """Whether taking the oldest `groups` ready groups leaves the invariant intact."""
-        if self.mode == "val" or self.config.staleness == "drop":
-            return True
-        consumed = self.consumed + groups
-        ready = self._unconsumed if if_all_were_ready else self._ready_by_version
-        left = 0.0
-        for begun in sorted(self._unconsumed):
-            taken = min(groups, ready[begun])
-            groups -= taken
-            left += self._unconsumed[begun] - taken
-            if left > self._remaining_demand(begun, consumed) + self.config.extra_groups:
-                return False
-        return True
-
-    def _remaining_demand(self, begun: int, consumed: float) -> float:
-        """Groups that the batches to come can still take of those that began at or before a version, in time."""
-        batches = begun + self.config.max_staleness - self.version + 1  # this version's own is the first of them
-        return max(batches * self.config.groups_per_batch - (consumed - self.base), 0)
-
-    def _check_ages(self, groups: float) -> None:
-        """Raise when the program leaves groups that no batch can hold any more."""
-        if self.mode == "val" or self.config.staleness == "drop":
-            return
-        oldest = self.version - self.config.max_staleness
-        if min(self._unconsumed, default=oldest) < oldest or not self._may_cut(groups, if_all_were_ready=True):
-            raise StalenessError(
-                f"groups begun at versions {dict(self._unconsumed)} cannot all be trained within max_staleness "
-                f"{self.config.max_staleness} of version {self.version} by batches of {groups:g} groups: with "
-                f"staleness 'wait' every published version must take {self.config.groups_per_batch} groups (batch_size "
-                f"{self.config.batch_size}); take whole batches, publish once per batch, ask for no more than "
-                f"{self.config.max_staleness} batches ahead of a publication, or set staleness to 'drop'"
-            )
 
     @property
     def _whole_groups(self) -> int:
@@ -529,9 +453,8 @@ class GroupQueueManager:
         if len(group.finished) != self._group_size or not whole:
             raise LedgerError(f"g{group.id} is cut, but {len(group.finished)} of {self._group_size} members are whole")
         group.trained = self.version
-        self.consumed += 1
-        self._ready_by_version[group.begun] -= 1
-        self._remove_unconsumed(group)
+        self.bound.consumed += 1
+        self.bound.end(group.begun, was_ready=True)
         if self.mode == "train":
             for attempt in group.finished:
                 staleness = max(self.version - attempt.oldest, 0) if attempt.oldest >= 0 else 0
@@ -541,23 +464,19 @@ class GroupQueueManager:
         self.ledger.close_group(group, fate, "", now)
 
     def _drop_stale(self) -> None:
-        """Under 'drop', end groups that are too old for the version at which the next batch will be trained."""
-        if self.mode == "val" or self.config.staleness == "wait":
-            return
-        ahead = (self.consumed - self.base) // self.config.groups_per_batch
-        oldest = min(self.version + ahead, self.version + self.config.max_staleness) - self.config.max_staleness
-        if min(self._unconsumed, default=oldest) < oldest:
+        """End groups that are too old for the version at which the next batch will be trained."""
+        oldest = self.bound.oldest_to_keep()
+        if min(self.bound.unconsumed, default=oldest) < oldest:
             for group in self.ledger.open_groups():
                 if group.begun < oldest:
-                    self._end_unconsumed(group, Fate.STALE, "older than max_staleness")
+                    self.end_group(group, Fate.STALE, "older than max_staleness")
 
     def _end_surplus(self) -> None:
         """End extra groups that no later batch can take in time."""
-        if self.mode == "val" or self.config.staleness == "drop" or not self.config.extra_groups:
-            return
-        for group in self.ledger.open_groups():
-            if not self._remaining_demand(group.begun, self.consumed):
-                self._end_unconsumed(group, Fate.SURPLUS, "the batch was full before")
+        if self.config.extra_groups:
+            for group in self.ledger.open_groups():
+                if self.bound.is_surplus(group.begun):
+                    self.end_group(group, Fate.SURPLUS, "the batch was full before")
 
     # -- groups --------------------------------------------------------------------------------------------------
 
@@ -571,80 +490,29 @@ class GroupQueueManager:
 
     def _on_group_whole(self, group: Group) -> None:
         """The group is whole: to the filter, if there is one."""
-        if self._filter is None:
-            self._make_ready(group)
-        else:
+        if self._filter.is_set:
             self.ledger.advance(group, GroupState.FILTERING)
-            self._filter_tasks[group] = self.spawn(self._run_filter(group, self._filter))
+            self._filter.begin(group)
+        else:
+            self.make_ready(group)
 
-    async def _run_filter(self, group: Group, group_filter: GroupFilter) -> None:
-        """Run the filter on a whole group; other groups do not wait for it."""
-        trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
-        try:
-            await token_bundles.load(trajectories)
-        except InfrastructureError:
-            if self._filter_tasks.pop(group, None) is not None:
-                self.lose_group(group)
-            return
-        try:
-            keep = await with_deadline(self._filter_seconds, group_filter(trajectories), "reward_seconds")
-            if inspect.isawaitable(keep):  # a plain function that returns what an async one gives
-                keep = await with_deadline(self._filter_seconds, keep, "reward_seconds")
-            if keep is None or keep != keep:
-                raise TypeError(f"group_filter returned {keep!r}; return True to keep the group, False to filter it")
-        except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
-            raise_if_cancelled(error)
-            if self._filter_tasks.pop(group, None) is not None:
-                self.errors.add("group_filter", error)
-                self._end_unconsumed(group, Fate.FAILED, f"group_filter raised {type(error).__name__}")
-                if exceeded := self.errors.exceeded():
-                    self.fatal(exceeded)
-            return
-        if self._filter_tasks.pop(group, None) is None:
-            return
-        if keep:
-            self._make_ready(group)
-            return
-        self._filtered_in_a_row += 1
-        self._end_unconsumed(group, Fate.FILTERED, "group_filter")
-        if self._filtered_in_a_row >= self.config.max_filtered:
-            self.fatal(
-                FilterLimit(
-                    f"{self._filtered_in_a_row} groups in a row were filtered (max_filtered); the last task was "
-                    f"'{group.task.id}': the filter keeps nothing, or the tasks are all too easy or too hard"
-                )
-            )
-
-    def _make_ready(self, group: Group) -> None:
-        self._filtered_in_a_row = 0
+    def make_ready(self, group: Group) -> None:
+        """A batch may take the group."""
         self.ledger.advance(group, GroupState.READY)
         heapq.heappush(self._ready, (group.id, group))
-        self._ready_by_version[group.begun] += 1
+        self.bound.make_ready(group.begun)
         self._wake()
 
-    def _end_unconsumed(self, group: Group, fate: Fate, cause: str) -> None:
+    def end_group(self, group: Group, fate: Fate, cause: str) -> None:
         """End a group that no batch will hold; another may begin at once."""
-        if group.state is GroupState.READY:
-            self._ready_by_version[group.begun] -= 1
-        self._cancel_filter(group)
-        self._remove_unconsumed(group)
+        self._filter.cancel(group)
+        self.bound.end(group.begun, was_ready=group.state is GroupState.READY)
         self.started -= 1
         self.domains.all[group.task.domain].started -= 1
         for attempt in self.ledger.close_group(group, fate, cause, self._now()):
             self.stop(attempt)
         self._wake()
         self.refill()
-
-    def _cancel_filter(self, group: Group) -> None:
-        """Stop the filter of a group that ends without it."""
-        if (filter_task := self._filter_tasks.pop(group, None)) is not None:
-            filter_task.cancel()
-
-    def _remove_unconsumed(self, group: Group) -> None:
-        self._unconsumed[group.begun] -= 1
-        if not self._unconsumed[group.begun]:
-            del self._unconsumed[group.begun]
-            self._ready_by_version.pop(group.begun, None)
 
     def _end_remote(self, attempt: Attempt, tokens: int, turns: int) -> Attempt | None:
         """A worker elsewhere is done with an attempt: its slot is free, its tokens are booked. Returns the attempt;

@@ -26,7 +26,7 @@ from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import logger
 from cadenza.rollout.replica_health import HealthCheck
 from cadenza.rollout.replica_pool import ReplicaPool
-from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, RouteRequest
+from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, RouteRequest, WaitReason
 from cadenza.rollout.routing import make_rule
 from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, SamplerConfig
 from cadenza.rollout.wait_queue import Gate, WaitQueue
@@ -89,10 +89,12 @@ class LocalSampler:
         interrupted_request: int | None = None,
     ) -> Grant:
         waited = False
-        while (grant := self.grant_now(route_request, sticky, cached, interrupted_request)) is None:
-            if self._gate.is_open:
+        while not isinstance(grant := self._try_grant(route_request, sticky, cached, interrupted_request), Grant):
+            if grant is WaitReason.CAPACITY:
                 await self._wait_queue.wait(route_request)
                 waited = True
+            elif grant is WaitReason.RULE:
+                await self._wait_queue.wait_for_rule()
             else:
                 await self._gate.opening()
                 interrupted_request = None
@@ -107,16 +109,27 @@ class LocalSampler:
         cached: int = 0,
         interrupted_request: int | None = None,
     ) -> Grant | None:
+        grant = self._try_grant(route_request, sticky, cached, interrupted_request)
+        return grant if isinstance(grant, Grant) else None
+
+    def _try_grant(
+        self,
+        route_request: RouteRequest,
+        sticky: ReplicaEntry | None,
+        cached: int,
+        interrupted_request: int | None,
+    ) -> Grant | WaitReason:
+        """A grant, or what it waits for."""
         if self._closed:
             raise InfrastructureError("the sampler is closed")
         if not self._gate.is_open:
-            return None
+            return WaitReason.GATE
         target = None if interrupted_request is None else self.balancer.take_target(interrupted_request)
         if target is not None and target.state is ReplicaState.ACTIVE:
             self.balancer.count_move(route_request.context)
             entry = target
         else:
-            found = None
+            found: ReplicaEntry | WaitReason = WaitReason.CAPACITY
             home = sticky if sticky is not None and route_request.session in sticky.cached_contexts else None
             if not self._wait_queue.has_earlier(route_request) or (
                 home is not None and not route_request.slices
@@ -126,12 +139,13 @@ class LocalSampler:
                 except Exception as error:
                     self._close_for_good(f"routing '{self.config.routing}' failed: {error!r}", error)
                     raise InfrastructureError(f"routing '{self.config.routing}' failed: {error!r}") from error
-            if found is None:
+            if isinstance(found, WaitReason):
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
+                    found = WaitReason.GATE
                 if home is not None and route_request.slices:
                     self.end_session(home, route_request.session)  # an answer that gives way keeps no cache
-                return None
+                return found
             entry = found
         if sticky is not None:
             self.router.drop_context(sticky, route_request.session)

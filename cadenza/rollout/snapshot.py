@@ -154,7 +154,7 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
         asyncio.get_running_loop().time(),
         queue.version,
         queue.consumed,
-        queue.base,
+        queue.bound.base,
         {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
         [_saved_group(group, positions[group.task.domain], lost) for group in groups],

@@ -100,7 +100,7 @@ class RolloutPipeline(Pipeline):
 
     async def _run_validation(self, step: int) -> tuple[int, DataProto]:
         """The batch of a validation, and the step whose weights it began with."""
-        validator = scheduler_for("val", self.config, self.inference)
+        validator = scheduler_for("val", self.config, self.inference, beside=self.rollouts)
         try:
             with named_as_validation():
                 batch = await validator.get_batch(step_request(step), -1)

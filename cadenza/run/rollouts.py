@@ -45,9 +45,12 @@ def named_as_validation() -> Iterator[None]:
         raise type(error)(f"in the validation: {error}") from error
 
 
-def scheduler_for(mode: RolloutMode, config: RolloutRunConfig, inference: Inference) -> RolloutScheduler:
+def scheduler_for(
+    mode: RolloutMode, config: RolloutRunConfig, inference: Inference, *, beside: RolloutScheduler | None = None
+) -> RolloutScheduler:
     """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`, and those of the training
-    how long everything in them took in `meta_info["trace"]`."""
+    how long everything in them took in `meta_info["trace"]`. What user code raises is shown once by it and by the one
+    `beside` it."""
     rollout, envs = (train_configs if mode == "train" else validation_configs)(config)
 
     def collator(trajectories: list[Trajectory]) -> DataProto:
@@ -57,7 +60,10 @@ def scheduler_for(mode: RolloutMode, config: RolloutRunConfig, inference: Infere
             batch.meta_info["trace"] = trace_groups(trajectories)
         return batch
 
-    return RolloutScheduler(rollout, envs, inference.resources, inference, mode, collator)
+    scheduler = RolloutScheduler(rollout, envs, inference.resources, inference, mode, collator)
+    if beside is not None:
+        scheduler.queue.errors.share_log(beside.queue.errors)
+    return scheduler
 
 
 def step_request(step: int) -> DataProto:

@@ -677,6 +677,20 @@ def test_an_async_env_without_reset_ends_the_run_with_the_name_of_the_method() -
     simulate(main)
 
 
+def test_what_user_code_raises_is_shown_once_in_the_schedulers_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    train, validation = UserErrors(budget=10), UserErrors(budget=10)
+    validation.share_log(train)
+    for errors in (train, validation, train):
+        errors.add("step of domain 'toy'", ValueError("no board"))
+    validation.add("reset of domain 'toy'", ValueError("no seed"))
+    assert [record.message.partition(" raised")[0] for record in caplog.records] == [
+        "step of domain 'toy'",
+        "reset of domain 'toy'",
+    ]
+    assert (train.total, validation.total) == (2, 2)
+    assert train.first == validation.first == "step of domain 'toy': ValueError: no board"
+
+
 def test_a_sync_env_that_raises_in_init_is_shown_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         made = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate
 from cadenza.rollout.replica_health import HealthCheck
+from cadenza.rollout.staleness_bound import StalenessBound
 from cadenza.simulation.fuzzing.fuzz import examine
 from cadenza.simulation.fuzzing.scenario import Scenario
 
@@ -106,12 +108,12 @@ def test_a_group_with_a_member_missing_or_doubled_is_found(monkeypatch: Patch, d
 
 
 def test_a_cut_without_its_rule_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(GroupQueueManager, "_may_cut", lambda self, groups, **options: True)
+    monkeypatch.setattr(StalenessBound, "may_cut", lambda self, groups, **options: True)
     hunt(3)
 
 
 def test_admission_without_a_reservation_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(GroupQueueManager, "_limit", lambda self: self.consumed + 40)
+    monkeypatch.setattr(StalenessBound, "limit", lambda self: self.consumed + 40)
     hunt(3)
 
 
@@ -119,25 +121,26 @@ def test_admission_without_a_reservation_is_found(monkeypatch: Patch) -> None:
 
 
 def test_waiting_for_the_oldest_group_is_found(monkeypatch: Patch) -> None:
-    may_cut = GroupQueueManager._may_cut
+    cut = GroupQueueManager.cut
 
-    def patient(self: GroupQueueManager, groups: float, *, if_all_were_ready: bool = False) -> bool:
-        oldest = self.ledger.open_groups()[: int(groups)]
-        waits = not if_all_were_ready and any(group.state.value != "ready" for group in oldest)
-        return not waits and may_cut(self, groups, if_all_were_ready=if_all_were_ready)
+    def patient(self: GroupQueueManager) -> list[Group] | None:
+        groups = self.bound.demand
+        oldest = self.ledger.open_groups()[: None if groups is None or groups == math.inf else int(groups)]
+        waits = self.end_error is None and any(group.state.value != "ready" for group in oldest)
+        return None if waits else cut(self)
 
-    monkeypatch.setattr(GroupQueueManager, "_may_cut", patient)
+    monkeypatch.setattr(GroupQueueManager, "cut", patient)
     assert "was possible at" in hunt(4)
 
 
 def test_the_youngest_first_is_found(monkeypatch: Patch) -> None:
-    make_ready = GroupQueueManager._make_ready
+    make_ready = GroupQueueManager.make_ready
 
     def upside_down(self: GroupQueueManager, group: Group) -> None:
         make_ready(self, group)
         self._ready[:] = sorted((-group.id, group) for _, group in self._ready)
 
-    monkeypatch.setattr(GroupQueueManager, "_make_ready", upside_down)
+    monkeypatch.setattr(GroupQueueManager, "make_ready", upside_down)
     assert "was left behind" in hunt(4)
 
 
