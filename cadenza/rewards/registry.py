@@ -15,6 +15,7 @@ RewardName: TypeAlias = str | Callable[..., Any]
 
 REWARDS: Mapping[str, str] = {
     "math": "cadenza.rewards.math:Math",
+    "code": "cadenza.rewards.code:Code",
     "choice": "cadenza.rewards.choice:Choice",
     "exact": "cadenza.rewards.exact:Exact",
     "fuzzy": "cadenza.rewards.fuzzy:Fuzzy",
