@@ -14,7 +14,8 @@ from cadenza.rewards.sample import Sample, Scored
 LETTER = r"[\(\[\*_`\s{]*(?:\\text(?:bf|rm)?\{)?\(?([A-Z](?![A-Za-z'\u2019])|[a-z](?=[\W_]*$))"
 PATTERNS = (
     r"\\boxed\{" + LETTER,
-    r"(?i:answer|choice|option)(?i:\s+(?:is|would\s+be|must\s+be))?[\s:=*_]*(?i:option|choice)?" + LETTER,
+    r"\b(?i:answer|choice|option)(?i:\s+(?:is|would\s+be|must\s+be))?[\s:=*_]*(?i:option|choice)?" + LETTER,
+    r"\b([A-Z]) (?:is|must be) (?:the )?(?:correct|right|true|best)",
     r"\(([A-Za-z])\)",
     r"^\W*([A-Za-z])\W*$",
     r"^\W*([A-Z])[.):](?!\w)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,7 @@ class Code(ConfiguredReward):
     """`all` pays 1 for a program that passes all tests, and else 0; it stops at the first failure."""
     field: str = "tests"
     """The field of the row that has the tests."""
-    test_seconds: float = Field(default=5.0, gt=0)
+    run_seconds: float = Field(default=5.0, gt=0)
     """Wall and CPU time of one run: one test of input and output, or all assertions."""
     memory_mb: int = Field(default=512, ge=32)
     programs: int | None = Field(default=None, gt=0)
@@ -47,14 +48,16 @@ class Code(ConfiguredReward):
     """An open `Sandbox` to share; None opens one. Its limits hold, not those above."""
 
     _own: Sandbox | None = PrivateAttr(default=None)
+    _opening: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
 
     async def open(self) -> None:
-        if self.sandbox is None and self._own is None:
-            seconds = self.test_seconds
-            limits = SandboxLimits(wall_seconds=seconds, cpu_seconds=seconds, memory_mb=self.memory_mb)
-            own = Sandbox(limits, concurrency=self.programs)
-            await own.open()
-            self._own = own
+        async with self._opening:
+            if self.sandbox is None and self._own is None:
+                seconds = self.run_seconds
+                limits = SandboxLimits(wall_seconds=seconds, cpu_seconds=seconds, memory_mb=self.memory_mb)
+                own = Sandbox(limits, concurrency=self.programs)
+                await own.open()
+                self._own = own
 
     async def close(self) -> None:
         own, self._own = self._own, None

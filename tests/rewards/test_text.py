@@ -87,6 +87,7 @@ def test_fuzzy_counts_as_solved_from_its_threshold_on() -> None:
         ("Let us see: (A) no, (B) yes", "B"),
         ("A banana is a fruit", None),
         ("I do not know", None),
+        ("Answers A and B are wrong; C is right, (D) is not", "C"),
         ("The answer is a mystery", None),
         ("", None),
     ],
