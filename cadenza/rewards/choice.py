@@ -11,12 +11,13 @@ from cadenza.errors import RewardError
 from cadenza.rewards.base import ConfiguredReward, answers_of
 from cadenza.rewards.sample import Sample, Scored
 
-LETTER = r"[\(\[\*_`\s{]*(?:\\text(?:bf|rm)?\{)?\(?([A-Za-z])(?![A-Za-z'\u2019])"
+LETTER = r"[\(\[\*_`\s{]*(?:\\text(?:bf|rm)?\{)?\(?([A-Z](?![A-Za-z'\u2019])|[a-z](?=[\W_]*$))"
 PATTERNS = (
     r"\\boxed\{" + LETTER,
-    r"(?i:answer|choice|option)(?i:\s+(?:is|would\s+be|must\s+be))?[\s:=*_]*(?i:option|choice)?" + LETTER,
+    r"\b(?i:answer|choice|option)(?i:\s+(?:is|would\s+be|must\s+be))?[\s:=*_]*(?i:option|choice)?" + LETTER,
+    r"\b([A-Z]) (?:is|must be) (?:the )?(?:correct|right|true|best)",
     r"\(([A-Za-z])\)",
-    r"^\W*([A-Z])\W*$",
+    r"^\W*([A-Za-z])\W*$",
     r"^\W*([A-Z])[.):](?!\w)",
 )
 """Where letters stand, surest place first; of each the last match counts."""
@@ -71,7 +72,7 @@ def _letter_of_text(response: str, letters: str, choices: list[str]) -> str | No
     said = response.strip().rstrip(".").casefold()
     ends = [
         letter
-        for letter, choice in zip(letters, choices, strict=True)
+        for letter, choice in zip(letters, choices, strict=False)  # there may be no texts
         if choice and re.search(rf"(?<!\w){re.escape(choice.casefold())}$", said)
     ]
     return ends[0] if len(ends) == 1 else None

@@ -8,14 +8,13 @@ Gates are asked first, so that a judge is not paid for answers that do not count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from cadenza.rewards.config import RewardConfig
 from cadenza.rewards.sample import Sample, Scored
+from cadenza.rewards.together import all_of
 from cadenza.rewards.worker import RewardWorker
-
-T = TypeVar("T")
 
 OneSpec: TypeAlias = str | Callable[..., Any] | RewardConfig | Mapping[str, Any]
 """A name, a function, or a mapping with `name`."""
@@ -58,14 +57,14 @@ class DomainReward:
             return
         async with self._lock:
             if not self._is_open:
-                await _all([worker.open() for worker in self._workers])
+                await all_of([worker.open() for worker in self._workers])
                 self._is_open = True
 
     async def close(self) -> None:
         """Let every reward give up what it has. It may be opened again, also in another event loop."""
         self._is_open = False
         self._lock = asyncio.Lock()
-        await _all([worker.close() for worker in self._workers])
+        await all_of([worker.close() for worker in self._workers])
 
     async def __aenter__(self) -> DomainReward:
         await self.open()
@@ -93,7 +92,7 @@ class DomainReward:
         return next((success for success in said if success is not None), None)
 
     async def _scores(self, workers: Sequence[RewardWorker], sample: Sample) -> dict[RewardWorker, Scored]:
-        return dict(zip(workers, await _all([worker.score(sample) for worker in workers]), strict=True))
+        return dict(zip(workers, await all_of([worker.score(sample) for worker in workers]), strict=True))
 
 
 def make_reward(spec: RewardSpec, key: str, *, sampler: Sampler | None = None) -> DomainReward:
@@ -116,15 +115,3 @@ def _parts(scores: Mapping[RewardWorker, Scored]) -> dict[str, float]:
     for worker, scored in scores.items():
         parts |= {f"{worker.key}/{name}": value for name, value in scored.parts.items()}
     return parts
-
-
-async def _all(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Their results. The first error ends the other calls and is raised as it is, not in a group."""
-    if len(calls) < 2:
-        return [await call for call in calls]
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -107,8 +107,8 @@ class Judge(EndpointReward):
         self._sampler = ask
 
     async def open(self) -> None:
-        if self.url is not None and self._endpoint is None:
-            self._endpoint = self.endpoint(_chat_url(self.url))
+        if self.url is not None:
+            self._opened(self.url)
 
     async def close(self) -> None:
         endpoint, self._endpoint = self._endpoint, None
@@ -150,21 +150,23 @@ class Judge(EndpointReward):
 
     async def _ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self.url is not None:
-            return await self._ask_server(messages)
+            return await self._ask_server(self._opened(self.url), messages)
         ask = load_object(self.ask) if isinstance(self.ask, str) else self.ask or self._sampler
         if ask is None:
             raise RewardError("the judge has neither 'url' nor 'ask', and outside a run there is no sampler: set one")
         return str(await as_async(ask)(messages))
 
-    async def _ask_server(self, messages: Sequence[Mapping[str, str]]) -> str:
-        await self.open()
-        assert self._endpoint is not None
+    def _opened(self, url: str) -> Endpoint:
+        endpoint = self._endpoint = self._endpoint or self.endpoint(_chat_url(url))
+        return endpoint
+
+    async def _ask_server(self, endpoint: Endpoint, messages: Sequence[Mapping[str, str]]) -> str:
         body = {"model": self.model, "max_tokens": self.max_tokens, "temperature": self.temperature}
-        answer = await self._endpoint.post({**body, **self.options, "messages": list(messages)})
+        answer = await endpoint.post({**body, **self.options, "messages": list(messages)})
         try:
             return str(answer["choices"][0]["message"]["content"] or "")
         except (KeyError, IndexError, TypeError) as error:
-            raise RewardError(f"{self._endpoint.place}: no chat completion but {str(answer)[:200]!r}") from error
+            raise RewardError(f"{endpoint.place}: no chat completion but {str(answer)[:200]!r}") from error
 
 
 def _chat_url(url: str) -> str:

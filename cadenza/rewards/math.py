@@ -40,7 +40,11 @@ class Math(ConfiguredReward):
     def open(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ModuleNotFoundError("mathematics is checked with math-verify: pip install 'cadenza[math]'")
-        self._pool = self._pool or ProcessPool(MODULE, [str(self.check_seconds)], self.processes)
+        self._opened()
+
+    def _opened(self) -> ProcessPool:
+        pool = self._pool = self._pool or ProcessPool(MODULE, [str(self.check_seconds)], self.processes)
+        return pool
 
     def close(self) -> None:
         """Kill the processes."""
@@ -54,11 +58,9 @@ class Math(ConfiguredReward):
         return [] if self._pool is None else self._pool.ids
 
     def __call__(self, sample: Sample) -> Scored:
-        self.open()
-        assert self._pool is not None
         answers = [str(answer) for answer in answers_of(sample)]
         request = {"answers": answers, "response": sample.response, "precision": self.precision}
-        reply: dict[str, Any] = self._pool.ask(request, self.check_seconds)
+        reply: dict[str, Any] = self._opened().ask(request, self.check_seconds)
         if "unreadable" in reply:
             raise RewardError(f"the answer of a row of domain '{sample.domain}' is wrong: {reply['unreadable']}")
         note = f"found {reply['found']!r}"[:200] if reply["found"] is not None else ""

@@ -9,7 +9,10 @@ as_latex(text) -> the same mathematics in LaTeX: 2 1/2, 1e5, 3×10⁴, sqrt(2), 
 from __future__ import annotations
 
 import re
+from collections import deque
 
+MOST_BOXES = 8
+"""Boxes at the end of a response that are looked at, for some responses are nothing but boxes."""
 UNIT = re.compile(r"\\text(?:bf|rm)?\s*\{[^}]*\}(?:\^\{?\d\}?)?")
 RECURRING = re.compile(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(?=[^\s{]))")
@@ -131,7 +134,7 @@ def _recurring_as_fraction(found: re.Match[str]) -> str:
 def _boxed(response: str) -> str | None:
     """What is inside the last box, or the last ones where they are listed ('\\boxed{1} and \\boxed{2}'). A box that
     does not end holds nothing: the response was cut off before its answer was written."""
-    boxes = [(found.start(), *_box_at(response, found)) for found in BOX.finditer(response)]
+    boxes = [(found.start(), *_box_at(response, found)) for found in deque(BOX.finditer(response), MOST_BOXES)]
     if not boxes:
         return None
     texts = [boxes[-1][1]]

@@ -29,6 +29,10 @@ GRACE_SECONDS = 5.0
 """After the time that the owner waits, and then kills."""
 
 
+MOST_LETTERS = 1000
+"""Of an answer. A longer one is none, and is not read: brackets by the thousand would keep the parser busy for ever."""
+SEARCHED_LETTERS = 4000
+"""At the end of a response, where an answer in prose is searched."""
 WORKED = re.compile(r"\\boxed|^####", re.MULTILINE)
 
 
@@ -66,6 +70,8 @@ def _parsed(answer: str) -> list[Any]:
     """What the text of an answer means, as sympy's expressions."""
     from math_verify import LatexExtractionConfig, parse
 
+    if len(answer) > MOST_LETTERS:
+        return []
     latex = as_latex(answer)
     boxed = rf"\boxed{{{latex}}}"
     found = parse(boxed, [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None) if latex else []
@@ -76,7 +82,8 @@ def _searched(response: str) -> list[Any]:
     """The last expression in prose."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    found = parse(response, [LatexExtractionConfig(), ExprExtractionConfig()], parsing_timeout=None)
+    configs = [LatexExtractionConfig(), ExprExtractionConfig()]
+    found = parse(response[-SEARCHED_LETTERS:], configs, parsing_timeout=None)
     return [expression for expression in found if not isinstance(expression, str)]
 
 

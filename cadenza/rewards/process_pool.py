@@ -23,7 +23,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-import cadenza
 from cadenza.errors import DeadlinePassed, InfrastructureError
 
 START_SECONDS = 120.0
@@ -39,7 +38,7 @@ class JsonProcess:
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         ours, theirs = socket.socketpair()
-        path = os.pathsep.join([str(Path(cadenza.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno()), *arguments],

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
+from pydantic import ValidationError
+
 from cadenza.config import Config, load_object, nearest_key
 
 RewardName: TypeAlias = str | Callable[..., Any]
@@ -15,6 +17,7 @@ RewardName: TypeAlias = str | Callable[..., Any]
 
 REWARDS: Mapping[str, str] = {
     "math": "cadenza.rewards.math:Math",
+    "code": "cadenza.rewards.code:Code",
     "choice": "cadenza.rewards.choice:Choice",
     "exact": "cadenza.rewards.exact:Exact",
     "fuzzy": "cadenza.rewards.fuzzy:Fuzzy",
@@ -64,12 +67,21 @@ def check_settings(name: RewardName, settings: Mapping[str, Any], common: Sequen
             hint = f"did you mean '{near}'?" if near else f"its settings: {', '.join(known) or 'none'}"
             raise ValueError(f"reward '{called(name)}' has no setting '{key}'; {hint}")
     if _is_config(found):
-        found.model_validate(dict(settings))
+        try:
+            found.model_validate(dict(settings))
+        except ValidationError as error:
+            raise ValueError(f"reward '{called(name)}': {_details(error)}") from error
         return
     try:
         inspect.signature(found).bind(*([] if isinstance(found, type) else [None]), **settings)
     except TypeError as error:
         raise ValueError(f"reward '{called(name)}': {error}; set it beside 'name'") from error
+
+
+def _details(error: ValidationError) -> str:
+    """What is wrong with which setting, in one line."""
+    found = [(".".join(map(str, item["loc"])), item["msg"].removeprefix("Value error, ")) for item in error.errors()]
+    return "; ".join(f"{place}: {message}" if place else message for place, message in found)
 
 
 def _settings_of(found: Any) -> list[str] | None:

@@ -25,7 +25,7 @@ class Remote(EndpointReward):
     _endpoint: Endpoint | None = PrivateAttr(default=None)
 
     async def open(self) -> None:
-        self._endpoint = self._endpoint or self.endpoint(self.url)
+        self._opened()
 
     async def close(self) -> None:
         endpoint, self._endpoint = self._endpoint, None
@@ -42,9 +42,11 @@ class Remote(EndpointReward):
         return [self._scored(answer) for answer in answers]
 
     async def _post(self, body: Any) -> Any:
-        await self.open()
-        assert self._endpoint is not None
-        return await self._endpoint.post(body)
+        return await self._opened().post(body)
+
+    def _opened(self) -> Endpoint:
+        endpoint = self._endpoint = self._endpoint or self.endpoint(self.url)
+        return endpoint
 
     def _scored(self, answer: Any) -> Any:
         if not isinstance(answer, dict):

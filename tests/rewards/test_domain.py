@@ -92,7 +92,7 @@ class Short(ConfiguredReward):
         ("no_such_module:reward", "cannot be loaded"),
         ({"name": right, "wieght": 2}, "reward 'right' has no setting 'wieght'; did you mean 'weight'"),
         ({"name": Short, "word": 2}, "reward 'Short' has no setting 'word'; did you mean 'words'"),
-        ({"name": Short}, "words\n  Field required"),
+        ({"name": Short}, "reward 'Short': words: Field required"),
         ({"name": right, "tries": 0}, "tries"),
         ({"name": right, "gate_at": 0.5}, "gate_at does nothing without 'gate: true'"),
         ({"name": right, "gate": True, "weight": 2}, "weight does nothing for a gate"),
@@ -383,6 +383,11 @@ def test_an_error_of_one_reward_ends_the_others_and_is_raised_as_it_is() -> None
     with pytest.raises(ZeroDivisionError, match="in the reward"):
         scored({"hangs": hangs, "broken": broken})
     assert ended
+
+
+def test_a_sample_and_its_score_travel_to_other_processes() -> None:
+    for record in (RIGHT, Scored(1.0, True, {"part": 0.5}, "note")):
+        assert pickle.loads(pickle.dumps(record)) == record
 
 
 def test_a_config_error_names_the_key() -> None:
