@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -155,12 +156,12 @@ def _convert(weights: Path, directory: Path) -> None:
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     place, name = weights.parent, weights.name
     quantised = LlamaForCausalLM.from_pretrained(place, gguf_file=name)
     settings = quantised.config.to_dict()
     settings.pop("quantization_config", None)
-    model = LlamaForCausalLM(LlamaConfig(**settings))
+    model: Any = LlamaForCausalLM(LlamaConfig(**settings))  # type: ignore[no-untyped-call]
     model.load_state_dict(quantised.state_dict())
     AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(directory)
     model.save_pretrained(directory)

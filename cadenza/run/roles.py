@@ -15,8 +15,8 @@ import torch
 
 from cadenza.cluster import Cluster, DeviceMap, PlacementError, ResourceManager, Worker
 from cadenza.cluster.placement import AUTO
-from cadenza.inference.codec import TextCodec, TokenizerNotFound, load_codec
 from cadenza.run.config import ConfigError, RunConfig
+from cadenza.run.tokenizer import load_run_codec
 from cadenza.run.workers import LearnerWorker, ModelSpec
 from cadenza.training.strategy import load_strategy
 
@@ -38,7 +38,7 @@ class Roles:
         """`failures` is where a batch goes whose loss is not finite."""
         self.config = config
         self.failures = absolute_path(failures) if failures and config.backend == "ray" else failures
-        self.codec = codec_of(config)
+        self.codec = load_run_codec(config)
         self.trainers: dict[str, Cluster[Any]] = {}
         """The roles that train, by name: what a checkpoint holds. The first one is at its top."""
         self.model_spec = ModelSpec(
@@ -117,22 +117,6 @@ class Roles:
             raise ConfigError(f"devices: {error}") from error
         self.check_resources(resources)
         return placed
-
-
-def codec_of(config: RunConfig) -> TextCodec:
-    """The codec that a config names."""
-    tokenizer = config.tokenizer
-    try:
-        return load_codec(
-            tokenizer.path or config.model.path,
-            template=tokenizer.template,
-            system=tokenizer.system,
-            template_options=tokenizer.template_options,
-        )
-    except TokenizerNotFound as error:
-        raise ConfigError(f"{'tokenizer' if tokenizer.path else 'model'}.path: {error}") from error
-    except ValueError as error:  # it does not fit the template
-        raise ConfigError(f"tokenizer: {error}") from error
 
 
 def absolute_path(directory: Path) -> Path:

@@ -24,8 +24,9 @@ from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.episodes import EpisodeStats, RolloutMode
 from cadenza.run.inference import Inference
 from cadenza.run.role_names import ACTOR
-from cadenza.run.roles import absolute_path, codec_of
+from cadenza.run.roles import absolute_path
 from cadenza.run.rollout_config import RolloutRunConfig
+from cadenza.run.tokenizer import load_run_codec
 from cadenza.training.checkpoint import CheckpointError, step_of
 
 
@@ -115,7 +116,7 @@ async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tup
 
 async def check_rollouts(config: RolloutRunConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
-    queue = GroupQueueManager(*train_configs(config), "train", count_tokens=prompt_tokens(codec_of(config)))
+    queue = GroupQueueManager(*train_configs(config), "train", count_tokens=prompt_tokens(load_run_codec(config)))
     snapshot.restore(checkpoint / "rollouts", queue)
 
 

@@ -272,6 +272,7 @@ def test_a_source_that_cannot_be_read_is_an_error_that_names_it(
     ("settings", "said"),
     [
         ({"path": ""}, "names no source"),
+        ({"max_tokens": 5}, "has no path; where the path stands alone in the file, write it as {path: ...}"),
         ({"path": "a.jsonl", "filds": {}}, "did you mean 'fields'"),
         ({"path": "a.jsonl", "template": "no fields"}, "must name the fields"),
         ({"path": "a.jsonl", "template": "{} + {}"}, "must name the fields"),

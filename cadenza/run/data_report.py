@@ -1,0 +1,224 @@
+"""`cadenza data CONFIG`: what a run will train on."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cadenza.config import import_from_working_directory
+from cadenza.datasets import DataError, DatasetReport, describe_dataset, open_dataset
+from cadenza.datasets.describe import RenderedPrompt
+from cadenza.inference.codec import TextCodec
+from cadenza.run.config import ConfigError, RunConfig
+from cadenza.run.config_file import read_config
+from cadenza.run.data_sources import DataSource, find_data
+from cadenza.run.tokenizer import load_run_codec
+
+TOKENS_SHOWN = 48
+PLACES_SHOWN = 5
+_GIVEN_VARIABLES = {
+    "messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token", "unk_token", "pad_token",
+    "raise_exception", "strftime_now", "namespace", "range",
+}  # fmt: skip
+"""Variables of chat templates that are no switches."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFormat:
+    """How messages become a prompt."""
+
+    tokenizer: str
+    template: str
+    generation_prompt: str
+    """What stands behind the last message: the answer begins there."""
+    answer_end: str
+    """The token that ends an answer."""
+    options: Mapping[str, Any]
+    """`tokenizer.template_options`, as `enable_thinking`."""
+    switches: tuple[str, ...]
+    """Options that the template knows."""
+
+    @property
+    def unused(self) -> list[str]:
+        """Options that are set and change nothing."""
+        return [name for name in self.options if name not in self.switches]
+
+
+def show(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
+    """Print it; returns 1 if rows are refused for anything but their length."""
+    import_from_working_directory()
+    config = read_config(path, overrides)
+    sources = find_data(config)
+    if not sources:
+        raise ConfigError(f"{path} names no dataset: the tasks of pipeline '{config.pipeline}' come from elsewhere")
+    codec = load_run_codec(config)
+    prompt_format = describe_format(codec, config.tokenizer.template_options)
+    reports = {source.path: _report(source, config, codec) for source in sources}
+    overlaps = _overlaps(reports)
+    if as_json:
+        print(json.dumps(_figures(sources, reports, overlaps, prompt_format), default=str))
+    else:
+        _print(sources, reports, overlaps, prompt_format)
+    bad = sum(n for report in reports.values() for reason, n in report.refused.items() if not reason.startswith("too "))
+    return 1 if bad else 0
+
+
+def describe_format(codec: TextCodec, options: Mapping[str, Any]) -> PromptFormat:
+    """How a codec puts messages together."""
+    end = codec.tokenizer.decode([codec.end_token_id])
+    if codec.template == "plain":
+        return PromptFormat(codec.name, "plain", "", end, {}, ())
+    from jinja2 import Environment, meta
+
+    def rendered(prompt: bool) -> str:
+        messages = [{"role": "user", "content": "Hello"}]
+        text: str = codec.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=prompt, **options
+        )
+        return text
+
+    # transformers marks the tokens to train by a tag of its own.
+    source = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", codec.tokenizer.get_chat_template())
+    known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source))
+    switches = tuple(sorted(known - _GIVEN_VARIABLES))
+    behind = rendered(True).removeprefix(rendered(False))
+    return PromptFormat(codec.name, "chat", behind, end, dict(options), switches)
+
+
+def _report(source: DataSource, config: RunConfig, codec: TextCodec) -> DatasetReport:
+    try:
+        dataset = open_dataset(
+            source.config,
+            key=source.key,
+            seed=config.seed,
+            count_tokens=lambda messages: len(codec.encode(messages, first=True)),
+            examine=True,
+        )
+    except DataError as error:
+        raise ConfigError(f"{source.path}: {error}") from error
+    try:
+        return describe_dataset(dataset, codec)
+    finally:
+        dataset.close()
+
+
+def _overlaps(reports: Mapping[str, DatasetReport]) -> dict[str, dict[str, int]]:
+    """By dataset, how many of its rows another one has too: what is trained should not be validated."""
+    return {
+        name: {
+            other: shared
+            for other in reports
+            if other != name and (shared := int(np.isin(report.fingerprints, reports[other].fingerprints).sum()))
+        }
+        for name, report in reports.items()
+    }
+
+
+def _shares(sources: Sequence[DataSource]) -> dict[str, float]:
+    """Of the domains that are mixed by weight."""
+    total: dict[str, float] = {}
+    for source in sources:
+        total[source.group] = total.get(source.group, 0.0) + (source.weight or 0.0)
+    return {s.path: s.weight / total[s.group] for s in sources if s.weight is not None}
+
+
+def _figures(
+    sources: Sequence[DataSource],
+    reports: Mapping[str, DatasetReport],
+    overlaps: Mapping[str, Mapping[str, int]],
+    prompt_format: PromptFormat,
+) -> dict[str, Any]:
+    shares = _shares(sources)
+    datasets = {}
+    for name, report in reports.items():
+        figures = {key: value for key, value in asdict(report).items() if key != "fingerprints"}
+        datasets[name] = {**figures, "share": shares.get(name), "also_in": overlaps[name]}
+    return {"format": asdict(prompt_format), "datasets": datasets}
+
+
+# -- on the screen -----------------------------------------------------------------------------------------------------
+
+
+def _print(
+    sources: Sequence[DataSource],
+    reports: Mapping[str, DatasetReport],
+    overlaps: Mapping[str, Mapping[str, int]],
+    prompt_format: PromptFormat,
+) -> None:
+    console = Console(highlight=False)
+    console.print(_table(sources, reports))
+    _print_format(console, prompt_format)
+    for name, report in reports.items():
+        times = "again and again" if report.epochs is None else f"{report.epochs} epochs"
+        which = f"the first {report.examined} are counted" if report.rows is None else times
+        console.print(f"\n{name}", style="bold", markup=False)
+        console.print(f"  {report.source}; {which}", markup=False, soft_wrap=True)
+        for prompt in report.prompts:
+            _print_prompt(console, prompt, prompt_format.generation_prompt)
+        _print_findings(console, report, overlaps[name])
+
+
+def _table(sources: Sequence[DataSource], reports: Mapping[str, DatasetReport]) -> Table:
+    table = Table(box=None, pad_edge=False, caption="min to max: tokens of a prompt", caption_justify="left")
+    for column in ("dataset", "rows", "share", "min", "median", "p95", "max", "repeated", "refused"):
+        table.add_column(column, justify="left" if column == "dataset" else "right", no_wrap=column != "dataset")
+    shares = _shares(sources)
+    for source in sources:
+        report = reports[source.path]
+        sizes = report.lengths
+        lengths = ("-",) * 4 if sizes is None else (sizes.min, sizes.median, sizes.p95, sizes.max)
+        share = f"{shares[source.path]:.0%}" if source.path in shares else "-"
+        rows = "endless" if report.rows is None else report.rows
+        cells = (rows, share, *lengths, report.duplicates, sum(report.refused.values()))
+        table.add_row(source.key, *map(str, cells))
+    return table
+
+
+def _print_format(console: Console, prompt_format: PromptFormat) -> None:
+    if prompt_format.template == "plain":
+        console.print(f"{prompt_format.tokenizer}, template 'plain': the text as it is", markup=False)
+        return
+    switches = [f"{name}={prompt_format.options.get(name, '(not set)')}" for name in prompt_format.switches]
+    console.print(
+        f"chat template of {prompt_format.tokenizer.removeprefix('the tokenizer ')}: an answer begins behind "
+        f"{prompt_format.generation_prompt!r} and ends with {prompt_format.answer_end}; "
+        f"switches: {', '.join(switches) or 'none'}",
+        markup=False, soft_wrap=True,
+    )  # fmt: skip
+    for name in prompt_format.unused:
+        console.print(f"template_options.{name} changes nothing: the template does not know it", style="red")
+
+
+def _print_prompt(console: Console, prompt: RenderedPrompt, generation_prompt: str) -> None:
+    answer = f", answer {prompt.fields['answer']!r}" if "answer" in prompt.fields else ""
+    console.print(f"  {prompt.place}: {len(prompt.tokens)} tokens{answer}", style="cyan", markup=False, soft_wrap=True)
+    text = Text(prompt.text)
+    if generation_prompt and prompt.text.endswith(generation_prompt):
+        text.stylize("bold", len(prompt.text) - len(generation_prompt))
+    console.print(text, soft_wrap=True)
+    pairs = zip(prompt.tokens[:TOKENS_SHOWN], prompt.pieces, strict=False)
+    more = len(prompt.tokens) - TOKENS_SHOWN
+    tokens = " ".join(f"{token}:{piece!r}" for token, piece in pairs) + (f" and {more} more" if more > 0 else "")
+    console.print(f"  {tokens}", style="dim", markup=False, soft_wrap=True)
+
+
+def _print_findings(console: Console, report: DatasetReport, also_in: Mapping[str, int]) -> None:
+    for other, count in also_in.items():
+        console.print(f"  {count} rows are in {other} too", style="yellow", markup=False)
+    if report.duplicates:
+        console.print(f"  {report.duplicates} rows repeat an earlier one", style="yellow")
+        for place, original in report.duplicate_places[:PLACES_SHOWN]:
+            console.print(f"    {place} is {original}", markup=False, soft_wrap=True)
+    for reason, count in report.refused.items():
+        console.print(f"  {count} rows refused: {reason}", style="red", markup=False)
+    for place, message in report.refused_places[:PLACES_SHOWN]:
+        console.print(f"    {place}: {message}", markup=False, soft_wrap=True)
