@@ -42,6 +42,8 @@ StepListener = Callable[[int, Mapping[str, float]], None]
 PIPELINES = {
     "agentic": "cadenza.pipelines.agentic:AgenticPipeline",
     "sft": "cadenza.pipelines.sft:SftPipeline",
+    "dpo": "cadenza.pipelines.dpo:DpoPipeline",
+    "reward_model": "cadenza.pipelines.reward_model:RewardModelPipeline",
 }
 """The programs that ship, by the name that the config key `pipeline` gives them. Each is imported when it is used."""
 
