@@ -44,6 +44,7 @@ PIPELINES = {
     "sft": "cadenza.pipelines.sft:SftPipeline",
     "dpo": "cadenza.pipelines.dpo:DpoPipeline",
     "reward_model": "cadenza.pipelines.reward_model:RewardModelPipeline",
+    "distill": "cadenza.pipelines.distill:DistillPipeline",
 }
 """The programs that ship, by the name that the config key `pipeline` gives them. Each is imported when it is used."""
 

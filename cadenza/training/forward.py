@@ -153,18 +153,26 @@ class Forward:
         computed again in the backward pass."""
         packed = packed.to(self.device)
         chunk = max(self.logits_limit // self._vocab_size, 1)
+        logits_of = self.logits_by_slot(packed)
         with self._autocast():
-            logits_of = self.logits_by_slot(packed)
             if not self._has_plain_head or len(packed.reads) <= chunk:
                 return function(logits_of(slice(None)), slice(None), packed.predicts, None)
             return _over_chunks(logits_of, function, packed, chunk)
 
     def logits_by_slot(self, packed: PackedRows) -> Callable[[slice], Tensor]:
         """Gives the logits [p, V] of some of the slots at `packed.reads`, so that not all of them need to exist."""
-        if not self._has_plain_head:
-            return self._logits(packed).__getitem__
-        hidden = self._hidden(packed)
-        return lambda slots: self._head(hidden[slots])
+        packed = packed.to(self.device)
+        with self._autocast():
+            if not self._has_plain_head:
+                return self._logits(packed).__getitem__
+            hidden = self._hidden(packed)
+
+        def logits_of(slots: slice) -> Tensor:
+            with self._autocast():
+                logits: Tensor = self._head(hidden[slots])
+            return logits
+
+        return logits_of
 
     @torch.no_grad()
     def logprobs(
