@@ -102,6 +102,6 @@ def check_vocabulary(teacher: TeacherConfig, codec: TextCodec) -> None:
     if known != codec.tokenizer.get_vocab():
         raise ConfigError(
             f"teacher.path: the tokenizer of {teacher.path} has another vocabulary ({len(known)} tokens) than "
-            f"{codec.name} ({codec.vocab_size} tokens), so their distributions cannot be compared: take a teacher and a "
-            "student of one family"
+            f"{codec.name} ({codec.vocab_size} tokens), so their distributions cannot be compared: take a teacher and "
+            "a student of one family"
         )

@@ -138,6 +138,19 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers says errors only."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
 def _tiny(config: ModelConfig, vocab_size: int, eos_token_id: int | None, pad_token_id: int | None) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -181,7 +194,8 @@ def _pretrained(config: ModelConfig, pad_token_id: int | None) -> Any:
             dtype = getattr(torch, config.dtype)
             if pad_token_id is None:
                 return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
+            with _without_warnings():  # that the score of a language model is new
+                model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
             model.config.get_text_config().pad_token_id = pad_token_id
             return model
     except (OSError, ValueError) as error:

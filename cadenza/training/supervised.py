@@ -1,7 +1,7 @@
 """Learning to say what was said: token cross-entropy on examples, with the actor's machinery.
 
-For SFT, and for the cold start before reinforcement learning. Prompt tokens do not train, and dropout is on. The optimizer is its own, so what it remembers does not leak into the actor that goes
-on with the module.
+For SFT, and for the cold start before reinforcement learning. Prompt tokens do not train, and dropout is on. The
+optimizer is its own, so what it remembers does not leak into the actor that goes on with the module.
 """
 
 from __future__ import annotations
