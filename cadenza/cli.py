@@ -241,6 +241,26 @@ def evaluate(
 
 
 @app.command
+def export(run: Path, *, to: Path, merged: Flag = False, checkpoint: str = "best", json: Json = False) -> int:
+    """Write the model and the tokenizer of a run to a directory that transformers loads.
+
+    Parameters
+    ----------
+    run
+        The directory of the run.
+    to
+        Where to; it must not hold anything.
+    merged
+        Make an adapter part of its model: a whole model is written.
+    checkpoint
+        best, last, or step-000012.
+    """
+    from cadenza import commands
+
+    return commands.export(run, to, which=checkpoint, merged=merged, as_json=json)
+
+
+@app.command
 def play(run: Path, *, episodes: Count = 1, checkpoint: str = "best", greedy: Flag = False) -> int:
     """Watch a checkpoint play.
 

@@ -27,6 +27,7 @@ from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.config_file import dump_config, read_config
 from cadenza.run.engines import EngineConfig
 from cadenza.run.episodes import EpisodeStats, sample_of, success_of
+from cadenza.run.export import export_checkpoint
 from cadenza.run.pipeline import STOPPED, RunProgress, find_pipeline
 from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.rollouts import validate_checkpoint
@@ -109,6 +110,16 @@ def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
             console.print(sample["final"].rstrip("\n"), markup=False)
         verdict = {True: "[green]success[/green]", False: "[red]no success[/red]", None: ""}[success_of(trajectory)]
         console.print(f"score {sample['score']:g} {verdict}")
+    return 0
+
+
+def export(run_dir: Path, to: Path, *, which: str, merged: bool, as_json: bool) -> int:
+    """A checkpoint as a directory that transformers loads."""
+    import_from_working_directory()
+    checkpoint = _checkpoint(run_dir, which)
+    export_checkpoint(_config_of(run_dir, []), checkpoint, to, merged=merged)
+    figures = {"to": str(to), "checkpoint": str(checkpoint), "version": step_of(checkpoint)}
+    print(json.dumps(figures) if as_json else f"{checkpoint} -> {to}")
     return 0
 
 

@@ -48,7 +48,7 @@ def dpo(
     reward_rejected = beta * (at_least_float32(rejected) - ref_rejected.detach())
     margin = reward_chosen - reward_rejected
     values = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
-    rewards = {"reward_chosen": float(reward_chosen.mean()), "reward_rejected": float(reward_rejected.mean())}
+    rewards = {"reward_chosen": _mean(reward_chosen), "reward_rejected": _mean(reward_rejected)}
     return PairLoss(values, pair_metrics(margin) | rewards, len(margin))
 
 
@@ -63,4 +63,8 @@ def pair_metrics(margin: Tensor) -> dict[str, float]:
     """How many pairs are in the right order, and by how much: `margin` [M] is above 0 where they are. A tie counts
     half."""
     right = (margin > 0).float() + 0.5 * (margin == 0).float()
-    return {"accuracy": float(right.mean()), "margin": float(margin.mean())}
+    return {"accuracy": _mean(right), "margin": _mean(margin)}
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.detach().mean())

@@ -16,7 +16,7 @@ from cadenza.run.config import ConfigError
 from cadenza.run.engines import find_engine
 from cadenza.run.inference import Inference, InferenceSpec, open_inference
 from cadenza.run.role_names import ACTOR, CRITIC, REFERENCE
-from cadenza.run.roles import Roles, absolute_path
+from cadenza.run.roles import Roles
 from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.workers import ActorWorker, CriticWorker, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
@@ -28,8 +28,6 @@ class AgenticRoles(Roles):
     config: RolloutRunConfig
     actor: Cluster[ActorWorker]
     critic: Cluster[CriticWorker] | None = None
-    reference: Cluster[ReferenceWorker] | None = None
-    """None also where the actor has it, under its adapter."""
 
     def __init__(self, config: RolloutRunConfig, *, failures: Path | None = None) -> None:
         super().__init__(config, failures=failures)
@@ -72,17 +70,6 @@ class AgenticRoles(Roles):
         examples = await cold_start_examples(self.config, settings, self.codec)
         metrics = await self.actor.cold_start(examples, settings)
         return {f"cold_start/{name}": value for name, value in metrics.items()}
-
-    async def freeze_reference(self, directory: Path) -> None:
-        """The policy as it is now is what KL is measured against. It is kept for a resumed run, unless it
-        is the model under an adapter."""
-        if self.reference is not None:
-            await self.actor.save_model(absolute_path(directory))
-            await self.load_reference(directory)
-
-    async def load_reference(self, directory: Path) -> None:
-        if self.reference is not None:
-            await self.reference.load(absolute_path(directory))
 
     async def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The batch with its advantages, and whatever columns they need."""

@@ -16,22 +16,14 @@ from cadenza.datasets import DataConfig
 from cadenza.run.example_config import ExampleConfig
 from cadenza.run.example_rows import SUPERVISED, ExampleRows, RowForm, open_rows
 from cadenza.run.pipeline import Pipeline
-from cadenza.run.role_names import ACTOR
 from cadenza.run.roles import Roles
-from cadenza.run.workers import LearnerWorker
 
 
 class ExampleRoles(Roles):
-    """One model that learns."""
+    """The model that learns. A subclass starts its workers."""
 
-    worker_class: ClassVar[type[LearnerWorker]]
     config: ExampleConfig
     actor: Cluster[Any]
-
-    async def start(self) -> None:
-        self.actor = await self.start_trainers(
-            ACTOR, self.worker_class, config=self.config.actor, failures=self.failures
-        )
 
 
 class ExamplePipeline(Pipeline):

@@ -43,6 +43,9 @@ PIPELINES = {
     "agentic": "cadenza.pipelines.agentic:AgenticPipeline",
     "rlvr": "cadenza.pipelines.rlvr:RlvrPipeline",
     "sft": "cadenza.pipelines.sft:SftPipeline",
+    "dpo": "cadenza.pipelines.dpo:DpoPipeline",
+    "reward_model": "cadenza.pipelines.reward_model:RewardModelPipeline",
+    "distill": "cadenza.pipelines.distill:DistillPipeline",
 }
 """The programs that ship, by the name that the config key `pipeline` gives them. Each is imported when it is used."""
 

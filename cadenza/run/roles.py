@@ -16,8 +16,9 @@ import torch
 from cadenza.cluster import Cluster, DeviceMap, PlacementError, ResourceManager, Worker
 from cadenza.cluster.placement import AUTO
 from cadenza.run.config import ConfigError, RunConfig
+from cadenza.run.role_names import ACTOR
 from cadenza.run.tokenizer import load_run_codec
-from cadenza.run.workers import LearnerWorker, ModelSpec
+from cadenza.run.workers import LearnerWorker, ModelSpec, ReferenceWorker
 from cadenza.training.strategy import load_strategy
 
 
@@ -33,6 +34,8 @@ class Roles:
 
     device_map: DeviceMap
     """The devices of each role."""
+    reference: Cluster[ReferenceWorker] | None = None
+    """What the trained model is measured from. None without one, and where the actor has it under its adapter."""
 
     def __init__(self, config: RunConfig, *, failures: Path | None = None) -> None:
         """`failures` is where a batch goes whose loss is not finite."""
@@ -82,6 +85,17 @@ class Roles:
         await cluster.build(where, [str(place) for place in cluster.places])
         self.trainers[role] = cluster
         return cluster
+
+    async def freeze_reference(self, directory: Path) -> None:
+        """The model of the actor as it is now becomes the reference. It is kept for a resumed run, unless it is the
+        model under an adapter."""
+        if self.reference is not None:
+            await self.trainers[ACTOR].save_model(absolute_path(directory))
+            await self.load_reference(directory)
+
+    async def load_reference(self, directory: Path) -> None:
+        if self.reference is not None:
+            await self.reference.load(absolute_path(directory))
 
     async def save(self, directory: Path) -> None:
         """Write the files of the roles that train into a checkpoint."""

@@ -8,6 +8,7 @@ from cadenza.cluster import dispatch
 from cadenza.data import DataProto
 from cadenza.run.example_config import ExampleConfig
 from cadenza.run.example_pipeline import ExampleRoles
+from cadenza.run.role_names import ACTOR
 from cadenza.run.workers import LearnerWorker, ModelSpec
 from cadenza.training import Supervised, SupervisedConfig
 from cadenza.training.strategy import ParallelStrategy
@@ -44,4 +45,5 @@ class SftWorker(LearnerWorker):
 class SftRoles(ExampleRoles):
     """The model that is trained."""
 
-    worker_class = SftWorker
+    async def start(self) -> None:
+        self.actor = await self.start_trainers(ACTOR, SftWorker, config=self.config.actor, failures=self.failures)

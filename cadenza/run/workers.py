@@ -57,13 +57,20 @@ class ModelSpec:
     threads: int | None
     """Of torch; None is its own choice."""
 
-    def build(self, *, path: Path | None = None, seed_offset: int = 0) -> nn.Module:
-        """The model, or the one at `path` of the same form; another `seed_offset` gives other weights."""
+    def build(self, *, path: Path | None = None, seed_offset: int = 0, pad_token_id: int | None = None) -> nn.Module:
+        """The model, or the one at `path` of the same form; another `seed_offset` gives other weights. With
+        `pad_token_id` it is a classifier."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         config = self.model if path is None else self.model.model_copy(update={"path": str(path)})
         try:
-            return load_model(config, self.vocab_size, self.seed + seed_offset, eos_token_id=self.end_token_id)
+            return load_model(
+                config,
+                self.vocab_size,
+                self.seed + seed_offset,
+                eos_token_id=self.end_token_id,
+                pad_token_id=pad_token_id,
+            )
         except ValueError as error:  # it does not fit the tokenizer
             raise ConfigError(str(error)) from error
 
@@ -112,6 +119,17 @@ class LearnerWorker(Worker):
     def load_state(self, directory: Path) -> None:
         """Go on from what `save` wrote."""
         self._strategy.load(directory, self.learner)
+
+    @dispatch("broadcast")
+    def save_model(self, directory: Path) -> None:
+        """Write the policy as it is now, for a reference."""
+        weights = self._strategy.gather_full(self.learner.module.state_dict(keep_vars=True))
+        if not self._strategy.is_first:
+            return
+        try:
+            save_model(directory, self.learner.module, weights)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"the reference could not be saved to {directory}: {error}") from error
 
     @dispatch("broadcast", gather=sum)
     def offload(self) -> int:
@@ -214,17 +232,6 @@ class ActorWorker(LearnerWorker):
     def load_weights(self, directory: Path) -> None:
         """Those of a checkpoint, without its training state."""
         load_weights(directory, self.actor.module)
-
-    @dispatch("broadcast")
-    def save_model(self, directory: Path) -> None:
-        """Write the policy as it is now, for a reference."""
-        weights = self._strategy.gather_full(self.actor.module.state_dict(keep_vars=True))
-        if not self._strategy.is_first:
-            return
-        try:
-            save_model(directory, self.actor.module, weights)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"the reference could not be saved to {directory}: {error}") from error
 
 
 class CriticWorker(LearnerWorker):

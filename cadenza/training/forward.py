@@ -62,7 +62,7 @@ class Forward:
         base: Any = base_model(module)
         strategy = strategy or ParallelStrategy()
         if not hasattr(base, "get_decoder") or not hasattr(base, "get_output_embeddings"):
-            raise TypeError(f"{type(module).__name__} is no causal language model of transformers")
+            raise TypeError(f"{type(module).__name__} is no language model or classifier of transformers")
         self.module = module
         self.precision: Precision = "fp32" if strategy.own_precision else precision
         self.offloaded = False
@@ -70,7 +70,9 @@ class Forward:
         self.logits_limit = logits_limit
         self._base = base
         self._decoder: nn.Module = base.get_decoder()
-        self._head: nn.Module = base.get_output_embeddings()
+        self._is_classifier = base.get_output_embeddings() is None
+        """It has no logits of tokens: only its hidden states are asked for."""
+        self._head: nn.Module = nn.Identity() if self._is_classifier else base.get_output_embeddings()
         self._vocab_size = int(base.config.get_text_config().vocab_size)
         self._packed_forward: PackedForward | None = None
         self._pass_count = strategy.pass_count
@@ -151,18 +153,26 @@ class Forward:
         computed again in the backward pass."""
         packed = packed.to(self.device)
         chunk = max(self.logits_limit // self._vocab_size, 1)
+        logits_of = self.logits_by_slot(packed)
         with self._autocast():
-            logits_of = self.logits_by_slot(packed)
             if not self._has_plain_head or len(packed.reads) <= chunk:
                 return function(logits_of(slice(None)), slice(None), packed.predicts, None)
             return _over_chunks(logits_of, function, packed, chunk)
 
     def logits_by_slot(self, packed: PackedRows) -> Callable[[slice], Tensor]:
         """Gives the logits [p, V] of some of the slots at `packed.reads`, so that not all of them need to exist."""
-        if not self._has_plain_head:
-            return self._logits(packed).__getitem__
-        hidden = self._hidden(packed)
-        return lambda slots: self._head(hidden[slots])
+        packed = packed.to(self.device)
+        with self._autocast():
+            if not self._has_plain_head:
+                return self._logits(packed).__getitem__
+            hidden = self._hidden(packed)
+
+        def logits_of(slots: slice) -> Tensor:
+            with self._autocast():
+                logits: Tensor = self._head(hidden[slots])
+            return logits
+
+        return logits_of
 
     @torch.no_grad()
     def logprobs(
@@ -227,7 +237,7 @@ class Forward:
         """Find out which short cuts give the module's own logits."""
         padded, shared = self._example("padded"), self._example("shared")
         with evaluating(self.module):
-            expected = self._logits(padded)[padded.predicts]
+            expected = self._outputs(padded)[padded.predicts]
             self._has_plain_head = _is_close(self._head(self._hidden(padded))[padded.predicts], expected)
             if self._has_plain_head:
                 self._packed_forward = PackedForward.of(self._decoder)
@@ -241,7 +251,11 @@ class Forward:
         """Whether the module itself gives the same logits in this layout: its mask and positions are all it needs."""
         layouts = self._example("padded"), self._example(packing)
         with evaluating(self.module):
-            return _is_close(*(self._logits(packed)[packed.predicts] for packed in layouts))
+            return _is_close(*(self._outputs(packed)[packed.predicts] for packed in layouts))
+
+    def _outputs(self, packed: PackedRows) -> Tensor:
+        """[P, V], or [P, D] of a classifier: what the module itself gives."""
+        return self._hidden(packed) if self._is_classifier else self._logits(packed)
 
     def _example(self, packing: Packing) -> PackedRows:
         """Two rows that share a prefix."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from cadenza.algorithms import Aggregation, merge_metrics
 from cadenza.data import DataProto
-from cadenza.training.batching import mini_batches
+from cadenza.training.batching import mini_batches, pair_batches
 from cadenza.training.checkpoint import TrainingState
 from cadenza.training.forward import Forward, Use
 from cadenza.training.models import adapter_weights
@@ -171,6 +171,11 @@ class Learner:
     def micro_batches(self, rows: TokenRows, chosen: Array) -> Iterator[PackedRows]:
         """The chosen rows as micro-batches."""
         return self.forward.batches(rows, chosen, self.config.token_budget, self.packing, self._use)
+
+    def pair_micro_batches(self, rows: TokenRows, chosen: Array) -> Iterator[PackedRows]:
+        """The chosen rows, which come in pairs, as micro-batches that part none."""
+        batches = pair_batches(rows, chosen, self.config.token_budget)
+        return self.forward.passes(rows, batches, self.packing, self._use)
 
     def update(self, batch: DataProto, losses: Iterable[MicroLoss], count: float) -> dict[str, float]:
         """One update from the losses, each made and taken apart before the next, over this count."""

@@ -68,12 +68,19 @@ class ModelNotFound(FileNotFoundError):
     """The configured model cannot be loaded."""
 
 
-def load_model(config: ModelConfig, vocab_size: int, seed: int, *, eos_token_id: int | None = None) -> nn.Module:
-    """The model, ready to train. Its vocabulary has `vocab_size` tokens, or at least so many if it is loaded."""
+def load_model(
+    config: ModelConfig, vocab_size: int, seed: int, *, eos_token_id: int | None = None, pad_token_id: int | None = None
+) -> nn.Module:
+    """The model, ready to train. Its vocabulary has `vocab_size` tokens, or at least so many if it is loaded. With
+    `pad_token_id` it is a classifier with one label: it scores a text at its last token that does not pad."""
     limit_onednn()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = _tiny(config, vocab_size, eos_token_id) if config.path is None else _pretrained(config)
+        model: Any
+        if config.path is None:
+            model = _tiny(config, vocab_size, eos_token_id, pad_token_id)
+        else:
+            model = _pretrained(config, pad_token_id)
         if model.config.vocab_size < vocab_size:
             raise ValueError(
                 f"the model {config.path} knows {model.config.vocab_size} tokens, the tokenizer {vocab_size}: "
@@ -82,7 +89,7 @@ def load_model(config: ModelConfig, vocab_size: int, seed: int, *, eos_token_id:
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.lora is not None:
-            model = _with_adapter(model, config.lora)
+            model = _with_adapter(model, config.lora, "CAUSAL_LM" if pad_token_id is None else "SEQ_CLS")
     trained: nn.Module = model.train()
     return trained
 
@@ -131,8 +138,21 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _tiny(config: ModelConfig, vocab_size: int, eos_token_id: int | None) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """transformers says errors only."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+
+
+def _tiny(config: ModelConfig, vocab_size: int, eos_token_id: int | None, pad_token_id: int | None) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
     settings = LlamaConfig(
         vocab_size=vocab_size,
@@ -148,17 +168,20 @@ def _tiny(config: ModelConfig, vocab_size: int, eos_token_id: int | None) -> Any
         initializer_range=0.5 / math.sqrt(config.hidden),
         bos_token_id=None,
         eos_token_id=eos_token_id,
-        pad_token_id=None,
+        pad_token_id=pad_token_id,
         dtype=config.dtype,
     )
-    model: Any = LlamaForCausalLM(settings)  # type: ignore[no-untyped-call]
+    kind: Any = LlamaForCausalLM
+    if pad_token_id is not None:
+        settings.num_labels, kind = 1, LlamaForSequenceClassification
+    model: Any = kind(settings)
     for parameter in model.parameters():  # buffers stay as they are: `from_pretrained` has rotary angles in float32
         parameter.data = parameter.data.to(getattr(torch, config.dtype))
     return model
 
 
-def _pretrained(config: ModelConfig) -> Any:
-    from transformers import AutoModelForCausalLM
+def _pretrained(config: ModelConfig, pad_token_id: int | None) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     path = str(config.path)
     way_out = "give a directory written by save_pretrained, or no path for a tiny policy built here"
@@ -168,12 +191,18 @@ def _pretrained(config: ModelConfig) -> Any:
         raise ModelNotFound(f"model.path {path} does not exist: {way_out}")
     try:
         with without_progress_bars():
-            return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
+            dtype = getattr(torch, config.dtype)
+            if pad_token_id is None:
+                return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            with _without_warnings():  # that the score of a language model is new
+                model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
+            model.config.get_text_config().pad_token_id = pad_token_id
+            return model
     except (OSError, ValueError) as error:
         raise ModelNotFound(f"model.path {path} cannot be loaded: {way_out}. transformers says: {error}") from error
 
 
-def _with_adapter(model: Any, config: LoraConfig) -> Any:
+def _with_adapter(model: Any, config: LoraConfig, task_type: str) -> Any:
     import peft
 
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
@@ -182,6 +211,6 @@ def _with_adapter(model: Any, config: LoraConfig) -> Any:
         lora_alpha=config.alpha,  # type: ignore[arg-type]
         lora_dropout=config.dropout,
         target_modules=targets,
-        task_type="CAUSAL_LM",
+        task_type=task_type,
     )
     return peft.get_peft_model(model, adapter)

@@ -1,15 +1,14 @@
-"""Learning to say what was said: token cross-entropy on (prompt, response) pairs, with the actor's machinery.
+"""Learning to say what was said: token cross-entropy on examples, with the actor's machinery.
 
-For cold starts (the format of an answer, or demonstrations) before reinforcement learning, and for SFT. Prompt tokens
-do not train, and dropout is on. The optimizer is its own, so what it remembers does not leak into the actor that goes
-on with the module.
+For SFT, and for the cold start before reinforcement learning. Prompt tokens do not train, and dropout is on. The
+optimizer is its own, so what it remembers does not leak into the actor that goes on with the module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,11 +33,14 @@ class SupervisedConfig(LearnerConfig):
     """How to learn from examples."""
 
     batch_size: int = Field(default=64, gt=0)
-    """Examples per batch in `fit`."""
+    """Examples per batch."""
 
 
 class Supervised:
     """Trains a language model on examples."""
+
+    dropout: ClassVar[bool] = True
+    judged: ClassVar[tuple[str, ...]] = ("loss", "missed")
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class Supervised:
     ) -> None:
         self.config = config
         self.seed = seed
-        self._learner = Learner(module, config, seed, dropout=True, failures=failures, strategy=strategy)
+        self._learner = Learner(module, config, seed, dropout=self.dropout, failures=failures, strategy=strategy)
 
     @property
     def module(self) -> nn.Module:
@@ -87,16 +89,33 @@ class Supervised:
 
     @torch.no_grad()
     def evaluate(self, batch: DataProto) -> DataProto:
-        """By row, the columns `loss` (a sum over its `tokens`) and `exact`: whether each of its tokens is the likeliest
-        one, so that greedy decoding would write the same answer."""
+        """By row, how many `tokens` it trains and the sums over them that `judge` names; and `exact`: whether each of
+        them is the likeliest one, so that greedy decoding would write the same answer."""
         rows = TokenRows.of(batch)
-        found = np.zeros((2, len(rows)), np.float32)
+        columns = {name: np.zeros(len(rows), np.float32) for name in self.judged}
         with evaluating(self.module):
             for packed in self._learner.micro_batches(rows, rows.active):
-                losses, misses = self._learner.forward.over_logits(packed, partial(_judge, packed))
-                found[:, packed.rows] = [packed.by_row(values).sum(1).cpu().numpy() for values in (losses, misses)]
-        columns = {"loss": found[0], "tokens": rows.counts.astype(np.float32), "exact": found[1] == 0}
-        return DataProto({name: column.astype(np.float32) for name, column in columns.items()})
+                for name, values in zip(self.judged, self.judge(packed.to(self._learner.forward.device)), strict=True):
+                    columns[name][packed.rows] = packed.by_row(values).sum(1).cpu().numpy()
+        exact = (columns["missed"] == 0).astype(np.float32)
+        return DataProto({**columns, "exact": exact, "tokens": rows.counts.astype(np.float32)})
+
+    # -- what is learned -------------------------------------------------------------------------------------------
+
+    def token_losses(self, packed: PackedRows) -> Tensor:
+        """[K]"""
+        return -self._learner.forward.scores(packed).logprobs
+
+    def judge(self, packed: PackedRows) -> tuple[Tensor, ...]:
+        """[K] each: what `judged` names. `missed` is 1 where another token is likelier."""
+
+        def compare(logits: Tensor, slots: slice, predicts: Tensor, tokens: Tensor | None) -> tuple[Tensor, ...]:
+            targets = packed.targets if tokens is None else packed.targets[tokens]
+            logits = logits.float()[predicts]
+            loss = nn.functional.cross_entropy(logits, targets, reduction="none")
+            return loss, (logits.argmax(-1) != targets).float()
+
+        return self._learner.forward.over_logits(packed, compare)
 
     def offload(self) -> int:
         """Free the device; see `Learner.offload`."""
@@ -113,20 +132,9 @@ class Supervised:
 
     def _losses(self, rows: TokenRows, weights: Tensor, computed: Array) -> Iterator[MicroLoss]:
         for packed in self._learner.micro_batches(rows, computed):
-            logprobs = packed.by_row(self._learner.forward.scores(packed).logprobs)
-            weight = weights[packed.rows, : packed.shape[1]].to(logprobs.device)
-            yield MicroLoss(loss_sum(-logprobs, weight), packed.rows)
-
-
-def _judge(
-    packed: PackedRows, logits: Tensor, slots: slice, predicts: Tensor, tokens: Tensor | None
-) -> tuple[Tensor, ...]:
-    """Of each trained token the loss, and 1 where another one is likelier."""
-    targets = packed.targets.to(logits.device)
-    targets = targets if tokens is None else targets[tokens]
-    logits = logits.float()[predicts]
-    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
-    return loss, (logits.argmax(-1) != targets).float()
+            losses = packed.by_row(self.token_losses(packed))
+            weight = weights[packed.rows, : packed.shape[1]].to(losses.device)
+            yield MicroLoss(loss_sum(losses, weight), packed.rows)
 
 
 def examples(pairs: Sequence[Pair]) -> DataProto:

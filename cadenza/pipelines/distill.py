@@ -1,0 +1,41 @@
+"""Distillation: the controller program.
+
+    (validate) -> a batch of rows -> KL to the teacher's distributions at the tokens of the answers -> ...
+
+A row has a `prompt` and a `response`, or `messages`, as for SFT. The teacher computes its distributions over the whole
+vocabulary when they are needed.
+"""
+
+from __future__ import annotations
+
+from cadenza.data import DataProto
+from cadenza.run.distill import DistillRoles, DistillRunConfig
+from cadenza.run.example_pipeline import ExamplePipeline
+
+
+class DistillPipeline(ExamplePipeline):
+    """Distillation."""
+
+    config_class, roles_class = DistillRunConfig, DistillRoles
+
+    async def program(self) -> None:
+        async for step in self.steps():
+            await self.validate(step)
+            await self.checkpoint(step)
+            if (batch := self.next_batch()) is None:
+                break
+            with self.timed("train"):
+                metrics = await self.roles.actor.train(batch)
+            self.finish_step(batch, metrics)
+        await self.validate(self.progress.step, last=True)
+
+    async def evaluate(self, batch: DataProto) -> DataProto:
+        found: DataProto = await self.roles.actor.evaluate(batch)
+        return found
+
+    def held_out_metrics(self, rows: DataProto) -> dict[str, float]:
+        """The KL by token; success is the share of rows whose answers greedy decoding would write, and agreement the
+        share of tokens at which student and teacher find the same one likeliest."""
+        sums = {name: float(rows.batch.numpy(name).sum()) for name in ("loss", "differs", "tokens", "exact")}
+        agreement = 1 - sums["differs"] / sums["tokens"]
+        return {"loss": sums["loss"] / sums["tokens"], "success": sums["exact"] / len(rows), "agreement": agreement}

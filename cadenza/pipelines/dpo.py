@@ -1,0 +1,58 @@
+"""Direct preference optimisation: the controller program.
+
+    (validate) -> a batch of pairs -> logprobs of the reference -> train -> ...
+
+A row has a `prompt`, the answer that was `chosen` and the one that was `rejected`. The reference is the model that the
+run begins with; under an adapter it is the model without it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cadenza.data import DataProto
+from cadenza.run.dpo import DpoRoles, DpoRunConfig
+from cadenza.run.example_pipeline import ExamplePipeline
+from cadenza.run.example_rows import PREFERENCE
+from cadenza.training.dpo import pair_loss
+
+
+class DpoPipeline(ExamplePipeline):
+    """Direct preference optimisation."""
+
+    config_class, roles_class, row_form = DpoRunConfig, DpoRoles, PREFERENCE
+    config: DpoRunConfig
+    roles: DpoRoles
+
+    async def program(self) -> None:
+        async for step in self.steps():
+            await self.validate(step)
+            await self.checkpoint(step)
+            if (batch := self.next_batch()) is None:
+                break
+            with self.timed("reference"):
+                batch = await self.roles.with_reference(batch)
+            with self.timed("train"):
+                metrics = await self.roles.actor.train(batch)
+            self.finish_step(batch, metrics)
+        await self.validate(self.progress.step, last=True)
+
+    async def evaluate(self, batch: DataProto) -> DataProto:
+        found: DataProto = await self.roles.actor.values(await self.roles.with_reference(batch))
+        return found
+
+    def held_out_metrics(self, rows: DataProto) -> dict[str, float]:
+        """The loss by pair; success is the share of pairs that the policy prefers as they were labelled."""
+        values, references = (rows.batch[name].view(-1, 2) for name in ("value", "reference"))
+        loss = pair_loss(values, references, self.config.actor)
+        metrics = dict(loss.metrics)
+        return {"loss": float(loss.values.mean()), "success": metrics.pop("accuracy"), **metrics}
+
+    # -- from where ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self.roles.freeze_reference(self.run.path / "reference")
+
+    async def restore(self, checkpoint: Path) -> None:
+        await self.roles.load_reference(self.run.path / "reference")
+        await super().restore(checkpoint)

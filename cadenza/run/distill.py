@@ -1,0 +1,107 @@
+"""Distillation: its config, its worker and its roles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from cadenza.cluster import dispatch
+from cadenza.config import Config
+from cadenza.data import DataProto
+from cadenza.inference.codec import TextCodec, TokenizerNotFound, load_codec
+from cadenza.run.config import ConfigError
+from cadenza.run.example_config import ExampleConfig
+from cadenza.run.example_pipeline import ExampleRoles
+from cadenza.run.role_names import ACTOR
+from cadenza.run.workers import LearnerWorker, ModelSpec
+from cadenza.training import ModelConfig, ModelNotFound, load_model
+from cadenza.training.distiller import DistillConfig, Distiller
+from cadenza.training.strategy import ParallelStrategy
+
+
+class TeacherConfig(Config):
+    """The model to learn from. A path alone is short for `{path: ...}`."""
+
+    path: str
+    """A directory written by `save_pretrained`, or a name on the hub."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_short_form(cls, values: Any) -> Any:
+        return {"path": values} if isinstance(values, str) else values
+
+    @property
+    def model(self) -> ModelConfig:
+        return ModelConfig(path=self.path, dtype=self.dtype)
+
+
+class DistillRunConfig(ExampleConfig):
+    """A run that learns what a teacher says of the rows. Every rank of the actor holds the teacher too."""
+
+    teacher: TeacherConfig
+    actor: DistillConfig = DistillConfig()
+
+
+class DistillWorker(LearnerWorker):
+    """The student, and the teacher in the same process."""
+
+    learner: Distiller
+    _config: DistillConfig
+
+    def __init__(
+        self, model_spec: ModelSpec, config: DistillConfig, teacher: TeacherConfig, failures: Path | None
+    ) -> None:
+        self._model_spec, self._config, self._teacher, self._failures = model_spec, config, teacher, failures
+
+    def make(self, strategy: ParallelStrategy) -> Distiller:
+        spec = self._model_spec
+        student = spec.build()
+        try:
+            teacher = load_model(self._teacher.model, spec.vocab_size, spec.seed)
+        except ModelNotFound as error:
+            raise ModelNotFound(f"teacher: {error}") from error
+        return Distiller(student, teacher, self._config, spec.seed, failures=self._failures, strategy=strategy)
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """One train step; what it says is of all ranks."""
+        return self.learner.train(batch)
+
+    @dispatch("split")
+    def evaluate(self, batch: DataProto) -> DataProto:
+        """By row, `loss`, `differs`, `tokens` and `exact`."""
+        return self.learner.evaluate(batch)
+
+
+class DistillRoles(ExampleRoles):
+    """The student, with its teacher."""
+
+    config: DistillRunConfig
+
+    def __init__(self, config: DistillRunConfig, *, failures: Path | None = None) -> None:
+        super().__init__(config, failures=failures)
+        check_vocabulary(config.teacher, self.codec)
+
+    async def start(self) -> None:
+        config = self.config
+        self.actor = await self.start_trainers(
+            ACTOR, DistillWorker, config=config.actor, teacher=config.teacher, failures=self.failures
+        )
+
+
+def check_vocabulary(teacher: TeacherConfig, codec: TextCodec) -> None:
+    """Raise unless a token means the same to the teacher as to the student. A teacher without a tokenizer is believed
+    to know the student's."""
+    try:
+        known = load_codec(teacher.path, template="plain").tokenizer.get_vocab()
+    except TokenizerNotFound:
+        return
+    if known != codec.tokenizer.get_vocab():
+        raise ConfigError(
+            f"teacher.path: the tokenizer of {teacher.path} has another vocabulary ({len(known)} tokens) than "
+            f"{codec.name} ({codec.vocab_size} tokens), so their distributions cannot be compared: take a teacher and "
+            "a student of one family"
+        )

@@ -1,0 +1,60 @@
+"""Training of a reward model: its config, its worker and its role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cadenza.cluster import dispatch
+from cadenza.data import DataProto
+from cadenza.run.example_config import ExampleConfig
+from cadenza.run.example_pipeline import ExampleRoles
+from cadenza.run.role_names import ACTOR
+from cadenza.run.workers import LearnerWorker, ModelSpec
+from cadenza.training.pairs import PairConfig
+from cadenza.training.reward_model import RewardModel
+from cadenza.training.strategy import ParallelStrategy
+
+
+class RewardModelConfig(ExampleConfig):
+    """A run that learns to score answers."""
+
+    actor: PairConfig = PairConfig()
+    """How the reward model learns."""
+
+
+class RewardModelWorker(LearnerWorker):
+    """A classifier that learns from pairs."""
+
+    learner: RewardModel
+    _config: PairConfig
+
+    def __init__(self, model_spec: ModelSpec, config: PairConfig, pad_token_id: int, failures: Path | None) -> None:
+        self._model_spec, self._config, self._pad, self._failures = model_spec, config, pad_token_id, failures
+
+    def make(self, strategy: ParallelStrategy) -> RewardModel:
+        module, seed = self._model_spec.build(pad_token_id=self._pad), self._model_spec.seed
+        return RewardModel(module, self._config, seed, failures=self._failures, strategy=strategy)
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """One train step; what it says is of all ranks."""
+        return self.learner.train(batch)
+
+    @dispatch("split")
+    def values(self, batch: DataProto) -> DataProto:
+        """The score of each text, as `value`."""
+        return self.learner.values(batch)
+
+
+class RewardModelRoles(ExampleRoles):
+    """The reward model."""
+
+    async def start(self) -> None:
+        pad = self.codec.tokenizer.pad_token_id
+        self.actor = await self.start_trainers(
+            ACTOR,
+            RewardModelWorker,
+            config=self.config.actor,
+            pad_token_id=self.codec.end_token_id if pad is None else pad,
+            failures=self.failures,
+        )
