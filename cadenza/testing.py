@@ -31,6 +31,10 @@ from cadenza.rollout.model import Codec
 from cadenza.rollout.sampler import SamplerConfig
 
 
+KEPT_REQUESTS = 1_000
+"""A `FakeReplica` keeps so many requests, and at most twice as many: a program may run for days with it."""
+
+
 class ByteCodec:
     """Text as its UTF-8 bytes."""
 
@@ -59,7 +63,9 @@ class FakeReplica:
         self.kv_capacity = kv_capacity
         self.version = 0
         self.requests: list[Request] = []
-        """All that was asked, in order."""
+        """What was asked, in order: the last `KEPT_REQUESTS` at least."""
+        self.asked = 0
+        """How many requests there were in all."""
         self.generated = 0
         self.discarded: Counter[str] = Counter()
         self._answer = answer or (lambda request: "ok")
@@ -74,7 +80,10 @@ class FakeReplica:
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Generation] = loop.create_future()
+        self.asked += 1
         self.requests.append(request)
+        if len(self.requests) > 2 * KEPT_REQUESTS:
+            del self.requests[:-KEPT_REQUESTS]
         if self._dead:
             future.set_exception(ReplicaLost(self._dead))
         elif request.epoch < self._min_epoch:
