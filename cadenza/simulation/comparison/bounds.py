@@ -91,9 +91,10 @@ def marginal_seconds(demand: Demand, cost: CostModel) -> float:
 
 
 def alone_seconds(episode: TraceEpisode, cost: CostModel) -> float:
-    """Return T1: the seconds of an episode that has a replica to itself, its env included."""
+    """Return T1: the seconds of an episode that has a replica to itself, until its reward is known."""
     demand = Demand.of([[episode]])
-    return cost.a * demand.written + marginal_seconds(demand, cost) + episode.env_seconds
+    generation = cost.a * demand.written + marginal_seconds(demand, cost)
+    return generation + episode.env_seconds + episode.reward
 
 
 def balanced_seconds(demand: Demand, cost: CostModel, replicas: int) -> float:
