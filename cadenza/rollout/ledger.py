@@ -221,7 +221,7 @@ class Ledger:
             attempt.oldest, attempt.newest = versions
         attempt.reward = trajectory.score
         attempt.trajectory = trajectory
-        attempt.ended = now
+        attempt.ended = trajectory.scored = now
         attempt.group.finished.append(attempt)
         if self.events is not None:
             self.events(Event(now, "finish", attempt.key, f"reward {attempt.reward:.6g}"))

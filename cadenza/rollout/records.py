@@ -89,6 +89,8 @@ class Trajectory:
     started: float = 0.0
     ended: float = -1.0
     """When the rollout returned; negative while it runs."""
+    scored: float = -1.0
+    """When its reward was known; negative until then."""
 
     @property
     def episode_score(self) -> float:

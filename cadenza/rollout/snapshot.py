@@ -389,6 +389,7 @@ def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], clock_offset: f
             attempt.id, task, group.id, attempt.member, attempt.number, attempt.slot, episode.seed,
             [next(turns) for _ in range(episode.turns)], episode.terminated, episode.truncated, episode.score,
             episode.info, episode.final, episode.started + clock_offset, episode.ended + clock_offset,
+            attempt.ended,
         )  # fmt: skip
         if attempt.fate is None:
             attempt.state = AttemptState.FINISHED

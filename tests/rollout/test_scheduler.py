@@ -1067,6 +1067,32 @@ def test_a_reward_runs_after_the_slot_is_freed() -> None:
     simulate(main)
 
 
+def test_a_slow_reward_holds_no_slot_and_no_replica_but_its_place_in_the_reserve() -> None:
+    """Batches of one group, alpha 1: the first task has a reward of 30 s, the others have one of none."""
+
+    async def reward(trajectory: Trajectory) -> float:
+        await asyncio.sleep(0.0 if trajectory.group else 30.0)
+        return 1.0
+
+    async def main() -> None:
+        async with playing(reward=reward, batch_size=1, alpha=1, slots=4) as scheduler:
+            batch, when = await timed(got(scheduler, 1))
+            assert (column(batch, "task_id"), when) == (["toy/1"], 1.0)  # a younger one goes first
+            await publish(scheduler, 1)
+            await scheduler.resume()
+            waiting = asyncio.ensure_future(got(scheduler, 1))
+            await asyncio.sleep(10.0)
+            metrics = scheduler.metrics()
+            assert metrics["slots/busy"] == 0
+            assert [entry.inflight for entry in scheduler.sampler.entries] == [0]
+            assert metrics["groups/opened"] == 3  # the two of version 0, and one: no batch could take a second
+            batch, when = await timed(waiting)
+            assert (column(batch, "task_id"), when) == (["toy/0"], 31.0)  # at its last chance
+            assert scheduler.metrics()["staleness/max"] == 1
+
+    simulate(main)
+
+
 def test_a_reward_that_is_late_is_asked_again_and_nothing_is_generated_again() -> None:
     calls: Counter[int] = Counter()
 
