@@ -13,6 +13,7 @@ from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
 from cadenza.rollout.model import Codec, RolloutContext
 from cadenza.rollout.records import Trajectory
+from cadenza.rollout.reward_pool import PooledReward
 from cadenza.rollout.rollout_functions import RolloutFunction
 
 
@@ -25,7 +26,7 @@ class DomainRollout:
     rollout_function: RolloutFunction
     context: RolloutContext
     """What its attempts share, with the sampling of this domain."""
-    reward: DomainReward | None
+    reward: DomainReward | PooledReward | None
     """None where the score is the sum of what the env paid."""
 
     @classmethod
@@ -35,23 +36,31 @@ class DomainRollout:
         domain: DomainConfig,
         config: EnvManagerConfig,
         shared: RolloutContext,
-        max_reward_tries: int,
+        reward: DomainReward | PooledReward | None,
     ) -> DomainRollout:
         type = None
         if domain.env is not None:
             type = EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
         function = domain.rollout or (config.rollout if type is not None else "single_turn")
         context = shared if domain.sampling is None else replace(shared, sampling=domain.sampling)
-        configs = domain.rewards or ({domain.reward.short_name: domain.reward} if domain.reward is not None else {})
-        patience = {"seconds": config.reward_seconds, "tries": max_reward_tries}
-        configs = {part: _with_defaults(reward, patience) for part, reward in configs.items()}
-        reward = DomainReward(configs, name) if configs else None
         return cls(type, rollout_functions.make(function), context, reward)
 
 
-def _with_defaults(reward: RewardConfig, defaults: Mapping[str, Any]) -> RewardConfig:
-    """The config of a reward with these values where it sets none itself."""
-    return reward.model_copy(update={k: v for k, v in defaults.items() if k not in reward.model_fields_set})
+def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, RewardConfig]]:
+    """The rewards of each domain that has any, by name. Where a reward does not say it itself, one call may take
+    `reward_seconds`, and one that is late is asked again up to so many `tries`."""
+    patience = {"seconds": config.reward_seconds, "tries": tries}
+    found: dict[str, dict[str, RewardConfig]] = {}
+    for domain, settings in config.domains.items():
+        rewards = settings.rewards or ({settings.reward.short_name: settings.reward} if settings.reward else {})
+        if rewards:
+            found[domain] = {
+                name: reward.model_copy(
+                    update={key: value for key, value in patience.items() if key not in reward.model_fields_set}
+                )
+                for name, reward in rewards.items()
+            }
+    return found
 
 
 def sample_of(trajectory: Trajectory, codec: Codec) -> Sample:

@@ -20,15 +20,16 @@ from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import ignore_result, with_deadline
-from cadenza.rewards import LateReward
+from cadenza.rewards import DomainReward, LateReward
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.domain_rollout import DomainRollout, add_score, sample_of
+from cadenza.rollout.domain_rollout import DomainRollout, add_score, reward_configs, sample_of
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, RolloutContext, TokenCounter
 from cadenza.rollout.records import Trajectory
+from cadenza.rollout.reward_pool import PooledReward, RewardPool
 from cadenza.rollout.sampler import GrantSource
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
@@ -110,6 +111,7 @@ class EnvWorker:
         codec: Codec,
         spawn: Spawn,
         *,
+        backend: str,
         seed: int,
         max_reward_tries: int,
         slice_tokens: int,
@@ -141,8 +143,14 @@ class EnvWorker:
             slice_tokens=slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
         )
         self._codec = codec
+        configs = reward_configs(config, max_reward_tries)
+        self._reward_pool = RewardPool(configs, config.reward_workers, backend) if config.reward_workers else None
+        rewards: dict[str, DomainReward | PooledReward] = {
+            name: self._reward_pool.reward(name) if self._reward_pool is not None else DomainReward(own, name)
+            for name, own in configs.items()
+        }
         self._domains = {
-            name: DomainRollout.of(name, domain, config, shared, max_reward_tries)
+            name: DomainRollout.of(name, domain, config, shared, rewards.get(name))
             for name, domain in config.domains.items()
         }
         queue.stop = self.stop
@@ -159,6 +167,8 @@ class EnvWorker:
         for domain in self._domains.values():
             if domain.reward is not None:
                 await domain.reward.close()
+        if self._reward_pool is not None:
+            await self._reward_pool.close()
 
     def fill(self) -> None:
         """Give every free slot work, as long as there is any."""

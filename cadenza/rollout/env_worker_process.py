@@ -106,6 +106,7 @@ class EnvWorkerSpec:
     codec: Codec
     replicas: Sequence[ReplicaAddress]
     namespace: int
+    backend: str
     seed: int
     max_reward_tries: int
     slice_tokens: int
@@ -231,6 +232,7 @@ class EnvWorkerProcess(Worker):
             self._grant_client,
             spec.codec,
             self._spawn,
+            backend=spec.backend,
             seed=spec.seed,
             max_reward_tries=spec.max_reward_tries,
             slice_tokens=spec.slice_tokens,

@@ -201,6 +201,7 @@ class EnvFleet:
             codec=self._codec,
             replicas=self._addresses(),
             namespace=self._namespace,
+            backend=self._backend,
             seed=self._seed,
             max_reward_tries=self._max_reward_tries,
             slice_tokens=self._slice_tokens,

@@ -96,7 +96,7 @@ class GroupQueueManager:
         """Set by the owner of the slots: there may be work."""
         self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
         """Set by the scheduler: runs the coroutine of a filter in its task group."""
-        self._filter = GroupFilterRunner(config, env_manager_config.reward_seconds, self)
+        self._filter = GroupFilterRunner(config, env_manager_config, self)
         self._group_size = config.group_size
         self._members = config.group_size + config.extra_members
         self._initial_members = config.group_size if config.extra_after else self._members
@@ -489,12 +489,9 @@ class GroupQueueManager:
             self.refill()
 
     def _on_group_whole(self, group: Group) -> None:
-        """The group is whole: to the filter, if there is one."""
-        if self._filter.is_set:
-            self.ledger.advance(group, GroupState.FILTERING)
-            self._filter.begin(group)
-        else:
-            self.make_ready(group)
+        """The group is whole: to the filters."""
+        self.domains.all[group.task.domain].record(group.task, [attempt.reward for attempt in group.finished])
+        self._filter.judge(group)
 
     def make_ready(self, group: Group) -> None:
         """A batch may take the group."""

@@ -27,6 +27,10 @@ def rollout_metrics(queue: GroupQueueManager, slots: SlotPool, sampler: Sampler)
         "errors/user_code": queue.errors.total,
         **sampler.counters(),
     }
+    domains = queue.domains.all.values()
+    if any(domain.rest_epochs for domain in domains):
+        metrics["tasks/resting"] = sum(len(domain.resting) for domain in domains)
+        metrics["tasks/rested"] = sum(domain.rested for domain in domains)
     for fate in Fate:
         metrics[f"fate/{fate.value}"] = ledger.fates[fate]
         metrics[f"tokens/{fate.value}"] = ledger.tokens[fate]

@@ -1,7 +1,7 @@
 """Rewards in processes of their own, so that they slow down neither the scheduler nor the envs.
 
-Invariant: every sample that is given to the pool gets one answer: what its reward says or raises. A process that dies or
-falls silent costs no sample: another one scores it, and a new process takes its place.
+Invariant: every sample that is given to the pool gets one answer: what its reward says or raises. A process that dies
+or falls silent costs no sample: another one scores it, and a new process takes its place.
 ```
 pool.score(domain, sample) --> process with the fewest samples: Channel --> RewardProcess --> DomainReward
 future <-- Channel <-------------- each sample as soon as it is scored <-- Mailbox
@@ -65,11 +65,11 @@ class RewardProcess(Worker):
 
     def _on_message(self, message: ScoreRequest | CancelScore) -> None:
         if isinstance(message, ScoreRequest):
-            task = asyncio.get_running_loop().create_task(self._score(message), name=message.domain)
-            self._scoring[message.id] = task
-            task.add_done_callback(lambda _: self._scoring.pop(message.id, None))
-        elif (task := self._scoring.get(message.id)) is not None:
-            task.cancel()
+            scoring = asyncio.get_running_loop().create_task(self._score(message), name=message.domain)
+            self._scoring[message.id] = scoring
+            scoring.add_done_callback(lambda _: self._scoring.pop(message.id, None))
+        elif (running := self._scoring.get(message.id)) is not None:
+            running.cancel()
 
     async def _score(self, request: ScoreRequest) -> None:
         answer: Scored | Exception
@@ -146,7 +146,8 @@ class RewardPool:
                 raise RewardUnavailable(f"no reward process is left for a sample of domain '{domain}'")
             worker = min(self._workers, key=lambda worker: len(worker.futures))
             self._count += 1
-            id, future = self._count, asyncio.get_running_loop().create_future()
+            id = self._count
+            future: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
             worker.futures[id] = future
             worker.channel.send(ScoreRequest(id, domain, sample))
             try:
@@ -210,7 +211,7 @@ def _portable(error: BaseException) -> Exception:
     """The error itself if it can travel, else its text."""
     if isinstance(error, Exception):
         try:
-            pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just made here
+            pickle.loads(pickle.dumps(error))
         except Exception:  # noqa: BLE001 - user code decides what a pickle raises
             pass
         else:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -106,15 +105,14 @@ class RolloutScheduler:
         )
         self._resources = resource_manager
         self._collate = collator or collate
-        kind: Callable[..., SlotPool] = EnvWorker
-        if env_manager_config.workers:
-            kind = partial(EnvFleet, backend=resource_manager.backend)
+        kind: Callable[..., SlotPool] = EnvFleet if env_manager_config.workers else EnvWorker
         self._slots: SlotPool = kind(
             env_manager_config,
             self.queue,
             self.sampler,
             codec,
             self._spawn,
+            backend=resource_manager.backend,
             seed=config.seed,
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
@@ -262,7 +260,9 @@ class RolloutScheduler:
 
     def why(self, id: str | int) -> str:
         """The life of a task, a group or an attempt."""
-        return self.ledger.why(id)
+        story = self.ledger.why(id)
+        rest = self.queue.domains.explain_rest(str(id))
+        return f"{story}\n{id} {rest}" if rest else story
 
     def metrics(self) -> dict[str, float]:
         """All counters, flat."""

@@ -102,9 +102,10 @@ class SavedDomain(msgspec.Struct, frozen=True):
     last: str | None
     """The task that was drawn last: another one at its position means that the order has changed."""
     again: list[SavedTask]
-    trained: int = 0
     rested: int = 0
     resting: dict[int, int] = msgspec.field(default_factory=dict)
+    source: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The state of the source itself: of a curriculum."""
 
 
 class SavedSums(msgspec.Struct, frozen=True):
@@ -189,7 +190,7 @@ def _saved_domain(domain: Domain, positions: dict[str, int]) -> SavedDomain:
     again = [SavedTask(positions[task.id], task.id) for task in domain.to_redraw]
     return SavedDomain(
         domain.drawn, domain.started, last.id if last is not None else None, again,
-        domain.trained, domain.rested, domain.resting,
+        domain.rested, domain.resting, domain.tasks.state(),
     )  # fmt: skip
 
 
@@ -284,6 +285,8 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
     turns = _turns(directory / _TURNS, clock_offset, sum(t.turns for group in state.groups for _, t in group.finished))
     domains = queue.domains.all
     for name, saved in state.domains.items():
+        if saved.source:
+            domains[name].tasks.load_state(saved.source)
         if saved.last is not None:
             _find(domains[name], SavedTask(saved.drawn - 1, saved.last))
     again = {name: [_find(domains[name], task) for task in saved.again] for name, saved in state.domains.items()}
@@ -295,7 +298,7 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
         raise SnapshotError(f"{directory / _STATE} is damaged: {error!r} in its groups") from error
     for name, saved in state.domains.items():
         domain = domains[name]
-        domain.drawn, domain.started, domain.trained = saved.drawn, saved.started, saved.trained
+        domain.drawn, domain.started = saved.drawn, saved.started
         domain.rested, domain.resting = saved.rested, dict(saved.resting)
     _restore_sums(queue.ledger, state.sums, clock_offset)
     queue.staleness.update(state.sums.staleness)

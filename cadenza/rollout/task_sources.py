@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from cadenza.datasets import Dataset, RowError, open_dataset
 from cadenza.rollout.config import DomainConfig
@@ -14,25 +14,30 @@ CountTokens = Callable[[Any], int]
 """The tokens of a prompt, given as chat messages."""
 
 
-class TaskSource(Protocol):
+class TaskSource:
     """The tasks of a domain in one order, which does not change over a restart."""
 
-    @property
-    def count(self) -> int | None:
-        """Tasks there are; None when they never run out."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """The source in words: a resumed run must say the same."""
-        ...
+    count: int | None
+    """Tasks there are; None when they never run out."""
+    description: str
+    """The source in words: a resumed run must say the same."""
 
     def at(self, position: int) -> Task | None:
         """The task at a position of the order, None behind the last one."""
-        ...
+        raise NotImplementedError
+
+    def record(self, task: Task, scores: Sequence[float]) -> None:
+        """What came of the group of a task: what a curriculum follows."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs besides its position."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
 
 
-class Seeds:
+class Seeds(TaskSource):
     """Tasks that are only a seed."""
 
     def __init__(self, name: str, count: int | None, first: int) -> None:
@@ -49,7 +54,7 @@ class Seeds:
         return Task(id=f"{self._name}/{seed}", seed=seed, domain=self._name)
 
 
-class Rows:
+class Rows(TaskSource):
     """Rows that the config holds; each passes once."""
 
     def __init__(self, name: str, rows: Sequence[Any]) -> None:
@@ -73,7 +78,7 @@ class Rows:
         return row
 
 
-class DatasetRows:
+class DatasetRows(TaskSource):
     """The rows of a dataset, in the order of its epochs."""
 
     def __init__(self, name: str, dataset: Dataset) -> None:
@@ -92,6 +97,15 @@ class DatasetRows:
         row, epoch, data = found
         id = f"{self._name}/{row}" if epoch == 0 else f"{self._name}/{row}@{epoch}"
         return Task(id=id, seed=row, domain=self._name, data=data, row=row, epoch=epoch)
+
+    def record(self, task: Task, scores: Sequence[float]) -> None:
+        self.dataset.record(task.row, min(max(sum(scores) / len(scores), 0.0), 1.0))
+
+    def state(self) -> dict[str, Any]:
+        return self.dataset.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.dataset.load_state(state)
 
 
 def open_tasks(

@@ -8,6 +8,7 @@ not the mix that is tried, follows the weights.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
 from cadenza.rollout.ledger import Group
@@ -20,7 +21,7 @@ class Domain:
 
     __slots__ = (
         "drawn", "max_envs", "name", "pending", "rest_epochs", "rested", "resting", "running", "started", "tasks",
-        "to_redraw", "trained", "weight",
+        "to_redraw", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, config: DomainConfig, tasks: TaskSource) -> None:
@@ -38,8 +39,6 @@ class Domain:
         self.rested = 0
         """Times that a row was passed over because it rests."""
         self.started = 0
-        self.trained = 0
-        """Groups in batches."""
         self.running = 0
         self.pending: deque[tuple[Group, int]] = deque()
         """Members of admitted groups that wait for a slot."""
@@ -63,10 +62,16 @@ class Domain:
             self.rested += 1
         return None
 
-    def rest(self, task: Task) -> None:
-        """Let the row of a task rest, whose group taught nothing."""
-        if self.rest_epochs:
+    def record(self, task: Task, scores: Sequence[float]) -> None:
+        """What came of a whole group: its row rests if all scores are equal, and a curriculum follows them."""
+        if self.rest_epochs and min(scores) == max(scores):
             self.resting[task.row] = task.epoch + 1 + self.rest_epochs
+        self.tasks.record(task, scores)
+
+    def explain_rest(self, row: int) -> str:
+        """Why the row is not drawn, if it rests."""
+        epoch = self.resting.get(row)
+        return "" if epoch is None else f"rests until epoch {epoch}: the scores of its last group were all equal"
 
 
 class Domains:
@@ -102,6 +107,12 @@ class Domains:
         for domain in self._list:
             domain.drawn = domain.started = 0
             domain.to_redraw.clear()
+
+    def explain_rest(self, id: str) -> str:
+        """Why the task of this id is not drawn, if its row rests."""
+        name, _, row = id.partition("@")[0].rpartition("/")
+        domain = self.all.get(name)
+        return domain.explain_rest(int(row)) if domain is not None and row.isdecimal() else ""
 
     def waiting(self) -> Domain | None:
         """The domain whose admitted group waits longest for a slot that it may have."""

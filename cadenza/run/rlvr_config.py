@@ -54,6 +54,8 @@ class RlvrConfig(RolloutRunConfig):
     """Answers under way at once; None is what the asynchronous ratio can use, at most MAX_SLOTS."""
     workers: int = Field(default=0, ge=0)
     """Processes that share the slots, on Ray; 0 runs them in the controller's own."""
+    reward_workers: int = Field(default=0, ge=0)
+    """Processes that compute the rewards, on Ray; 0 computes them in the controller's own."""
     max_context: int = Field(default=1 << 20, gt=0)
     """Tokens of prompt and answer together."""
     lease_seconds: float = Field(default=600.0, gt=0)
@@ -81,6 +83,7 @@ class RlvrConfig(RolloutRunConfig):
             domains=dict(domains),
             slots=self.slots or max(min(wanted, MAX_SLOTS), self.workers),
             workers=self.workers,
+            reward_workers=self.reward_workers,
             rollout="single_turn",
             sampling=self.sampling,
             max_context=self.max_context,

@@ -143,11 +143,14 @@ def test_domains_share_the_samples_by_weight_and_each_has_its_own_reward_rollout
 
 
 def test_rewards_are_combined_and_each_is_a_metric(here: Path) -> None:
-    (here / "rewards_code.py").write_text("def one(sample):\n    return 1.0\n\ndef half(sample):\n    return 0.5\n")
+    (here / "parts.py").write_text("def one(sample):\n    return 1.0\n\ndef half(sample):\n    return 0.5\n")
     done = trained(
         here,
         domains={
-            "sums": {"data": "sums.jsonl", "rewards": {"a": "rewards_code:one", "b": {"name": "rewards_code:half", "weight": -1.0}}}
+            "sums": {
+                "data": "sums.jsonl",
+                "rewards": {"a": "parts:one", "b": {"name": "parts:half", "weight": -1.0}},
+            }
         },
         validation=None,
     )
@@ -205,9 +208,7 @@ def commands() -> Iterator[Commands]:
         yield commands
 
 
-def test_every_row_is_trained_once_per_epoch_however_often_the_run_is_killed(
-    here: Path, commands: Commands
-) -> None:
+def test_every_row_is_trained_once_per_epoch_however_often_the_run_is_killed(here: Path, commands: Commands) -> None:
     """Counted over the updates that the last weights come from: a step that is trained again counts with its last
     life."""
     (here / "counting.py").write_text(COUNTING_PIPELINE)
@@ -267,7 +268,10 @@ def test_a_malformed_line_is_named(here: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"domains": {"sums": {"data": "nowhere.jsonl", "reward": "exact"}}, "validation": None}, "no file nowhere.jsonl"),
+        (
+            {"domains": {"sums": {"data": "nowhere.jsonl", "reward": "exact"}}, "validation": None},
+            "no file nowhere.jsonl",
+        ),
         ({"domains": {"sums": {"data": "sums.jsonl"}}}, "the answers need a reward"),
         ({"domains": {"sums": {"reward": "exact"}}}, "domains.sums.data: Field required"),
         ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exact", "weight": 0}}}, "domains.sums.weight"),

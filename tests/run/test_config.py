@@ -209,7 +209,10 @@ def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
         ("max_tokens=4", "'envs.sampling.max_tokens' or"),
         ("env=frozenlake", "'envs.domains.NAME.env'?"),
         ("lam=0.9", "did you mean 'estimator.lam'?"),
-        ("envs.temperature=1", "envs: EnvManagerConfig has no key 'temperature'; did you mean 'sampling.temperature' or"),
+        (
+            "envs.temperature=1",
+            "envs: EnvManagerConfig has no key 'temperature'; did you mean 'sampling.temperature' or",
+        ),
         ("xyz=1", "AgenticConfig has no key 'xyz'; known keys: pipeline, name, "),
         ("cold_start.trainer.batchsize=4", "SupervisedConfig has no key 'batchsize'; did you mean 'batch_size'?"),
         ("validation.episode=4", "validation: AgenticValidationConfig has no key 'episode'; did you mean 'episodes'?"),
