@@ -39,6 +39,9 @@ class ByteCodec:
 
     def encode(self, observation: str | Sequence[dict[str, str]], *, first: bool, last: int | None = None) -> Tokens:
         text = observation if isinstance(observation, str) else "".join(m["content"] for m in observation)
+        return self.encode_text(text)
+
+    def encode_text(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Tokens) -> str:
