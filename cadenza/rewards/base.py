@@ -28,7 +28,7 @@ class ConfiguredReward(Config):
     """
 
     concurrency: ClassVar[int | None] = None
-    """Calls at once; None sets no limit. A property may say it too."""
+    """Calls at once; None sets no limit, but one batch runs at a time. A property may say it too."""
 
     def __call__(self, sample: Sample) -> Any:
         """A number, a bool or a `Scored`; or an awaitable of one."""
