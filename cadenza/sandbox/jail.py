@@ -19,11 +19,13 @@ import shlex
 import signal
 import socket
 import struct
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from cadenza.sandbox import bubblewrap
 from cadenza.sandbox.errors import SandboxUnavailable
+from cadenza.sandbox.forwarding import forwarded, listen_in_directory, listen_in_network
 from cadenza.sandbox.limits import SandboxLimits
 from cadenza.sandbox.messages import Program
 from cadenza.sandbox.process import Output, Process
@@ -36,6 +38,7 @@ WATCH_SECONDS = 0.05
 SCM_CREDENTIALS = 2
 CREDENTIALS = struct.Struct("3i")
 MEGABYTE = 1 << 20
+PENDING_SIGNALS = 1024
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -56,19 +59,24 @@ class Jail:
     def __init__(self, spec: JailSpec) -> None:
         self._limits = spec.limits
         self._outcome: Outcome | None = None
+        self._files: JailFiles | None = None
         self._stdout = Output(spec.limits.output_bytes, lambda: self._kill("output"))
         self._stderr = Output(spec.limits.output_bytes, lambda: self._kill("output"))
         self._stdin, self._script = memory_file(), memory_file()
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        with theirs:
+        try:
             self._bwrap = Process(self._spawn(spec, theirs.fileno()))
-        os.close(self._stdout.writer)
-        os.close(self._stderr.writer)
+        except OSError:
+            self._close_files()
+            raise
+        finally:
+            theirs.close()
+            os.close(self._stdout.writer)
+            os.close(self._stderr.writer)
         self._init: Process | None = None
         self._shell = 0
-        self._files: JailFiles | None = None
         self._start_cpu = 0.0
         self._seen_cpu = 0.0
 
@@ -91,14 +99,16 @@ class Jail:
                 self._files.write(name, content)
             fill(self._stdin, program.stdin)
             fill(self._script, script(program))
-            self._set_limits()
+            self._set_limits(program)
             started = asyncio.get_running_loop().time()
-            self._control.send(b"\n")
-            await self._watch(started + self._limits.wall_seconds)
+            async with self._forwarded(program.forward):
+                self._control.send(b"\n")
+                await self._watch(started + program.wall_seconds, program.cpu_seconds)
             wall_seconds = asyncio.get_running_loop().time() - started
         finally:
             status, cpu_seconds, stdout, stderr = await self._end()
-        outcome, exit_code, by = self._judge(os.waitstatus_to_exitcode(status), cpu_seconds)
+        cpu_used_up = cpu_seconds >= program.cpu_seconds
+        outcome, exit_code, by = self._judge(os.waitstatus_to_exitcode(status), cpu_used_up)
         return SandboxResult(
             outcome=outcome, exit_code=exit_code, signal=by, stdout=stdout, stderr=stderr,
             stdout_truncated=self._stdout.truncated, stderr_truncated=self._stderr.truncated,
@@ -145,8 +155,11 @@ class Jail:
             self._stderr.read()
             raise SandboxUnavailable(f"bubblewrap does not start: {self._stderr.text() or 'it says nothing'}")
         self._shell, _, _ = CREDENTIALS.unpack(credentials[0])
+        init = parent_of(self._shell)
+        if parent_of(init) != self._bwrap.pid:
+            raise SandboxUnavailable("bubblewrap starts a program outside a process namespace of its own")
+        self._init = Process(init)
         self._files = JailFiles(self._shell)
-        self._init = Process(parent_of(self._shell))
         self._start_cpu = sum(cpu_seconds_so_far(pid) for pid in (self._bwrap.pid, self._init.pid, self._shell))
 
     async def _first_word(self) -> None:
@@ -161,22 +174,34 @@ class Jail:
 
     # -- the program ---------------------------------------------------------------------------------------------------
 
-    def _set_limits(self) -> None:
-        """From outside and only now: a limit on processes that bubblewrap has would count those of the whole user."""
+    def _set_limits(self, program: Program) -> None:
+        """From outside and only now: a limit on processes that bubblewrap has would count those of the whole user.
+        Process 1 gets them too, for a program can make it do what it wants, as its debugger."""
         limits = self._limits
+        assert self._init is not None
         for kind, value in (
             (resource.RLIMIT_AS, limits.memory_mb * MEGABYTE),
-            (resource.RLIMIT_CPU, math.ceil(limits.cpu_seconds) + 1),
+            (resource.RLIMIT_CPU, math.ceil(program.cpu_seconds) + 1),
             (resource.RLIMIT_NPROC, limits.processes + 1),  # bubblewrap's own process in the namespace counts
             (resource.RLIMIT_FSIZE, limits.file_mb * MEGABYTE),
             (resource.RLIMIT_NOFILE, limits.open_files),
             (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
         ):
             _, hard = resource.prlimit(self._shell, kind)
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-            resource.prlimit(self._shell, kind, (value, value))
+            for pid in (self._init.pid, self._shell):
+                resource.prlimit(pid, kind, (value, value))
 
-    async def _watch(self, deadline: float) -> None:
+    def _forwarded(self, target: int | str | None) -> AbstractAsyncContextManager[None]:
+        if target is None:
+            return nullcontext()
+        if isinstance(target, int):
+            return forwarded(listen_in_network(self._shell, target), target)
+        assert self._files is not None
+        return forwarded(listen_in_directory(self._files.tmp), target)
+
+    async def _watch(self, deadline: float, cpu_seconds: float) -> None:
         """Returns when the program has ended; ends it when it passes a limit that the kernel does not watch."""
         loop = asyncio.get_running_loop()
         while not self._bwrap.ended.done():
@@ -186,15 +211,15 @@ class Jail:
                 await self._bwrap.ended
             elif loop.time() >= deadline:
                 self._kill("wall_time")
-            elif (passed := self._passed_limit()) is not None:
+            elif (passed := self._passed_limit(cpu_seconds)) is not None:
                 self._kill(passed)
 
-    def _passed_limit(self) -> Outcome | None:
+    def _passed_limit(self, cpu_seconds: float) -> Outcome | None:
         assert self._files is not None
         used, limits = self._files.usage(), self._limits
         self._seen_cpu = used.cpu_seconds - self._start_cpu
         memory = limits.memory_mb * MEGABYTE
-        if self._seen_cpu >= limits.cpu_seconds:
+        if self._seen_cpu >= cpu_seconds:
             return "cpu_time"
         if used.memory_bytes > memory and self._files.exact_memory() > memory:
             return "memory"
@@ -218,22 +243,25 @@ class Jail:
         status, cpu_seconds = self._bwrap.reap()
         if self._init is not None:
             cpu_seconds += self._init.reap()[1]
+        cpu_seconds = max(0.0, self._seen_cpu, cpu_seconds - self._start_cpu)
+        return status, cpu_seconds, *self._close_files()
+
+    def _close_files(self) -> tuple[bytes, bytes]:
         self._control.close()
         for fd in (self._stdin, self._script):
             os.close(fd)
         if self._files is not None:
             self._files.close()
-        cpu_seconds = max(0.0, self._seen_cpu, cpu_seconds - self._start_cpu)
-        return status, cpu_seconds, self._stdout.finish(), self._stderr.finish()
+        return self._stdout.finish(), self._stderr.finish()
 
-    def _judge(self, code: int, cpu_seconds: float) -> tuple[Outcome, int | None, int | None]:
+    def _judge(self, code: int, cpu_used_up: bool) -> tuple[Outcome, int | None, int | None]:
         """The outcome, the exit code and the signal. bwrap exits with 128 and the signal's number, as shells do."""
         if self._outcome is not None:
             return self._outcome, None, None
         by = -code if code < 0 else code - 128
         if not 0 < by < signal.NSIG:
             return "exited", code, None
-        if by in (signal.SIGKILL, signal.SIGXCPU) and cpu_seconds >= self._limits.cpu_seconds:
+        if by in (signal.SIGKILL, signal.SIGXCPU) and cpu_used_up:
             return "cpu_time", None, by
         return "killed", None, by
 

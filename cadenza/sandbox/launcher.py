@@ -64,8 +64,8 @@ class JailPool:
     async def _start(self) -> Jail | SandboxUnavailable:
         try:
             return await Jail.start(self._spec)
-        except SandboxUnavailable as error:
-            return error
+        except (SandboxUnavailable, OSError) as error:  # OSError: the host has no process or file left, or is too slow
+            return SandboxUnavailable(str(error) or "bubblewrap does not start in time")
 
 
 class Launcher:

@@ -24,7 +24,7 @@ class SandboxLimits(Config):
     """Open files of each process."""
     files: int = Field(default=10_000, ge=1)
     """Files and directories in /tmp and /dev/shm together."""
-    output_bytes: int = Field(default=1 << 20, ge=1)
+    output_bytes: int = Field(default=1 << 20, ge=4096)
     """Bytes on standard output, and as many on standard error. A program that writes more is killed."""
     tmp_mb: int = Field(default=64, ge=1)
     """The size of /tmp, where a program starts and has its files, and that of /dev/shm."""

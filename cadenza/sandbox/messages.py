@@ -36,6 +36,8 @@ class Program(msgspec.Struct, frozen=True, tag=True):
     files: dict[str, bytes]
     environment: dict[str, str]
     forward: int | str | None
+    wall_seconds: float
+    cpu_seconds: float
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

@@ -18,19 +18,19 @@ PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS = 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def adopt_orphans() -> None:
     """The first process of a jail outlives bubblewrap by a moment; its CPU time is reported to whom it then belongs."""
-    _checked(_libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+    checked(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def drop_root(directories: Iterable[str]) -> dict[str, str]:
     """Returns where bubblewrap reaches each directory, if not under its own path. Without root nothing changes."""
     if os.geteuid() != 0:
         return {}
-    _checked(_libc.unshare(CLONE_NEWNS), "unshare")
+    checked(libc.unshare(CLONE_NEWNS), "unshare")
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", STAGING, "tmpfs", 0)
     staged = {}
@@ -46,10 +46,11 @@ def drop_root(directories: Iterable[str]) -> dict[str, str]:
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int) -> None:
     words = [None if word is None else word.encode() for word in (source, target, kind)]
-    _checked(_libc.mount(*words, ctypes.c_ulong(flags), None), f"mount {target}")
+    checked(libc.mount(*words, ctypes.c_ulong(flags), None), f"mount {target}")
 
 
-def _checked(code: int, what: str) -> None:
+def checked(code: int, what: str) -> None:
+    """Raises the OSError of a system call that failed."""
     if code != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{what}: {os.strerror(error)}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Outcome = Literal["exited", "killed", "wall_time", "cpu_time", "memory", "output", "files"]
-"""`exited`: by itself. `killed`: by a signal, of itself or of the kernel. Everything else is the limit that ended it."""
+"""`exited`: by itself. `killed`: by a signal, of itself or of the kernel. Others name the limit that ended it."""
 
 
 @dataclass(frozen=True, slots=True)

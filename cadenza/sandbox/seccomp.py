@@ -36,6 +36,8 @@ FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET and AF_INET6: the network namespace holds them."""
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET."""
+PR_SET_PDEATHSIG = 1
+"""With it a program that took over process 1 could outlive the launcher."""
 X32_BIT = 0x40000000
 
 LOAD, JUMP_EQUAL, JUMP_ABOVE_OR_EQUAL, JUMP_BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -51,12 +53,13 @@ class Machine(NamedTuple):
     column: int
     clone: int
     clone3: int
+    prctl: int
     socket: int
 
 
 MACHINES = {
-    "x86_64": Machine(audit=0xC000003E, column=0, clone=56, clone3=435, socket=41),
-    "aarch64": Machine(audit=0xC00000B7, column=1, clone=220, clone3=435, socket=198),
+    "x86_64": Machine(audit=0xC000003E, column=0, clone=56, clone3=435, prctl=157, socket=41),
+    "aarch64": Machine(audit=0xC00000B7, column=1, clone=220, clone3=435, prctl=167, socket=198),
 }
 
 
@@ -74,6 +77,8 @@ def seccomp_filter(machine: str | None = None) -> bytes:
     code += [_step(JUMP_EQUAL, kind.clone3, 0, 1), _step(RETURN, REFUSE | errno.ENOSYS)]
     code += [
         _step(JUMP_EQUAL, kind.clone, 0, 4), _step(LOAD, FIRST_ARGUMENT), _step(JUMP_BITS, NEW_NAMESPACES, 0, 1),
+        _step(RETURN, REFUSE | errno.EPERM), _step(RETURN, ALLOW),
+        _step(JUMP_EQUAL, kind.prctl, 0, 4), _step(LOAD, FIRST_ARGUMENT), _step(JUMP_EQUAL, PR_SET_PDEATHSIG, 0, 1),
         _step(RETURN, REFUSE | errno.EPERM), _step(RETURN, ALLOW),
         _step(JUMP_EQUAL, kind.socket, 1, 0), _step(RETURN, ALLOW), _step(LOAD, FIRST_ARGUMENT),
     ]  # fmt: skip

@@ -66,7 +66,7 @@ class JailFiles:
         """Bytes and files in /tmp and /dev/shm."""
         stored = [os.fstatvfs(fd) for fd in (self.tmp, self._shm)]
         used = sum((found.f_blocks - found.f_bfree) * found.f_frsize for found in stored)
-        return used, sum(found.f_files - found.f_ffree for found in stored)
+        return used, sum(found.f_files - found.f_ffree - 1 for found in stored)  # each has one for its root
 
     def _pids(self) -> list[str]:
         return [name for name in os.listdir(self._proc) if name.isdigit()]
