@@ -52,7 +52,7 @@ class DomainReward:
         return tuple(worker.key for worker in self._workers)
 
     async def open(self) -> None:
-        """Let every reward make what it needs. Opening twice is opening once; where one fails, the others are closed."""
+        """Let every reward make what it needs. Opening twice is opening once; if one fails, all are closed."""
         if self._is_open:
             return
         async with self._lock:

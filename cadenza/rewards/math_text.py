@@ -68,7 +68,7 @@ POWERS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 
 def final_answer(response: str) -> str | None:
     """The text of the final answer; None where a parser must search the prose for it."""
-    response = response.rpartition("</think>")[2]
+    response = re.sub(r"<<[^<>]*>>", "", response.rpartition("</think>")[2])  # sums of a calculator, as in GSM8K
     for find in (_boxed, _tagged, _after_hashes, _after_phrase):
         if (found := find(response)) is not None:
             return found
@@ -96,7 +96,8 @@ def as_words(text: str) -> str | None:
 
 def plain_words(text: str) -> str:
     """The text in lower case, without the marks of LaTeX around it."""
-    bare = re.sub(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^}]*)\}", r"\1", _trimmed(text)).strip(" .!'\"$")
+    bare = re.sub(r"\\(?:text|mathrm|textbf|mbox)\s*\{([^}]*)\}", r"\1", _trimmed(text)).strip(" .'\"$")
+    bare = re.sub(r"(?<=[^\W\d_])!+$", "", bare)  # after a number it is a factorial
     return " ".join(bare.casefold().split())
 
 
@@ -114,7 +115,7 @@ def as_latex(text: str) -> str:
     latex = re.sub(r"(?<!\\)\bcbrt\s*\(([^()]*)\)", r"\\sqrt[3]{\1}", latex)
     latex = re.sub(r"(?<![\\A-Za-z])(pi|theta|alpha|beta|sin|cos|tan|log|ln|exp|infty)(?![A-Za-z])", r"\\\1 ", latex)
     latex = re.sub(r"(?<![\\A-Za-z])(?:infinity|inf)(?![A-Za-z])", r"\\infty ", latex)
-    latex = re.sub(r"^(-?[\d.,]+)\s*[A-Za-z]{2,}(?:[\s/][A-Za-z]+)*(?:\^\d)?$", r"\1", latex)  # a unit
+    latex = re.sub(r"^(-?[\d.,]+)\s*[A-Za-z]{2,}(?:[\s/][A-Za-z]+)*(?:\^\{?\d\}?)?$", r"\1", latex)  # a unit
     latex = re.sub(r"\*\*\s*\(([^()]*)\)|\^\s*\(([^()]*)\)", lambda found: f"^{{{found[1] or found[2]}}}", latex)
     latex = re.sub(r"(?<=[\w)])\*\*(-?\w+)", r"^{\1}", latex)
     latex = re.sub(r"(?<=[\w)}])\s*\*\s*(?=[\w(\\])", r" \\cdot ", latex)
@@ -122,6 +123,12 @@ def as_latex(text: str) -> str:
     latex = re.sub(r"(\d)\s*[xX]\s*(?=10\^)", r"\1 \\cdot ", latex)
     latex = re.sub(r"(?<![\d.,])(\d{1,3}(?: \d{3})+)(?![\d ]*\d)", lambda found: found[1].replace(" ", ""), latex)
     return re.sub(r"(?<![\w./])(-?)(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.])", r"\1(\2+\\frac{\3}{\4})", latex)
+
+
+def searchable(prose: str) -> str:
+    """Prose in which a parser finds formulas: without the dot before a formula's end, and without words inside one."""
+    prose = re.sub(r"[.,;]\s*(?=\\\]|\\\)|\$)", "", prose)
+    return UNIT.sub(" ", re.sub(r"\\text\s*\{[^}]*\}\s*=", " ", prose))
 
 
 def _recurring_as_fraction(found: re.Match[str]) -> str:
