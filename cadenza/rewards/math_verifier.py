@@ -21,7 +21,8 @@ from itertools import product
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cadenza.rewards.math_text import as_latex, as_words, final_answer, plain_words, searchable
+from cadenza.rewards.math_answer import as_words, final_answer, plain_words, searchable
+from cadenza.rewards.math_latex import as_latex
 
 MEMORY_BYTES = 4 << 30
 """Address space. A number with a billion digits ends this process, and not the machine."""
