@@ -25,8 +25,8 @@ def read(path):
 def contained_unless(escaped):
     sys.exit(0 if escaped else 1)
 """
-"""Before each program. So are CANARY, a file of the host; HOST_PID; HOST_HOME; PORT, SOCKET and ABSTRACT, where the host
-listens; and MARK, which the names of new files contain."""
+"""Before each program. So are CANARY, a file of the host; HOST_PID; HOST_HOME; PORT, SOCKET and ABSTRACT, where the
+host listens; and MARK, which the names of new files contain."""
 
 
 class Hostile(NamedTuple):

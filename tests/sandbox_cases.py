@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import select
 import shutil
 import socket
 import tempfile
@@ -15,6 +17,8 @@ needs_bwrap = pytest.mark.skipif(
     shutil.which("bwrap") is None, reason="bubblewrap is not here: apt-get install bubblewrap"
 )
 SECRET = "a secret of the host"
+CONNECT = "import socket, sys, time; s = socket.create_connection(('127.0.0.1', {port})); s.sendall(b'{word}');"
+"""A program that says through its forwarded port that it runs."""
 
 
 class WatchedHost:
@@ -77,3 +81,38 @@ def processes() -> dict[int, bytes]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
     return found
+
+
+class Listener:
+    """A server of the host that keeps its connections open."""
+
+    def __init__(self) -> None:
+        self.connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def __aenter__(self) -> Listener:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        self.connections.put_nowait((reader, writer))
+
+
+def marked(mark: str) -> dict[int, int]:
+    """Descriptors of the processes that have this mark in their command lines."""
+    return {pid: os.pidfd_open(pid) for pid, text in processes().items() if mark.encode() in text}
+
+
+def wait_until_ended(descriptors: dict[int, int]) -> None:
+    for fd in descriptors.values():
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        assert poll.poll(60_000), "the process ends"
+        os.close(fd)

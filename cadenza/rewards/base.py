@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from cadenza.config import Config
 from cadenza.errors import RewardError
@@ -24,11 +24,9 @@ class ConfiguredReward(Config):
         reward: {name: my_module:Short, words: 20}
 
     `__call__` is plain, and runs off the loop, or async. What it needs while it works is made in `async open()` and
-    given up in `async close()`; both are optional, and so is `score_batch(samples) -> list`, with `batch_size`.
+    given up in `async close()`; both are optional, and so are `score_batch(samples) -> list` with `batch_size`, and
+    `concurrency`, the calls at once that it bears.
     """
-
-    concurrency: ClassVar[int | None] = None
-    """Calls at once; None sets no limit. A property may say it too."""
 
     def __call__(self, sample: Sample) -> Any:
         """A number, a bool or a `Scored`; or an awaitable of one."""

@@ -106,7 +106,7 @@ async def _trouble(runner: ProgramRunner, program: str, test: InputOutput) -> st
 async def _run_assertions(runner: ProgramRunner, program: str, tests: Assertions) -> tuple[int, str]:
     """How many assertions hold, and what was said of the others."""
     mark = secrets.token_hex(8)
-    files = {
+    files: dict[str, str | bytes] = {
         "harness.py": HARNESS,
         "solution.py": program.encode(errors="replace"),
         "tests.json": json.dumps(tests.statements),

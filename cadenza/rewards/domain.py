@@ -52,12 +52,16 @@ class DomainReward:
         return tuple(worker.key for worker in self._workers)
 
     async def open(self) -> None:
-        """Let every reward make what it needs. Opening twice is opening once."""
+        """Let every reward make what it needs. Opening twice is opening once; if one fails, all are closed."""
         if self._is_open:
             return
         async with self._lock:
             if not self._is_open:
-                await all_of([worker.open() for worker in self._workers])
+                try:
+                    await all_of([worker.open() for worker in self._workers])
+                except BaseException:
+                    await self.close()
+                    raise
                 self._is_open = True
 
     async def close(self) -> None:

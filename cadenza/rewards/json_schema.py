@@ -29,6 +29,10 @@ class JsonSchema(ConfiguredReward):
             _check_schema(schema)
         return schema
 
+    def open(self) -> None:
+        """Say at once if the package is missing."""
+        _package()
+
     def __call__(self, sample: Sample) -> Scored:
         jsonschema = _package()
         schema = self.definition if self.definition is not None else _schema_of(sample)

@@ -34,7 +34,7 @@ class Math(ConfiguredReward):
     _pool: ProcessPool | None = PrivateAttr(default=None)
 
     @property
-    def concurrency(self) -> int:  # type: ignore[override]  # a setting here
+    def concurrency(self) -> int:
         return self.processes
 
     def open(self) -> None:

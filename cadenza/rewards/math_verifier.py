@@ -21,7 +21,8 @@ from itertools import product
 from multiprocessing.connection import Connection
 from typing import Any
 
-from cadenza.rewards.math_text import as_latex, as_words, final_answer, plain_words
+from cadenza.rewards.math_answer import as_words, final_answer, plain_words, searchable
+from cadenza.rewards.math_latex import as_latex
 
 MEMORY_BYTES = 4 << 30
 """Address space. A number with a billion digits ends this process, and not the machine."""
@@ -47,9 +48,12 @@ def check(answers: Sequence[str], response: str, precision: int) -> dict[str, An
 
 
 def _is_same(answer: str, found: str | None, response: str, precision: int) -> bool:
+    said = plain_words(response if found is None else found)
+    if said and said == plain_words(answer):
+        return True
     words = as_words(answer)
     if words is not None:
-        return words in (plain_words(found or ""), plain_words(response))
+        return re.search(rf"(?:^|\b(?:is|are) ){re.escape(words)}$", plain_words(response)) is not None
     from math_verify import verify
 
     candidates = _parsed(found) if found is not None else _searched(response)
@@ -83,7 +87,7 @@ def _searched(response: str) -> list[Any]:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    found = parse(response[-SEARCHED_LETTERS:], configs, parsing_timeout=None)
+    found = parse(searchable(response[-SEARCHED_LETTERS:]), configs, parsing_timeout=None)
     return [expression for expression in found if not isinstance(expression, str)]
 
 

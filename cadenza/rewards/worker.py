@@ -49,18 +49,26 @@ class RewardWorker:
         self._cache = RewardCache(config.cache) if config.cache else None
         self._batches: BatchQueue | None = None
         self._limit: asyncio.Semaphore | None = None
+        self._is_open = False
 
     async def open(self) -> None:
         """Let the reward make what it needs."""
+        concurrency = getattr(self._reward, "concurrency", None)
         if (batch_size := getattr(self._reward, "batch_size", 1)) > 1 and hasattr(self._reward, "score_batch"):
-            self._batches = BatchQueue(self._score_batch, batch_size)
-        if (concurrency := getattr(self._reward, "concurrency", None)) is not None:
+            self._batches = BatchQueue(self._score_batch, batch_size, concurrency or 1)
+        elif concurrency is not None:
             self._limit = asyncio.Semaphore(concurrency)
         if hasattr(self._reward, "open"):
             await as_async(self._reward.open)()
+        self._is_open = True
 
     async def close(self) -> None:
-        """Let the reward give up what it has."""
+        """Let the reward give up what it has, if it was opened."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._batches is not None:
+            await self._batches.close()
         if hasattr(self._reward, "close"):
             await as_async(self._reward.close)()
 

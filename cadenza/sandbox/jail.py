@@ -155,8 +155,11 @@ class Jail:
             self._stderr.read()
             raise SandboxUnavailable(f"bubblewrap does not start: {self._stderr.text() or 'it says nothing'}")
         self._shell, _, _ = CREDENTIALS.unpack(credentials[0])
+        init = parent_of(self._shell)
+        if parent_of(init) != self._bwrap.pid:
+            raise SandboxUnavailable("bubblewrap starts a program outside a process namespace of its own")
+        self._init = Process(init)
         self._files = JailFiles(self._shell)
-        self._init = Process(parent_of(self._shell))
         self._start_cpu = sum(cpu_seconds_so_far(pid) for pid in (self._bwrap.pid, self._init.pid, self._shell))
 
     async def _first_word(self) -> None:

@@ -213,6 +213,29 @@ def test_a_reward_is_opened_before_its_first_call_and_closed_once() -> None:
     assert log == ["open", "call", "call", "close"]
 
 
+def test_a_reward_that_cannot_be_opened_closes_those_that_were() -> None:
+    log: list[str] = []
+
+    class Server:
+        def open(self) -> None:
+            log.append("open")
+
+        def __call__(self, sample: Sample) -> float:
+            return 1.0
+
+        def close(self) -> None:
+            log.append("close")
+
+    class Broken(Server):
+        async def open(self) -> None:  # type: ignore[override]
+            await asyncio.sleep(1)
+            raise OSError("no device")
+
+    with pytest.raises(OSError, match="no device"):
+        scored({"server": Server, "broken": Broken})
+    assert log == ["open", "close"]
+
+
 # -- cache -------------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +324,29 @@ def test_a_cancelled_waiter_costs_the_others_of_its_batch_nothing(shuffle: int) 
 
     results = run(main, shuffle=shuffle)
     assert [getattr(result, "value", "cancelled") for result in results] == ["cancelled", 1, 2, 3, 4, "cancelled"]
+
+
+def test_as_many_batches_run_at_once_as_the_reward_bears_calls() -> None:
+    class Wide(Batched):
+        concurrency = 3
+
+    async def main() -> float:
+        reward = make_reward(Wide(), "sums")
+        await asyncio.gather(*map(reward, numbered(12)))
+        return asyncio.get_running_loop().time()
+
+    assert run(main) == 1.0
+
+
+def test_closing_ends_a_batch_and_its_waiters_get_an_infrastructure_fault() -> None:
+    async def main() -> list[object]:
+        reward = make_reward({"name": Batched(), "tries": 1}, "sums")
+        tasks = [asyncio.ensure_future(reward(sample)) for sample in numbered(6)]
+        await asyncio.sleep(0.5)
+        await reward.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert all(isinstance(result, InfrastructureError) for result in run(main))
 
 
 def test_the_error_of_a_batch_goes_to_all_its_waiters() -> None:

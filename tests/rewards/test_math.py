@@ -16,7 +16,8 @@ import pytest
 from cadenza.errors import DeadlinePassed, InfrastructureError, RewardError
 from cadenza.rewards import Sample, Scored, make_reward
 from cadenza.rewards.math import Math
-from cadenza.rewards.math_text import as_latex, as_words, final_answer
+from cadenza.rewards.math_answer import as_words, final_answer
+from cadenza.rewards.math_latex import as_latex
 from cadenza.simulation.virtual_cluster.clock import run
 
 pytest.importorskip("math_verify")
