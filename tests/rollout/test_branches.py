@@ -17,7 +17,7 @@ from cadenza.testing import FakeReplica
 
 def words(request: Request) -> list[int]:
     draw = random.Random(request.seed)
-    return [draw.randrange(65, 91) for _ in range(6)][request.position :][: request.max_tokens]
+    return [draw.randrange(65, 91) for _ in range(6)][request.offset :][: request.max_tokens]
 
 
 def replica(seconds: float = 1.0) -> FakeReplica:
