@@ -240,13 +240,14 @@ class Model:
         return Reply(turn, self._shared.codec)
 
     def _record(self, turn: Turn) -> None:
-        """Add a turn to the trajectory, where the turns of a branch stand together."""
+        """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches."""
         turns = self.trajectory.turns
-        if self._branches is None or self._last_turn is None:
+        if self._branches is None:
             turns.append(turn)
         else:
-            last = next(number for number, other in enumerate(turns) if other is self._last_turn)
-            turns.insert(last + 1, turn)
+            before = [b._last_turn for b in self._branches[: self._number + 1] if b._last_turn is not None]
+            place = next(n for n, other in enumerate(turns, 1) if other is before[-1]) if before else 0
+            turns.insert(place, turn)
         self._last_turn, self._is_new_row = turn, False
         self._turns += 1
         self._attempt.turns += 1

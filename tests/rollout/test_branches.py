@@ -17,7 +17,7 @@ from cadenza.testing import FakeReplica
 
 def words(request: Request) -> list[int]:
     draw = random.Random(request.seed)
-    return [draw.randrange(65, 91) for _ in range(6)][request.offset :][: request.max_tokens]
+    return [draw.randrange(65, 91) for _ in range(6)]
 
 
 def replica(seconds: float = 1.0) -> FakeReplica:
@@ -77,7 +77,7 @@ def test_the_tokens_of_branches_do_not_depend_on_which_one_is_faster() -> None:
         simulate(main)
         return found
 
-    assert sorted(outcome("a")) == sorted(outcome("b"))
+    assert outcome("a") == outcome("b")
 
 
 def test_a_suspension_in_the_middle_changes_no_token_of_a_branch() -> None:
