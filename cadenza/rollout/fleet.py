@@ -33,7 +33,7 @@ from cadenza.rollout.env_worker_process import (
 )
 from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.grants import GrantServer
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState
 from cadenza.rollout.model import Codec
 from cadenza.rollout.sampler import ReplicaAddress, Sampler
@@ -88,7 +88,7 @@ class EnvFleet:
     def __init__(
         self,
         config: EnvManagerConfig,
-        queue: GroupQueueManager,
+        queue: GroupQueue,
         sampler: Sampler,
         codec: Codec,
         spawn: Spawn,

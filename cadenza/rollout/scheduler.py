@@ -26,7 +26,7 @@ from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_gr
 from cadenza.rollout.env_worker import EnvWorker, SlotPool
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TrajectoriesLost, logger
 from cadenza.rollout.fleet import EnvFleet
-from cadenza.rollout.group_queue import GroupQueueManager, Mode
+from cadenza.rollout.group_queue import GroupQueue, Mode
 from cadenza.rollout.ledger import Group, Ledger
 from cadenza.rollout.metrics import rollout_metrics
 from cadenza.rollout.model import Codec
@@ -96,7 +96,7 @@ class RolloutScheduler:
         self.config = config
         self.mode = mode
         self.sampler = infer_cluster.sampler
-        self.queue = GroupQueueManager(config, env_manager_config, mode, events=events)
+        self.queue = GroupQueue(config, env_manager_config, mode, events=events)
         self._resources = resource_manager
         self._collate = collator or collate
         kind: Callable[..., SlotPool] = EnvWorker

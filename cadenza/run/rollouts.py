@@ -14,7 +14,7 @@ from cadenza.rollout import snapshot
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.trace import RunStep, trace_groups
@@ -112,7 +112,7 @@ async def validate_checkpoint(config: AgenticConfig, checkpoint: Path) -> tuple[
 
 async def check_rollouts(config: AgenticConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
-    snapshot.restore(checkpoint / "rollouts", GroupQueueManager(*train_configs(config), "train"))
+    snapshot.restore(checkpoint / "rollouts", GroupQueue(*train_configs(config), "train"))
 
 
 class RolloutSnapshots:
