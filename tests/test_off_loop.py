@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Event
@@ -9,8 +10,9 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from builders import simulate
 
-from cadenza.off_loop import DaemonThreadPool
+from cadenza.off_loop import DaemonThreadPool, done_before
 
 
 class Model:
@@ -46,3 +48,29 @@ def test_a_thread_lets_go_of_what_it_called_before_it_tells_the_result(method: C
     begin.set()
     assert is_told.wait(10)
     assert alive == [False]
+
+
+@pytest.mark.parametrize("kind", ["future", "event"])
+@pytest.mark.parametrize("first", ["task", "end", "cancellation"])
+def test_a_wait_for_a_task_ends_with_the_task_or_with_the_end_and_leaves_nothing_running(kind: str, first: str) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        end: Any = asyncio.Event() if kind == "event" else loop.create_future()
+        task = asyncio.ensure_future(asyncio.sleep(1.0, "done"))
+        waiting = asyncio.ensure_future(done_before(end, task))
+        if first == "end":
+            loop.call_later(0.5, end.set if kind == "event" else lambda: end.set_result(None))
+        elif first == "cancellation":
+            loop.call_later(0.5, waiting.cancel)
+        await asyncio.wait([waiting])
+        if first == "task":
+            assert (waiting.result(), task.result()) == (True, "done")
+        else:
+            assert waiting.cancelled() if first == "cancellation" else waiting.result() is False
+            await asyncio.wait([task])
+            assert task.cancelled()
+        assert kind == "event" or not end.cancelled()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    simulate(main)

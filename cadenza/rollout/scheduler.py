@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.observe.events import EventSink
+from cadenza.off_loop import done_before
 from cadenza.rollout import snapshot, token_bundles
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
@@ -303,9 +304,7 @@ class RolloutScheduler:
         """Wait until attempts can run, or for what prevents it."""
         assert self._run_task is not None
         if not self._started.is_set():
-            starting = asyncio.ensure_future(self._started.wait())
-            await asyncio.wait([self._run_task, starting], return_when=asyncio.FIRST_COMPLETED)
-            starting.cancel()
+            await done_before(self._run_task, asyncio.ensure_future(self._started.wait()))
             if self._run_task.done():
                 self._run_task.result()
 
