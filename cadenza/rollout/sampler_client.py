@@ -25,8 +25,16 @@ from cadenza.off_loop import done_before, with_deadline
 from cadenza.rollout.failures import logger
 from cadenza.rollout.grants import GrantClient, make_replica_entries
 from cadenza.rollout.model import Codec
-from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, Sampler, SamplerConfig
+from cadenza.rollout.router import ReplicaEntry
+from cadenza.rollout.sampler import (
+    Grant,
+    GrantRequest,
+    NoReplicas,
+    ReplicaAddress,
+    RequestOutcome,
+    Sampler,
+    SamplerConfig,
+)
 from cadenza.rollout.sampler_process import SamplerProcess, SamplerState
 
 START_SECONDS = 600.0
@@ -74,23 +82,11 @@ class SamplerClient:
         self._namespaces += 1
         return self._namespace + (self._namespaces << 39)
 
-    def grant_now(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> None:
+    def grant_now(self, grant_request: GrantRequest) -> None:
         """Always None: a grant from another process takes a message and its answer."""
 
-    async def grant(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant:
-        return await self._grant_client.grant(route_request, sticky, cached, interrupted_request)
+    async def grant(self, grant_request: GrantRequest) -> Grant:
+        return await self._grant_client.grant(grant_request)
 
     def end_session(self, entry: ReplicaEntry, session: int) -> None:
         self._grant_client.end_session(entry, session)
