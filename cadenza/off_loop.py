@@ -84,6 +84,20 @@ async def with_deadline(seconds: float, call: Awaitable[T], what: str) -> T:
     return future.result()
 
 
+async def done_before(end: asyncio.Future[Any] | asyncio.Event, task: asyncio.Future[Any]) -> bool:
+    """Wait for a task, but not beyond an end. Returns whether the task is done. If it is not, or if this wait is
+    cancelled, the task is cancelled; the end never is."""
+    ending = asyncio.ensure_future(end.wait()) if isinstance(end, asyncio.Event) else end
+    try:
+        await asyncio.wait([task, ending], return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        if ending is not end:
+            ending.cancel()
+        if not task.done():
+            task.cancel()
+
+
 def ignore_result(future: asyncio.Future[Any]) -> None:
     """A done callback for a call without a waiter: its exception counts as retrieved."""
     _abandoned.discard(future)

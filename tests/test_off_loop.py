@@ -10,9 +10,10 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from builders import simulate
 
 from cadenza.errors import DeadlinePassed
-from cadenza.off_loop import DaemonThreadPool, as_async, with_deadline
+from cadenza.off_loop import DaemonThreadPool, as_async, done_before, with_deadline
 
 
 class Model:
@@ -62,3 +63,29 @@ def test_a_plain_function_that_does_not_return_in_time_is_late_and_not_cancelled
         asyncio.run(main())
     finally:
         end.set()
+
+
+@pytest.mark.parametrize("kind", ["future", "event"])
+@pytest.mark.parametrize("first", ["task", "end", "cancellation"])
+def test_a_wait_for_a_task_ends_with_the_task_or_with_the_end_and_leaves_nothing_running(kind: str, first: str) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        end: Any = asyncio.Event() if kind == "event" else loop.create_future()
+        task = asyncio.ensure_future(asyncio.sleep(1.0, "done"))
+        waiting = asyncio.ensure_future(done_before(end, task))
+        if first == "end":
+            loop.call_later(0.5, end.set if kind == "event" else lambda: end.set_result(None))
+        elif first == "cancellation":
+            loop.call_later(0.5, waiting.cancel)
+        await asyncio.wait([waiting])
+        if first == "task":
+            assert (waiting.result(), task.result()) == (True, "done")
+        else:
+            assert waiting.cancelled() if first == "cancellation" else waiting.result() is False
+            await asyncio.wait([task])
+            assert task.cancelled()
+        assert kind == "event" or not end.cancelled()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    simulate(main)

@@ -45,7 +45,7 @@ from cadenza.inference.replica import (
     RequestRefused,
     StaleEpoch,
 )
-from cadenza.off_loop import as_async, with_deadline
+from cadenza.off_loop import as_async, done_before, with_deadline
 
 SILENT_SECONDS = 600.0
 """After this time without a sign of life either end gives the other up. An engine may hold its process for minutes
@@ -326,17 +326,13 @@ class RemoteReplica:
             raise ReplicaLost(self._lost.result())
         call = self.worker_handle.call(method, *args)
         answer = asyncio.ensure_future(with_deadline(CONTROL_SECONDS, call, "control seconds"))
-        either: list[asyncio.Future[Any]] = [answer, self._lost]
+        if not await done_before(self._lost, answer):
+            raise ReplicaLost(self._lost.result())
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise ReplicaLost(self._lost.result())
             return answer.result()
         except InfrastructureError as error:
             self._on_channel_lost(error)
             raise ReplicaLost(self._lost.result()) from error
-        finally:
-            answer.cancel()
 
     def _on_channel_lost(self, error: Exception) -> None:
         self._fail(f"{self.name}: {error} ({self.worker_handle.role})")

@@ -4,7 +4,7 @@ Invariant: every lease ends with one `SlotFreed`, when its env is closed, and wi
 failure, and none if it was stopped. The scheduler's books are the ones that count; here is a copy of what is under way.
 ```
 scheduler (fleet.py) --AttemptLease, StopAttempt, Granted--> exchange --> EnvWorker: env <-> model --requests--> replica
-                     <--GrantRequest, ReleaseGrant, TrajectoryRecord, AttemptFailed, SlotFreed, EnvWorkerCounters--
+                     <--AskForGrant, ReleaseGrant, TrajectoryRecord, AttemptFailed, SlotFreed, EnvWorkerCounters--
 ```
 """
 

@@ -16,50 +16,33 @@ import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from cadenza.observe.events import EventSink
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
-from cadenza.rollout.failures import NothingFinished, RolloutError, SchedulerClosed, Stalled, UserErrors, logger
+from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, UserErrors
 from cadenza.rollout.group_filter import GroupFilterRunner
-from cadenza.rollout.ledger import Attempt, AttemptCopy, AttemptState, Group, GroupState, Ledger, LedgerError
+from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
+from cadenza.rollout.pass_counts import PassCounts, PassStart
 from cadenza.rollout.records import Fate, Trajectory
-from cadenza.rollout.remote_attempts import MAX_WAITING, RemoteAttempts, WaitingWorkers
 from cadenza.rollout.staleness_bound import StalenessBound
 from cadenza.rollout.task_sources import CountTokens
 from cadenza.rollout.tasks import Domains
 
 Mode = Literal["train", "val"]
-UNPUBLISHED_BATCHES = 3
-"""Batches of one version, beyond those that asynchrony allows, after which a warning says that none is published."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassStart:
-    """The counts when a pass over the tasks began."""
+class GroupQueue:
+    """Decides what runs next, assembles groups, and cuts batches: what a scheduler keeps of its groups.
 
-    whole: int = 0
-    """Groups consumed, or whole and filtered."""
-    failed: int = 0
-    """Attempts failed."""
+        with queue.demanding(groups=2):          # `get_batch` waits for two groups
+            attempt = queue.issue(slot=0)        # a slot is free: which attempt to run, None for none
+            queue.slot_freed(attempt)            # its episode is over, another attempt may have the slot
+            queue.await_reward(attempt)
+            queue.put(attempt, trajectory)       # or queue.fail(attempt, "env: crashed"): the next try is issued
+            batch = queue.cut()                  # the two oldest whole groups; None while there is nothing to cut
 
-
-class GroupQueueManager:
-    """Buffers finished episodes, assembles groups, cuts batches.
-
-    A scheduler has one and calls it directly. It also runs as an actor, for a program that brings workers of its own:
-
-        queue = ray.remote(GroupQueueManager).remote(RolloutConfig(batch_size=8, group_size=4), env_manager_config)
-        attempt = ray.get(queue.next_attempt.remote())       # a worker: which task to run; None when there is no more
-        queue.put.remote(attempt, trajectory)                # or queue.fail.remote(attempt, "env: crashed")
-        groups = ray.get(queue.take.remote(2))               # the controller: two whole groups, the oldest first
-        queue.advance.remote(1)                              # after weights were published; queue.reset.remote()
-
-    A worker far away has a copy of its attempt, and a lease: without a word for `lease_seconds` the attempt fails and
-    is issued anew, so that a worker that vanishes costs its own attempt. One that takes longer calls `renew`, which
-    answers whether to go on. `put` and `fail` of a copy also free its slot; what comes of an attempt that has its fate
-    already is dropped. The calls need a running event loop, the constructor does not.
+    `GroupQueueManager` (group_queue_manager.py) is the same for workers that are no part of Cadenza.
     """
 
     def __init__(
@@ -70,10 +53,7 @@ class GroupQueueManager:
         *,
         events: EventSink | None = None,
         count_tokens: CountTokens | None = None,
-        max_waiting: int = MAX_WAITING,
     ) -> None:
-        """`max_waiting` calls of `next_attempt` may wait, further ones are refused: each takes one of the concurrent
-        calls of an actor, of which Ray allows 1,000 unless `max_concurrency` says more."""
         self.config = config
         self.mode = mode
         self.ledger = Ledger(config.history, events)
@@ -88,11 +68,7 @@ class GroupQueueManager:
         """When an attempt last finished or failed."""
         self.stop: Callable[[Attempt], None] = lambda attempt: None
         """Set by the slot pool: ends the run of an attempt that has its fate."""
-        self._workers = WaitingWorkers(max_waiting)
-        """In `next_attempt`."""
-        self._remote_attempts = RemoteAttempts(env_manager_config.lease_seconds, self._expire)
-        """Attempts that `next_attempt` gave out and whose slots are not free yet."""
-        self.refill: Callable[[], None] = self._workers.wake_next
+        self.refill: Callable[[], None] = lambda: None
         """Set by the owner of the slots: there may be work."""
         self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
         """Set by the scheduler: runs the coroutine of a filter in its task group."""
@@ -103,10 +79,7 @@ class GroupQueueManager:
         """Members that begin with the group."""
         self._extra_threshold = max(config.group_size - config.extra_members, 1)
         """Members after which extra ones may be called for."""
-        self._consumed_before_version = 0
-        """Groups consumed when this version was published."""
-        self.before_pass = PassStart()
-        self._warned_unpublished = False
+        self.pass_counts = PassCounts(self.ledger, self.errors)
         self._change: asyncio.Future[None] | None = None
         self._ready: list[tuple[int, Group]] = []
         """A heap of whole groups, the oldest first; some may have ended since."""
@@ -141,23 +114,6 @@ class GroupQueueManager:
         self.bound.begin(version)
         return self.ledger.issue(group, 0, slot, self._now())
 
-    async def next_attempt(self, slot: int = 0) -> Attempt | None:
-        """Waits for the next attempt to run, for a worker without a `refill` callback. None when the tasks ran out, or
-        the run has ended. Its lease begins now."""
-        while (attempt := self.issue(slot)) is None:
-            if self._error is not None or (self.domains.exhausted and not self.bound.unconsumed):
-                self._workers.wake_next()
-                return None
-            await self._workers.wait()
-        self._workers.wake_next()
-        self._remote_attempts.begin(attempt)
-        return attempt
-
-    def renew(self, attempt: Attempt) -> bool:
-        """The worker of an attempt that `next_attempt` gave out makes progress: its lease begins anew. Returns whether
-        it should go on; False when the attempt has its fate."""
-        return self._remote_attempts.renew(attempt)
-
     def slot_freed(self, attempt: Attempt) -> None:
         """The env of this attempt is gone."""
         self.domains.all[attempt.group.task.domain].running -= 1
@@ -168,11 +124,6 @@ class GroupQueueManager:
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """The episode is finished and has its reward."""
-        if isinstance(attempt, AttemptCopy) or attempt in self._remote_attempts:
-            if (original := self._end_remote(attempt, trajectory.response_tokens, len(trajectory.turns))) is None:
-                return
-            attempt = original
-            self.ledger.await_reward(attempt)
         self.last_end_time = self._now()
         self._failed_in_a_row = 0
         self.ledger.finish(attempt, trajectory, self.last_end_time)
@@ -192,10 +143,6 @@ class GroupQueueManager:
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
         """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
         this one was."""
-        if isinstance(attempt, AttemptCopy) or attempt in self._remote_attempts:
-            if (original := self._end_remote(attempt, attempt.tokens, attempt.turns)) is None:
-                return
-            attempt = original
         self.last_end_time = self._now()
         if attempt.state is AttemptState.FINISHED:
             raise LedgerError(f"{attempt.key} has finished, and fails now: {cause} {detail}")
@@ -230,7 +177,6 @@ class GroupQueueManager:
             raise ValueError(f"version must not go back: it is {self.version}, got {version}")
         if version == self.version:
             return
-        self._consumed_before_version = self.consumed
         self.bound.advance(version)
         self._drop_stale()
         self._wake()
@@ -269,22 +215,6 @@ class GroupQueueManager:
             self.bound.demand = None  # before the slots look for work: the limit falls with it
             self.refill()
 
-    async def take(self, groups: int | None = None) -> list[list[Trajectory]]:
-        """Waits for a batch of so many groups, or of all that the tasks give, and hands over its trajectories group by
-        group. Fewer, or none, when the tasks ran out."""
-        if groups is None:
-            self.refuse_endless_tasks()
-        with self.demanding(groups):
-            while (batch := self.cut()) is None:
-                await self.changed()
-        taken: list[list[Trajectory]] = []
-        for group in batch:
-            attempts = sorted(group.finished, key=lambda attempt: attempt.member)
-            taken.append([attempt.trajectory for attempt in attempts if attempt.trajectory is not None])
-            for attempt in attempts:
-                attempt.trajectory = None
-        return taken
-
     def refuse_endless_tasks(self) -> None:
         """Raise unless the tasks of all domains run out some time."""
         if endless := self.domains.endless:
@@ -315,7 +245,7 @@ class GroupQueueManager:
                 return None
             groups = ready
             if not groups:
-                self._raise_if_all_failed()
+                self.pass_counts.raise_if_all_failed(self.consumed)
         elif not bound.may_cut(groups):
             return None
         batch: list[Group] = []
@@ -328,7 +258,7 @@ class GroupQueueManager:
                 batch.append(group)
         self._end_surplus()
         self.errors.since_batch = 0
-        self._warn_if_never_published()
+        bound.warn_if_never_published()
         return batch
 
     def reset(self) -> None:
@@ -344,8 +274,7 @@ class GroupQueueManager:
             )
         self.bound.begin_pass()
         self.domains.restart()
-        self.before_pass = PassStart(self._whole_groups, self.ledger.fates[Fate.FAILED])
-        self.errors.first = ""
+        self.pass_counts.begin(self.consumed)
         self.refill()
 
     def lose_group(self, group: Group) -> None:
@@ -367,8 +296,6 @@ class GroupQueueManager:
         self._ready.clear()
         self.bound.clear()
         self._wake()
-        self._workers.wake_next()
-        self._remote_attempts.close()
 
     # -- over a restart ------------------------------------------------------------------------------------------
 
@@ -377,13 +304,12 @@ class GroupQueueManager:
         """What ended the run."""
         return self._error
 
-    def restore(self, version: int, consumed: int, base: int, before_pass: PassStart, groups: list[Group]) -> None:
+    def restore(self, version: int, consumed: int, base: int, pass_start: PassStart, groups: list[Group]) -> None:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
-        bound = self.bound
-        bound.version, bound.consumed, bound.base, self.started = version, consumed, base, consumed
-        self._consumed_before_version, self.before_pass = consumed, before_pass
+        bound, self.started, self.pass_counts.start = self.bound, consumed, pass_start
+        bound.restore(version, consumed, base)
         now = self._now()
         for group in groups:
             self.ledger.readmit(group)
@@ -416,50 +342,20 @@ class GroupQueueManager:
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _whole_groups(self) -> int:
-        """Groups that were consumed, or whole and filtered."""
-        return self.consumed + self.ledger.groups_closed[Fate.FILTERED]
-
-    def _raise_if_all_failed(self) -> None:
-        """The tasks ran out: raise if attempts failed and no group of this pass over them was ever whole. A task that
-        fails while others are consumed is retired, and no more is made of it."""
-        failed = self.ledger.fates[Fate.FAILED] - self.before_pass.failed
-        if not failed or self._whole_groups > self.before_pass.whole:
-            return
-        causes = {cause: count for (fate, cause), count in self.ledger.causes.items() if fate is Fate.FAILED}
-        often = max(causes, key=lambda cause: causes[cause])
-        reason = f"The first error was {self.errors.first}" if self.errors.first else f"Most often: {often}"
-        raise NothingFinished(
-            f"the tasks ran out without one whole group: {failed} attempts failed. {reason}; mend it and run again "
-            "(the log has more of it, `why` tells of the attempts of a task)"
-        )
-
-    def _warn_if_never_published(self) -> None:
-        """Say once that batch after batch is taken of one version: the program may have forgotten to publish."""
-        batches = (self.consumed - self._consumed_before_version) // self.config.groups_per_batch
-        if self.mode == "val" or self._warned_unpublished or batches < self.config.max_staleness + UNPUBLISHED_BATCHES:
-            return
-        self._warned_unpublished = True
-        logger.warning(
-            "%d batches were taken of version %d, and no weights were published since: publish after each train step "
-            "(suspend, sampler.load_weights(version + 1), resume), or the policy that generates never learns",
-            batches, self.version,
-        )  # fmt: skip
-
     def _consume(self, group: Group, now: float) -> None:
         fate = Fate.TRAINED if self.mode == "train" else Fate.VALIDATED
         whole = all(attempt.state is AttemptState.FINISHED for attempt in group.finished)
         if len(group.finished) != self._group_size or not whole:
             raise LedgerError(f"g{group.id} is cut, but {len(group.finished)} of {self._group_size} members are whole")
-        group.trained = self.version
+        group.trained = version = self.bound.version
         self.bound.consumed += 1
         self.bound.end(group.begun, was_ready=True)
         if self.mode == "train":
+            bound = self.config.max_staleness
             for attempt in group.finished:
-                staleness = max(self.version - attempt.oldest, 0) if attempt.oldest >= 0 else 0
-                if staleness > self.config.max_staleness:
-                    raise LedgerError(f"{attempt.key} has staleness {staleness}, above {self.config.max_staleness}")
+                staleness = max(version - attempt.oldest, 0) if attempt.oldest >= 0 else 0
+                if staleness > bound:
+                    raise LedgerError(f"{attempt.key} has staleness {staleness}, above {bound}")
                 self.staleness[staleness] += 1
         self.ledger.close_group(group, fate, "", now)
 
@@ -510,29 +406,6 @@ class GroupQueueManager:
             self.stop(attempt)
         self._wake()
         self.refill()
-
-    def _end_remote(self, attempt: Attempt, tokens: int, turns: int) -> Attempt | None:
-        """A worker elsewhere is done with an attempt: its slot is free, its tokens are booked. Returns the attempt;
-        None if it has its fate, or if the worker has spoken of it before."""
-        original = self._remote_attempts.end(attempt)
-        if original is None:
-            return None
-        self.slot_freed(original)
-        self._workers.wake_next()
-        if original is not attempt:
-            original.turns = turns
-        self.ledger.add_tokens(original, tokens - original.tokens)
-        return original if original.fate is None else None
-
-    def _expire(self, attempt: Attempt) -> None:
-        """The worker of an attempt is silent: its slot is free. It counts against the task, for a task that always ends
-        its worker must be retired."""
-        detail = f"no word from its worker within lease_seconds {self._remote_attempts.seconds:g}"
-        self.slot_freed(attempt)
-        if attempt.fate is None:
-            logger.warning("%s of task '%s' failed: %s", attempt.key, attempt.group.task.id, detail)
-            self.fail(attempt, "worker: lease expired", detail)
-        self._workers.wake_next()
 
     def _wake(self) -> None:
         if self._change is not None and not self._change.done():

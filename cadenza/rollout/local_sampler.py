@@ -26,9 +26,9 @@ from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import logger
 from cadenza.rollout.replica_health import HealthCheck
 from cadenza.rollout.replica_pool import ReplicaPool
-from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, RouteRequest, WaitReason
+from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, WaitReason
 from cadenza.rollout.routing import make_rule
-from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, SamplerConfig
+from cadenza.rollout.sampler import Grant, GrantRequest, NoReplicas, ReplicaAddress, RequestOutcome, SamplerConfig
 from cadenza.rollout.wait_queue import Gate, WaitQueue
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class LocalSampler:
 
     sampler = LocalSampler([TorchReplica(model)])
     await sampler.resume()                                  # the gate is closed at first
-    grant = await sampler.grant(RouteRequest(session=0, group=0, context=12))
+    grant = await sampler.grant(GrantRequest(RouteRequest(session=0, group=0, context=12)))
     """
 
     def __init__(self, replicas: Sequence[Replica], config: SamplerConfig | None = None) -> None:
@@ -81,50 +81,33 @@ class LocalSampler:
     def namespace(self) -> int:
         return next(self._namespaces)
 
-    async def grant(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant:
+    async def grant(self, grant_request: GrantRequest) -> Grant:
         waited = False
-        while not isinstance(grant := self._try_grant(route_request, sticky, cached, interrupted_request), Grant):
+        while not isinstance(grant := self._try_grant(grant_request), Grant):
             if grant is WaitReason.CAPACITY:
-                await self._wait_queue.wait(route_request)
+                await self._wait_queue.wait(grant_request.route_request)
                 waited = True
             elif grant is WaitReason.RULE:
                 await self._wait_queue.wait_for_rule()
             else:
                 await self._gate.opening()
-                interrupted_request = None
+                grant_request = grant_request._replace(interrupted=None)
         if waited:
             self._wait_queue.wake_next()
         return grant
 
-    def grant_now(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant | None:
-        grant = self._try_grant(route_request, sticky, cached, interrupted_request)
+    def grant_now(self, grant_request: GrantRequest) -> Grant | None:
+        grant = self._try_grant(grant_request)
         return grant if isinstance(grant, Grant) else None
 
-    def _try_grant(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None,
-        cached: int,
-        interrupted_request: int | None,
-    ) -> Grant | WaitReason:
+    def _try_grant(self, grant_request: GrantRequest) -> Grant | WaitReason:
         """A grant, or what it waits for."""
         if self._closed:
             raise InfrastructureError("the sampler is closed")
         if not self._gate.is_open:
             return WaitReason.GATE
-        target = None if interrupted_request is None else self.balancer.take_target(interrupted_request)
+        route_request, sticky, cached, interrupted = grant_request
+        target = None if interrupted is None else self.balancer.take_target(interrupted)
         if target is not None and target.state is ReplicaState.ACTIVE:
             self.balancer.count_move(route_request.context)
             entry = target

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cadenza.rollout.env_worker import SlotPool
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler
 
@@ -12,7 +12,7 @@ DISPATCHED = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS)
 the tokens they had, so that the true bias may be larger."""
 
 
-def rollout_metrics(queue: GroupQueueManager, slots: SlotPool, sampler: Sampler) -> dict[str, float]:
+def rollout_metrics(queue: GroupQueue, slots: SlotPool, sampler: Sampler) -> dict[str, float]:
     """A snapshot."""
     ledger = queue.ledger
     metrics: dict[str, float] = {

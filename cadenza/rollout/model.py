@@ -36,7 +36,7 @@ from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import GrantSource, RequestOutcome
+from cadenza.rollout.sampler import GrantRequest, GrantSource, RequestOutcome
 
 Observation = str | Sequence[dict[str, str]] | Tokens
 """Text, chat messages, or tokens as they are."""
@@ -304,7 +304,7 @@ class Model:
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            grant = await sampler.grant(route_request, self._entry, self._cached, self._interrupted)
+            grant = await sampler.grant(GrantRequest(route_request, self._entry, self._cached, self._interrupted))
             self._interrupted = None
             entry = grant.entry
             request = Request(  # by position: this is the hot path

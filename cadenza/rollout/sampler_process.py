@@ -4,7 +4,7 @@ Invariant: there is one gate and one version, here. A client that closes the gat
 FORGET_SECONDS does not keep it closed, and what was granted to it is given back.
 ```
 scheduler, controller --suspend, resume, load_weights, shrink, expand, state--> Sampler
-scheduler (sampler_client.py) --exchange: GrantRequest, ReleaseGrant--> GrantServer --> Granted
+scheduler (sampler_client.py) --exchange: AskForGrant, ReleaseGrant--> GrantServer --> Granted
                               <-- SamplerState, whenever it changes --
 ```
 """

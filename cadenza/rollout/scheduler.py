@@ -19,13 +19,14 @@ from typing import Any, Protocol
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.observe.events import EventSink
+from cadenza.off_loop import done_before
 from cadenza.rollout import snapshot, token_bundles
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
 from cadenza.rollout.env_worker import EnvWorker, SlotPool
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TrajectoriesLost, logger
 from cadenza.rollout.fleet import EnvFleet
-from cadenza.rollout.group_queue import GroupQueueManager, Mode
+from cadenza.rollout.group_queue import GroupQueue, Mode
 from cadenza.rollout.ledger import Group, Ledger
 from cadenza.rollout.metrics import rollout_metrics
 from cadenza.rollout.model import Codec, prompt_tokens
@@ -96,13 +97,7 @@ class RolloutScheduler:
         self.mode = mode
         self.sampler = infer_cluster.sampler
         codec = infer_cluster.codec
-        self.queue = GroupQueueManager(
-            config,
-            env_manager_config,
-            mode,
-            events=events,
-            count_tokens=prompt_tokens(codec),
-        )
+        self.queue = GroupQueue(config, env_manager_config, mode, events=events, count_tokens=prompt_tokens(codec))
         self._resources = resource_manager
         self._collate = collator or collate
         kind: Callable[..., SlotPool] = EnvFleet if env_manager_config.workers else EnvWorker
@@ -310,9 +305,7 @@ class RolloutScheduler:
         """Wait until attempts can run, or for what prevents it."""
         assert self._run_task is not None
         if not self._started.is_set():
-            starting = asyncio.ensure_future(self._started.wait())
-            await asyncio.wait([self._run_task, starting], return_when=asyncio.FIRST_COMPLETED)
-            starting.cancel()
+            await done_before(self._run_task, asyncio.ensure_future(self._started.wait()))
             if self._run_task.done():
                 self._run_task.result()
 

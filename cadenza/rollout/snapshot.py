@@ -26,8 +26,9 @@ from cadenza.data import DataProto, Ragged
 from cadenza.inference.replica import Span
 from cadenza.rollout.collate import FINISH
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.group_queue import GroupQueueManager, PassStart
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger
+from cadenza.rollout.pass_counts import PassStart
 from cadenza.rollout.records import Fate, Task, Trajectory, Turn
 from cadenza.rollout.tasks import Domain
 
@@ -134,13 +135,13 @@ class SavedState(msgspec.Struct, frozen=True):
     domains: dict[str, SavedDomain]
     sums: SavedSums
     groups: list[SavedGroup]
-    before_pass: PassStart = PassStart()
+    pass_start: PassStart = PassStart()
 
 
 # -- save --------------------------------------------------------------------------------------------------------------
 
 
-def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] = ()) -> None:
+def save(directory: Path, queue: GroupQueue, uncollated: Sequence[Group] = ()) -> None:
     """Write the state into a directory that exists. `uncollated` groups are cut, but their batch was not returned."""
     groups = [*queue.ledger.open_groups(), *uncollated]
     domains = queue.domains.all.values()
@@ -159,7 +160,7 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
         {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
         [_saved_group(group, positions[group.task.domain], lost) for group in groups],
-        queue.before_pass,
+        queue.pass_counts.start,
     )
     if lost:
         logger.warning("the info of finished rollouts is saved without %s: JSON cannot hold them", sorted(lost))
@@ -167,7 +168,7 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
     (directory / _STATE).write_bytes(msgspec.json.encode(state))
 
 
-def _settings_to_match(queue: GroupQueueManager) -> dict[str, Any]:
+def _settings_to_match(queue: GroupQueue) -> dict[str, Any]:
     """What a saved state and a config must agree on, by the name of the setting."""
     settings: dict[str, Any] = {"mode": queue.mode} | {name: getattr(queue.config, name) for name in _MUST_MATCH}
     return settings | {f"domains.{name}.tasks": domain.tasks.description for name, domain in queue.domains.all.items()}
@@ -194,7 +195,7 @@ def _saved_domain(domain: Domain, positions: dict[str, int]) -> SavedDomain:
     )  # fmt: skip
 
 
-def _saved_sums(queue: GroupQueueManager) -> SavedSums:
+def _saved_sums(queue: GroupQueue) -> SavedSums:
     ledger = queue.ledger
     return SavedSums(
         ledger.issued,
@@ -275,7 +276,7 @@ def _columns(turns: list[Turn]) -> DataProto:
 # -- restore -----------------------------------------------------------------------------------------------------------
 
 
-def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
+def restore(directory: Path, queue: GroupQueue) -> list[Group]:
     """Bring a fresh queue to the saved state; returns the groups that are cut and not collated. A state that does not
     fit is refused before anything is changed."""
     state = _read(directory / _STATE)
@@ -304,7 +305,7 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
     queue.staleness.update(state.sums.staleness)
     uncollated = [group for group in groups if group.state is GroupState.CLOSED]
     pending = [group for group in groups if group.state is not GroupState.CLOSED]
-    queue.restore(state.version, state.consumed, state.base, state.before_pass, pending)
+    queue.restore(state.version, state.consumed, state.base, state.pass_start, pending)
     for name, tasks in again.items():
         domains[name].to_redraw.extend(tasks)
     queue.ledger.check()

@@ -17,7 +17,10 @@ import math
 from collections import Counter
 
 from cadenza.rollout.config import RolloutConfig
-from cadenza.rollout.failures import StalenessError
+from cadenza.rollout.failures import StalenessError, logger
+
+UNPUBLISHED_BATCHES = 3
+"""Batches of one version, beyond those that asynchrony allows, after which a warning says that none is published."""
 
 
 class StalenessBound:
@@ -39,12 +42,15 @@ class StalenessBound:
         self.consumed = 0
         self.base = 0
         """Groups that the batches of all versions before this one hold."""
+        self._consumed_before_version = 0
+        """Groups consumed when this version was published."""
         self.demand: float | None = None
         """Groups that a caller waits for."""
         self.unconsumed: Counter[int] = Counter()
         """Started and unconsumed groups by the version at which they began."""
         self.ready: Counter[int] = Counter()
         """Those of them that a batch may take."""
+        self._has_warned = False
         self._config = config
         self._is_training = is_training
         self._waits = is_training and config.staleness == "wait"
@@ -83,8 +89,14 @@ class StalenessBound:
         """A version is published. Batches that were taken ahead of it count for it; not more than the bound allows, or
         larger batches than configured would count up for ever."""
         self.version = version
+        self._consumed_before_version = self.consumed
         ahead = max(1, self._max_staleness) * self._per_batch
         self.base = min(self.consumed, max(self.base + self._per_batch, self.consumed - ahead))
+
+    def restore(self, version: int, consumed: int, base: int) -> None:
+        """Count on from these."""
+        self.version, self.consumed, self.base = version, consumed, base
+        self._consumed_before_version = consumed
 
     def begin_pass(self) -> None:
         """The tasks begin anew. The last batch may have been short. It counts as a whole one, or groups would begin in
@@ -149,3 +161,15 @@ class StalenessBound:
                 f"{self._config.batch_size}); take whole batches, publish once per batch, ask for no more than "
                 f"{self._max_staleness} batches ahead of a publication, or set staleness to 'drop'"
             )
+
+    def warn_if_never_published(self) -> None:
+        """Say once that batch after batch is taken of one version: the program may have forgotten to publish."""
+        batches = (self.consumed - self._consumed_before_version) // self._per_batch
+        if not self._is_training or self._has_warned or batches < self._max_staleness + UNPUBLISHED_BATCHES:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%d batches were taken of version %d, and no weights were published since: publish after each train step "
+            "(suspend, sampler.load_weights(version + 1), resume), or the policy that generates never learns",
+            batches, self.version,
+        )  # fmt: skip

@@ -31,6 +31,7 @@ from typing import Any, ClassVar, TypeVar
 from cadenza.config import load_object
 from cadenza.datasets import DataError
 from cadenza.observe.run import RunDirectory
+from cadenza.off_loop import done_before
 from cadenza.rollout.failures import RolloutError
 from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.roles import Roles
@@ -194,16 +195,13 @@ class Pipeline:
         """Await it, unless a stop comes before. What is there is not thrown away: a batch counts as trained."""
         if self._stop.is_set():
             raise RunEnded(STOPPED)
-        task, stop = asyncio.ensure_future(work()), asyncio.ensure_future(self._stop.wait())
+        task = asyncio.ensure_future(work())
         try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if not await done_before(self._stop, task):
                 raise RunEnded(STOPPED)
             return task.result()
         finally:
-            task.cancel()
-            stop.cancel()
-            await asyncio.wait([task, stop])
+            await asyncio.wait([task])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

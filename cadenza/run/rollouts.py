@@ -15,7 +15,7 @@ from cadenza.rollout import snapshot
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.model import prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
@@ -116,7 +116,7 @@ async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tup
 
 async def check_rollouts(config: RolloutRunConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
-    queue = GroupQueueManager(*train_configs(config), "train", count_tokens=prompt_tokens(load_run_codec(config)))
+    queue = GroupQueue(*train_configs(config), "train", count_tokens=prompt_tokens(load_run_codec(config)))
     snapshot.restore(checkpoint / "rollouts", queue)
 
 

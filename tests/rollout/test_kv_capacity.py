@@ -14,6 +14,7 @@ from cadenza.inference.replica import Request
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.prefix_routing import PrefixRouting
 from cadenza.rollout.router import HOLD_SECONDS, MAX_FILL, ReplicaEntry, Router, RouteRequest, WaitReason
+from cadenza.rollout.sampler import GrantRequest
 from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
 from cadenza.simulation.virtual_cluster.cost import CostModel
 
@@ -180,15 +181,15 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
         sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        entry = (await sampler.grant(RouteRequest(1, 1, 5_000, group_number=1))).entry
-        oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, USABLE, group_number=0)))
+        entry = (await sampler.grant(GrantRequest(RouteRequest(1, 1, 5_000, group_number=1)))).entry
+        oldest = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(0, 0, USABLE, group_number=0))))
         await asyncio.sleep(0.1)
-        behind = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 10, group_number=2)))
+        behind = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(2, 2, 10, group_number=2))))
         await asyncio.sleep(0.1)
         oldest.cancel()
         await asyncio.sleep(0.1)
         assert behind.result().entry is entry
-        assert (await sampler.grant(RouteRequest(3, 3, 10, group_number=3))).entry is entry
+        assert (await sampler.grant(GrantRequest(RouteRequest(3, 3, 10, group_number=3)))).entry is entry
         assert asyncio.get_running_loop().time() < 1.0
         await sampler.close()
 
@@ -208,9 +209,9 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
         sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        grant = await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
-        behind = asyncio.ensure_future(sampler.grant(RouteRequest(3, 3, 10, group_number=3)))
+        grant = await sampler.grant(GrantRequest(RouteRequest(1, 1, USABLE, group_number=1)))
+        waiting = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(2, 2, 1_000, group_number=2))))
+        behind = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(3, 3, 10, group_number=3))))
         await asyncio.sleep(2 * RETRY_SECONDS)
         assert not waiting.done()
         assert not behind.done()  # small as it is, it does not overtake
@@ -229,8 +230,8 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
         )
         await sampler.resume()
         await sampler.shrink([1])
-        await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
+        await sampler.grant(GrantRequest(RouteRequest(1, 1, USABLE, group_number=1)))
+        waiting = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(2, 2, 1_000, group_number=2))))
         await asyncio.sleep(0.1)
         await sampler.expand([1], skip_load=True)
         await asyncio.wait([waiting], timeout=0.1)
@@ -244,8 +245,8 @@ def test_closing_the_sampler_ends_the_wait_queue() -> None:
     async def main() -> None:
         sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
+        await sampler.grant(GrantRequest(RouteRequest(1, 1, USABLE, group_number=1)))
+        waiting = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(2, 2, 1_000, group_number=2))))
         await asyncio.sleep(0)
         await sampler.close()
         await asyncio.wait([waiting], timeout=1.0)

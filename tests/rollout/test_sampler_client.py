@@ -16,7 +16,7 @@ from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Generation, ReplicaLost, Request
 from cadenza.rollout.failures import SchedulerClosed
 from cadenza.rollout.router import RouteRequest
-from cadenza.rollout.sampler import NoReplicas
+from cadenza.rollout.sampler import GrantRequest, NoReplicas
 from cadenza.rollout.sampler_client import InferenceService
 from cadenza.rollout.sampler_process import FORGET_SECONDS
 from cadenza.testing import ByteCodec, FakeReplica
@@ -162,7 +162,7 @@ def test_who_asks_after_the_end_is_not_left_waiting() -> None:
             here.process.kill()
             await asyncio.sleep(1.0)
             with pytest.raises(InfrastructureError, match="the sampler is gone"):
-                await sampler.grant(RouteRequest(0, 0, 10))
+                await sampler.grant(GrantRequest(RouteRequest(0, 0, 10)))
 
     simulate(main)
 
@@ -178,7 +178,7 @@ def test_an_error_that_ends_a_grant_that_waits_is_told_to_the_client() -> None:
 
             here.sampler.grant = broken  # type: ignore[method-assign]
             with pytest.raises(InfrastructureError, match=r"the sampler raised RuntimeError\('a bug'\)"):
-                await asyncio.wait_for(sampler.grant(RouteRequest(0, 0, 10)), 60.0)
+                await asyncio.wait_for(sampler.grant(GrantRequest(RouteRequest(0, 0, 10))), 60.0)
 
     simulate(main)
 

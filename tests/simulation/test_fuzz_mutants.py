@@ -13,7 +13,7 @@ import pytest
 
 from cadenza.inference.replica import Finish, Generation, PauseMode
 from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, Ledger
 from cadenza.rollout.local_sampler import LocalSampler
@@ -92,15 +92,15 @@ def test_tokens_that_are_not_booked_are_found(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("doubled", [False, True])
 def test_a_group_with_a_member_missing_or_doubled_is_found(monkeypatch: Patch, doubled: bool) -> None:
-    consume = GroupQueueManager._consume
+    consume = GroupQueue._consume
 
-    def sloppy(self: GroupQueueManager, group: Group, now: float) -> None:
+    def sloppy(self: GroupQueue, group: Group, now: float) -> None:
         consume(self, group, now)
         if len(group.finished) > 1:
             group.finished.pop()
             group.finished += group.finished[:1] if doubled else []
 
-    monkeypatch.setattr(GroupQueueManager, "_consume", sloppy)
+    monkeypatch.setattr(GroupQueue, "_consume", sloppy)
     assert "different members of one task" in hunt(2)
 
 
@@ -121,26 +121,26 @@ def test_admission_without_a_reservation_is_found(monkeypatch: Patch) -> None:
 
 
 def test_waiting_for_the_oldest_group_is_found(monkeypatch: Patch) -> None:
-    cut = GroupQueueManager.cut
+    cut = GroupQueue.cut
 
-    def patient(self: GroupQueueManager) -> list[Group] | None:
+    def patient(self: GroupQueue) -> list[Group] | None:
         groups = self.bound.demand
         oldest = self.ledger.open_groups()[: None if groups is None or groups == math.inf else int(groups)]
         waits = self.end_error is None and any(group.state.value != "ready" for group in oldest)
         return None if waits else cut(self)
 
-    monkeypatch.setattr(GroupQueueManager, "cut", patient)
+    monkeypatch.setattr(GroupQueue, "cut", patient)
     assert "was possible at" in hunt(4)
 
 
 def test_the_youngest_first_is_found(monkeypatch: Patch) -> None:
-    make_ready = GroupQueueManager.make_ready
+    make_ready = GroupQueue.make_ready
 
-    def upside_down(self: GroupQueueManager, group: Group) -> None:
+    def upside_down(self: GroupQueue, group: Group) -> None:
         make_ready(self, group)
         self._ready[:] = sorted((-group.id, group) for _, group in self._ready)
 
-    monkeypatch.setattr(GroupQueueManager, "make_ready", upside_down)
+    monkeypatch.setattr(GroupQueue, "make_ready", upside_down)
     assert "was left behind" in hunt(4)
 
 
