@@ -12,6 +12,9 @@ import yaml
 from pipeline_cases import cadenza, config_file
 from tokenizer_cases import byte_tokenizer
 
+from cadenza.datasets import DataConfig
+from cadenza.run.data_sources import DataSource
+
 PROGRAM = """
 from cadenza.config import Config
 from cadenza.datasets import DataConfig
@@ -145,6 +148,21 @@ def test_rows_that_never_end_are_sampled(directory: Path) -> None:
     done = cadenza("data", config, "--json")
     found = done.figures["datasets"]["domains.a.data"]
     assert (found["rows"], found["examined"]) == (None, 1000)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("domains.math.data", "train/math"),
+        ("envs.domains.math.data", "train/math"),
+        ("domains.math.validation", "val/math"),
+        ("validation.domains.math.data", "val/math"),
+        ("cold_start.data", "cold_start.data"),
+        ("data", "data"),
+    ],
+)
+def test_rows_are_shown_under_the_key_of_the_run(path: str, key: str) -> None:
+    assert DataSource(path, DataConfig(path="a.jsonl"), None).key == key
 
 
 def test_what_cannot_be_opened_is_named_by_its_key(directory: Path) -> None:
