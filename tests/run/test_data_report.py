@@ -142,6 +142,15 @@ def test_an_option_that_the_template_does_not_know_is_said_to_change_nothing(dir
     assert "enable_thinking=(not set)" in done.out
 
 
+def test_prompts_that_leave_no_room_in_the_context_are_counted(directory: Path) -> None:
+    write_rows(directory / "a.jsonl", "x" * 15, "x" * 16, "x" * 17)
+    model = {"layers": 1, "hidden": 32, "heads": 2, "max_positions": 16}
+    config = write_config(directory / "c.yaml", domains={"a": {"data": "a.jsonl"}}, model=model)
+    found = cadenza("data", config, "--json").figures
+    assert (found["context"], found["datasets"]["domains.a.data"]["over_context"]) == (16, 2)
+    assert "2 prompts leave no room in a context of 16 tokens" in cadenza("data", config).out
+
+
 def test_rows_that_never_end_are_sampled(directory: Path) -> None:
     pytest.importorskip("reasoning_gym")
     config = write_config(directory / "c.yaml", domains={"a": {"data": "reasoning_gym:chain_sum"}})
