@@ -124,6 +124,7 @@ def test_a_source_says_the_same_as_long_as_its_rows_and_its_order_are_the_same(t
         ({}, {"prompt": [{"role": "user", "content": "Hi", "name": None}]}, [("user", "Hi")]),
         ({"fields": {"prompt": "q"}}, {"q": "Hi", "messages": "other"}, [("user", "Hi")]),
         ({"fields": {"prompt": "extra.q.0"}}, {"extra": {"q": ["Hi"]}}, [("user", "Hi")]),
+        ({"fields": {"prompt": "q.-1.content"}}, {"q": [{"content": "Hi"}]}, [("user", "Hi")]),
         ({"fields": {"prompt": "a.b"}}, {"a.b": "Hi"}, [("user", "Hi")]),
         ({"template": "{a} + {b}? {{}}"}, {"a": 1, "b": [2]}, [("user", "1 + [2]? {}")]),
         ({"template": "{q}: {o[1]}", "fields": {"q": "text"}}, {"text": "Hi", "o": "AB"}, [("user", "Hi: B")]),
@@ -286,6 +287,13 @@ def test_a_source_that_cannot_be_read_is_an_error_that_names_it(
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         DataConfig.model_validate(settings)
+
+
+def test_a_config_is_read_back_as_it_was_written() -> None:
+    config = DataConfig(path=("a.jsonl", "b.jsonl"), fields={"prompt": "q"}, split="train[:90%]", max_tokens=9)
+    assert DataConfig.model_validate(config.model_dump(mode="json")) == config
+    config = DataConfig(path="reasoning_gym:chain_sum", args={"max_terms": 2}, size=3)
+    assert DataConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 def test_a_path_alone_is_a_config() -> None:
