@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUNNABLE = [
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("rewards.md", "scheduler.md", "training.md", "writing-environments.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("datasets.md", "rewards.md", "scheduler.md", "training.md", "writing-environments.md")
+    ),
 ]
 """Documents whose Python blocks are programs."""
 PACKAGE, TESTS = (

@@ -8,6 +8,7 @@ LIGHT = [
     "cadenza",
     "cadenza.cluster.weight_transfer",
     "cadenza.data",
+    "cadenza.datasets",
     "cadenza.envs",
     "cadenza.inference.codec",
     "cadenza.inference.replica",

@@ -71,6 +71,8 @@ class DatasetReport:
     """By reason."""
     refused_places: tuple[tuple[str, str], ...]
     """(place, what is wrong) of the first ones."""
+    token_counts: NDArray[np.int64]
+    """Of the prompt of each row that was examined."""
     fingerprints: NDArray[np.uint64]
     """A number for the messages of each row that was examined: rows of two datasets can be compared."""
 
@@ -101,6 +103,7 @@ def describe_dataset(dataset: Dataset, codec: Codec, *, shown: int = 3) -> Datas
         duplicate_places=places,
         refused={str(reason): number for reason, number in dataset.refused_counts.items()},
         refused_places=tuple(dataset.refused),
+        token_counts=lengths,
         fingerprints=fingerprints,
     )
 

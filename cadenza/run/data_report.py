@@ -53,6 +53,53 @@ class PromptFormat:
         return [name for name in self.options if name not in self.switches]
 
 
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """All datasets of a config, by the paths of their keys."""
+
+    sources: Sequence[DataSource]
+    reports: Mapping[str, DatasetReport]
+    prompt_format: PromptFormat
+    context: int | None
+    """Tokens that prompt and answer may have together, if that is known."""
+
+    def over_context(self, name: str) -> int:
+        """Rows whose prompt leaves no room for an answer."""
+        return 0 if self.context is None else int((self.reports[name].token_counts >= self.context).sum())
+
+    def also_in(self, name: str) -> dict[str, int]:
+        """How many of the rows another dataset has too: what is trained should not be validated."""
+        found = {
+            other: int(np.isin(self.reports[name].fingerprints, report.fingerprints).sum())
+            for other, report in self.reports.items()
+            if other != name
+        }
+        return {other: count for other, count in found.items() if count}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the domains that are mixed by weight."""
+        total: dict[str, float] = {}
+        for source in self.sources:
+            total[source.group] = total.get(source.group, 0.0) + (source.weight or 0.0)
+        return {s.path: s.weight / total[s.group] for s in self.sources if s.weight is not None}
+
+    @property
+    def bad_rows(self) -> int:
+        """Rows that are refused for anything but their length."""
+        counts = [report.refused for report in self.reports.values()]
+        return sum(n for refused in counts for reason, n in refused.items() if not reason.startswith("too "))
+
+    def to_json(self) -> dict[str, Any]:
+        shares, arrays = self.shares, ("fingerprints", "token_counts")
+        datasets = {
+            name: {key: value for key, value in asdict(report).items() if key not in arrays}
+            | {"share": shares.get(name), "also_in": self.also_in(name), "over_context": self.over_context(name)}
+            for name, report in self.reports.items()
+        }
+        return {"format": asdict(self.prompt_format), "context": self.context, "datasets": datasets}
+
+
 def show(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     """Print it; returns 1 if rows are refused for anything but their length."""
     import_from_working_directory()
@@ -61,15 +108,30 @@ def show(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
     if not sources:
         raise ConfigError(f"{path} names no dataset: the tasks of pipeline '{config.pipeline}' come from elsewhere")
     codec = load_run_codec(config)
-    prompt_format = describe_format(codec, config.tokenizer.template_options)
-    reports = {source.path: _report(source, config, codec) for source in sources}
-    overlaps = _overlaps(reports)
+    report = DataReport(
+        sources,
+        {source.path: _report(source, config, codec) for source in sources},
+        describe_format(codec, config.tokenizer.template_options),
+        context_size(config),
+    )
     if as_json:
-        print(json.dumps(_figures(sources, reports, overlaps, prompt_format), default=str))
+        print(json.dumps(report.to_json(), default=str))
     else:
-        _print(sources, reports, overlaps, prompt_format)
-    bad = sum(n for report in reports.values() for reason, n in report.refused.items() if not reason.startswith("too "))
-    return 1 if bad else 0
+        _print(report)
+    return 1 if report.bad_rows else 0
+
+
+def context_size(config: RunConfig) -> int | None:
+    """Tokens that a context may have: what the run allows, or the model knows positions for."""
+    allowed = [
+        value for owner in (config, getattr(config, "envs", None)) if (value := getattr(owner, "max_context", 0))
+    ]
+    if config.model.path is None:
+        allowed.append(config.model.max_positions)
+    elif (file := Path(config.model.path) / "config.json").is_file():
+        positions = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
+        allowed += [] if positions is None else [positions]
+    return min(allowed, default=None)
 
 
 def describe_format(codec: TextCodec, options: Mapping[str, Any]) -> PromptFormat:
@@ -111,74 +173,39 @@ def _report(source: DataSource, config: RunConfig, codec: TextCodec) -> DatasetR
         dataset.close()
 
 
-def _overlaps(reports: Mapping[str, DatasetReport]) -> dict[str, dict[str, int]]:
-    """By dataset, how many of its rows another one has too: what is trained should not be validated."""
-    return {
-        name: {
-            other: shared
-            for other in reports
-            if other != name and (shared := int(np.isin(report.fingerprints, reports[other].fingerprints).sum()))
-        }
-        for name, report in reports.items()
-    }
-
-
-def _shares(sources: Sequence[DataSource]) -> dict[str, float]:
-    """Of the domains that are mixed by weight."""
-    total: dict[str, float] = {}
-    for source in sources:
-        total[source.group] = total.get(source.group, 0.0) + (source.weight or 0.0)
-    return {s.path: s.weight / total[s.group] for s in sources if s.weight is not None}
-
-
-def _figures(
-    sources: Sequence[DataSource],
-    reports: Mapping[str, DatasetReport],
-    overlaps: Mapping[str, Mapping[str, int]],
-    prompt_format: PromptFormat,
-) -> dict[str, Any]:
-    shares = _shares(sources)
-    datasets = {}
-    for name, report in reports.items():
-        figures = {key: value for key, value in asdict(report).items() if key != "fingerprints"}
-        datasets[name] = {**figures, "share": shares.get(name), "also_in": overlaps[name]}
-    return {"format": asdict(prompt_format), "datasets": datasets}
-
-
 # -- on the screen -----------------------------------------------------------------------------------------------------
 
 
-def _print(
-    sources: Sequence[DataSource],
-    reports: Mapping[str, DatasetReport],
-    overlaps: Mapping[str, Mapping[str, int]],
-    prompt_format: PromptFormat,
-) -> None:
+def _print(report: DataReport) -> None:
     console = Console(highlight=False)
-    console.print(_table(sources, reports))
-    _print_format(console, prompt_format)
-    for name, report in reports.items():
-        times = "again and again" if report.epochs is None else f"{report.epochs} epochs"
-        which = f"the first {report.examined} are counted" if report.rows is None else times
+    console.print(_table(report))
+    _print_format(console, report.prompt_format)
+    for name, found in report.reports.items():
+        times = "again and again" if found.epochs is None else f"{found.epochs} epochs"
+        which = f"the first {found.examined} are counted" if found.rows is None else times
         console.print(f"\n{name}", style="bold", markup=False)
-        console.print(f"  {report.source}; {which}", markup=False, soft_wrap=True)
-        for prompt in report.prompts:
-            _print_prompt(console, prompt, prompt_format.generation_prompt)
-        _print_findings(console, report, overlaps[name])
+        console.print(f"  {found.source}; {which}", markup=False, soft_wrap=True)
+        for prompt in found.prompts:
+            _print_prompt(console, prompt, report.prompt_format.generation_prompt)
+        if over := report.over_context(name):
+            console.print(f"  {over} prompts leave no room in a context of {report.context} tokens", style="red")
+        for other, count in report.also_in(name).items():
+            console.print(f"  {count} rows are in {other} too", style="yellow", markup=False)
+        _print_findings(console, found)
 
 
-def _table(sources: Sequence[DataSource], reports: Mapping[str, DatasetReport]) -> Table:
+def _table(report: DataReport) -> Table:
     table = Table(box=None, pad_edge=False, caption="min to max: tokens of a prompt", caption_justify="left")
     for column in ("dataset", "rows", "share", "min", "median", "p95", "max", "repeated", "refused"):
         table.add_column(column, justify="left" if column == "dataset" else "right", no_wrap=column != "dataset")
-    shares = _shares(sources)
-    for source in sources:
-        report = reports[source.path]
-        sizes = report.lengths
+    shares = report.shares
+    for source in report.sources:
+        found = report.reports[source.path]
+        sizes = found.lengths
         lengths = ("-",) * 4 if sizes is None else (sizes.min, sizes.median, sizes.p95, sizes.max)
         share = f"{shares[source.path]:.0%}" if source.path in shares else "-"
-        rows = "endless" if report.rows is None else report.rows
-        cells = (rows, share, *lengths, report.duplicates, sum(report.refused.values()))
+        rows = "endless" if found.rows is None else found.rows
+        cells = (rows, share, *lengths, found.duplicates, sum(found.refused.values()))
         table.add_row(source.key, *map(str, cells))
     return table
 
@@ -211,9 +238,7 @@ def _print_prompt(console: Console, prompt: RenderedPrompt, generation_prompt: s
     console.print(f"  {tokens}", style="dim", markup=False, soft_wrap=True)
 
 
-def _print_findings(console: Console, report: DatasetReport, also_in: Mapping[str, int]) -> None:
-    for other, count in also_in.items():
-        console.print(f"  {count} rows are in {other} too", style="yellow", markup=False)
+def _print_findings(console: Console, report: DatasetReport) -> None:
     if report.duplicates:
         console.print(f"  {report.duplicates} rows repeat an earlier one", style="yellow")
         for place, original in report.duplicate_places[:PLACES_SHOWN]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +24,19 @@ class DataSource:
 
     @property
     def key(self) -> str:
-        """What `open_dataset` is given: 'math' for domains.math.data, 'validation.math' for that of the validation. So
-        the rows of a procedural source in validation are not those of training."""
-        return ".".join(name for name in self.path.split(".") if name not in ("domains", "data")) or "data"
+        """What a run gives to `open_dataset`: 'train/math' for the rows of the domain math, 'val/math' for those that
+        measure it, and the path of other datasets. It chooses the order, and the rows of a procedural source."""
+        found = re.fullmatch(r"(.*\.)?domains\.([^.]+)\.(data|validation)", self.path)
+        if found is None:
+            return self.path
+        held_out = found[3] == "validation" or "validation." in (found[1] or "")
+        return f"{'val' if held_out else 'train'}/{found[2]}"
 
     @property
     def group(self) -> str:
-        """What it is mixed with: 'domains' or 'validation.domains', for a domain."""
-        return self.path.rsplit(".", 2)[0] if self.path.endswith(".data") else self.path
+        """The same for datasets that are mixed by weight."""
+        *above, _, last = ["", *self.path.split(".")]
+        return ".".join([*above, "*", last])
 
 
 def find_data(config: BaseModel) -> list[DataSource]:

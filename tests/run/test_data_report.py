@@ -12,6 +12,9 @@ import yaml
 from pipeline_cases import cadenza, config_file
 from tokenizer_cases import byte_tokenizer
 
+from cadenza.datasets import DataConfig
+from cadenza.run.data_sources import DataSource
+
 PROGRAM = """
 from cadenza.config import Config
 from cadenza.datasets import DataConfig
@@ -139,12 +142,36 @@ def test_an_option_that_the_template_does_not_know_is_said_to_change_nothing(dir
     assert "enable_thinking=(not set)" in done.out
 
 
+def test_prompts_that_leave_no_room_in_the_context_are_counted(directory: Path) -> None:
+    write_rows(directory / "a.jsonl", "x" * 15, "x" * 16, "x" * 17)
+    model = {"layers": 1, "hidden": 32, "heads": 2, "max_positions": 16}
+    config = write_config(directory / "c.yaml", domains={"a": {"data": "a.jsonl"}}, model=model)
+    found = cadenza("data", config, "--json").figures
+    assert (found["context"], found["datasets"]["domains.a.data"]["over_context"]) == (16, 2)
+    assert "2 prompts leave no room in a context of 16 tokens" in cadenza("data", config).out
+
+
 def test_rows_that_never_end_are_sampled(directory: Path) -> None:
     pytest.importorskip("reasoning_gym")
     config = write_config(directory / "c.yaml", domains={"a": {"data": "reasoning_gym:chain_sum"}})
     done = cadenza("data", config, "--json")
     found = done.figures["datasets"]["domains.a.data"]
     assert (found["rows"], found["examined"]) == (None, 1000)
+
+
+@pytest.mark.parametrize(
+    ("path", "key"),
+    [
+        ("domains.math.data", "train/math"),
+        ("envs.domains.math.data", "train/math"),
+        ("domains.math.validation", "val/math"),
+        ("validation.domains.math.data", "val/math"),
+        ("cold_start.data", "cold_start.data"),
+        ("data", "data"),
+    ],
+)
+def test_rows_are_shown_under_the_key_of_the_run(path: str, key: str) -> None:
+    assert DataSource(path, DataConfig(path="a.jsonl"), None).key == key
 
 
 def test_what_cannot_be_opened_is_named_by_its_key(directory: Path) -> None:
