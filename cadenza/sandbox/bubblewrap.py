@@ -17,7 +17,7 @@ from cadenza.sandbox.errors import INSTALL, SandboxUnavailable
 USER_ID = 65534
 """The user and group that a program is, inside."""
 PYTHON = "/opt/python"
-"""Where the interpreter's prefix is inside, unless it lies in /usr."""
+"""Where the interpreter is inside, unless it lies in /usr."""
 HOME = "/tmp"
 SCRIPT_FD, CONTROL_FD = 3, 4
 WAIT = f"echo >&{CONTROL_FD} && read -r go <&{CONTROL_FD} && . /dev/fd/{SCRIPT_FD}"
@@ -54,8 +54,18 @@ def python_inside(prefix: str) -> str:
     return prefix if Path(prefix).is_relative_to("/usr") else PYTHON
 
 
-def options(environment: Mapping[str, str], directories: Mapping[str, str], tmp_bytes: int) -> list[str]:
-    """What bubblewrap is told for every jail; `directories` are more of them that can be read: path inside, source."""
+def python_paths(prefix: str) -> dict[str, str]:
+    """What programs need of a Python outside /usr: path inside, path of the host. Not the whole prefix, for that may be
+    somebody's home directory."""
+    if python_inside(prefix) == prefix:
+        return {}
+    program = Path(prefix, "bin", "python3").resolve()
+    libraries = [name for name in ("lib", "lib64") if Path(prefix, name).is_dir()]
+    return {f"{PYTHON}/bin/python3": str(program), **{f"{PYTHON}/{name}": f"{prefix}/{name}" for name in libraries}}
+
+
+def options(environment: Mapping[str, str], readable: Mapping[str, str], tmp_bytes: int) -> list[str]:
+    """What bubblewrap is told for every jail; `readable` is what can be read besides /usr: path inside, source."""
     words = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
     words += ["--cap-drop", "ALL", "--uid", str(USER_ID), "--gid", str(USER_ID), "--hostname", "sandbox", "--clearenv"]
     for name, value in environment.items():
@@ -72,7 +82,7 @@ def options(environment: Mapping[str, str], directories: Mapping[str, str], tmp_
     words += ["--proc", "/proc", "--dev", "/dev"]
     for directory in ("/dev/shm", "/tmp"):
         words += ["--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", directory]
-    for inside, source in directories.items():
+    for inside, source in readable.items():
         words += ["--ro-bind", source, inside]
     return [*words, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", HOME]
 

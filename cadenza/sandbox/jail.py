@@ -28,6 +28,7 @@ from cadenza.sandbox.errors import SandboxUnavailable
 from cadenza.sandbox.forwarding import forwarded, listen_in_directory, listen_in_network
 from cadenza.sandbox.limits import SandboxLimits
 from cadenza.sandbox.messages import Program
+from cadenza.sandbox.probe import namespaces
 from cadenza.sandbox.process import Output, Process
 from cadenza.sandbox.result import Outcome, SandboxResult
 from cadenza.sandbox.usage import JailFiles
@@ -155,10 +156,10 @@ class Jail:
             self._stderr.read()
             raise SandboxUnavailable(f"bubblewrap does not start: {self._stderr.text() or 'it says nothing'}")
         self._shell, _, _ = CREDENTIALS.unpack(credentials[0])
-        init = parent_of(self._shell)
-        if parent_of(init) != self._bwrap.pid:
-            raise SandboxUnavailable("bubblewrap starts a program outside a process namespace of its own")
-        self._init = Process(init)
+        theirs, ours = namespaces(self._shell), namespaces()
+        if shared := [name for name in theirs if theirs[name] == ours[name]]:
+            raise SandboxUnavailable(f"bubblewrap starts programs in the host's namespaces {', '.join(shared)}")
+        self._init = Process(parent_of(self._shell))
         self._files = JailFiles(self._shell)
         self._start_cpu = sum(cpu_seconds_so_far(pid) for pid in (self._bwrap.pid, self._init.pid, self._shell))
 

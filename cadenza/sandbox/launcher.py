@@ -120,11 +120,10 @@ def jail_spec(setup: Setup) -> JailSpec:
     """Gives up what rights the launcher has too many of, and returns what jails are made from."""
     limits = SandboxLimits.model_validate(setup.limits)
     environment = bubblewrap.environment(setup.prefix)
-    seen = {bubblewrap.python_inside(setup.prefix): setup.prefix, **{path: path for path in setup.visible}}
-    outside = {inside: source for inside, source in seen.items() if not inside.startswith("/usr/")}
-    reached = drop_root(outside.values())
-    directories = {inside: reached.get(source, source) for inside, source in outside.items()}
-    options = bubblewrap.options(environment, directories, limits.tmp_mb << 20)
+    readable = bubblewrap.python_paths(setup.prefix) | {path: path for path in setup.visible}
+    reached = drop_root(readable.values())
+    sources = {inside: reached.get(source, source) for inside, source in readable.items()}
+    options = bubblewrap.options(environment, sources, limits.tmp_mb << 20)
     return JailSpec(setup.bwrap, tuple(options), seccomp_filter(), limits)
 
 

@@ -20,7 +20,7 @@ class SandboxLimits(Config):
     """Processes and threads at one time. Another one cannot be started; the program goes on."""
     file_mb: int = Field(default=32, ge=1)
     """The size of one file."""
-    open_files: int = Field(default=128, ge=16)
+    open_files: int = Field(default=64, ge=16)
     """Open files of each process."""
     files: int = Field(default=10_000, ge=1)
     """Files and directories in /tmp and /dev/shm together."""

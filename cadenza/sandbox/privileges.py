@@ -1,8 +1,8 @@
 """The launcher's own rights: those of an ordinary user, also where root starts it.
 
 The kernel bounds the number of processes of a user, but never root's, not even behind a user namespace. So the launcher
-of root becomes a user that nobody else is. Directories that only root can reach are bound first, in a mount namespace
-that the launcher has for itself.
+of root becomes a user that nobody else is. Files that only root can reach are bound first, in a mount namespace that
+the launcher has for itself.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ def adopt_orphans() -> None:
     checked(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
-def drop_root(directories: Iterable[str]) -> dict[str, str]:
-    """Returns where bubblewrap reaches each directory, if not under its own path. Without root nothing changes."""
+def drop_root(paths: Iterable[str]) -> dict[str, str]:
+    """Returns where bubblewrap reaches each path, if not under its own name. Without root nothing changes."""
     if os.geteuid() != 0:
         return {}
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", STAGING, "tmpfs", 0)
     staged = {}
-    for number, directory in enumerate(directories):
-        staged[directory] = f"{STAGING}/{number}"
-        os.mkdir(staged[directory], 0o755)
-        _mount(directory, staged[directory], None, MS_BIND | MS_REC)
+    for number, path in enumerate(paths):
+        place = staged[path] = f"{STAGING}/{number}"
+        if os.path.isdir(path):
+            os.mkdir(place, 0o755)
+        else:
+            os.close(os.open(place, os.O_CREAT, 0o644))
+        _mount(path, place, None, MS_BIND | MS_REC)
     os.setgroups([])
     os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
     os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)

@@ -51,9 +51,9 @@ class Report(msgspec.Struct, frozen=True):
     process_limit: int
 
 
-def host_namespaces() -> dict[str, str]:
-    """The namespaces of this process."""
-    return {name: os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES}
+def namespaces(pid: int | None = None) -> dict[str, str]:
+    """The namespaces of a process, of this one unless another is given."""
+    return {name: os.readlink(f"/proc/{pid or 'self'}/ns/{name}") for name in NAMESPACES}
 
 
 def faults(printed: bytes, host: Mapping[str, str], processes: int) -> list[str]:

@@ -139,5 +139,5 @@ class Sandbox:
         if not result.ok:
             text = result.stderr.decode("utf-8", "replace").strip()
             raise SandboxUnavailable(f"the probe of the isolation ended with '{result.outcome}': {text}")
-        if wrong := probe.faults(result.stdout, probe.host_namespaces(), self.limits.processes):
+        if wrong := probe.faults(result.stdout, probe.namespaces(), self.limits.processes):
             raise SandboxUnavailable(f"a program in the sandbox is not isolated: {'; '.join(wrong)}")

@@ -16,7 +16,6 @@ from cadenza.errors import InfrastructureError
 from cadenza.sandbox import Sandbox, SandboxLimits
 
 pytestmark = needs_bwrap
-ROOT = Path(__file__).parents[2]
 LIMITS = SandboxLimits(wall_seconds=100, cpu_seconds=50)
 
 
@@ -90,8 +89,9 @@ def test_programs_end_when_the_process_that_wants_them_is_killed() -> None:
         mark = uuid4().hex
         async with Listener() as listener:
             code = CONNECT.format(port=listener.port, word=mark) + "time.sleep(1000)"
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", caller, code, str(listener.port), env={**os.environ, "PYTHONPATH": str(ROOT)}
+                sys.executable, "-c", caller, code, str(listener.port), env=environment
             )
             await listener.connections.get()
             running = marked(mark)

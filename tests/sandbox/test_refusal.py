@@ -66,15 +66,7 @@ def test_where_bubblewrap_fails_its_words_are_shown(public_directory: Path, monk
 
 def test_a_bubblewrap_without_namespaces_is_refused(public_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put_bwrap(public_directory, 'shift 3; exec "$@"', monkeypatch)
-    with pytest.raises(SandboxUnavailable, match="outside a process namespace"):
-        opened()
-
-
-def test_the_probe_refuses_a_bubblewrap_that_only_pretends(
-    public_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put_bwrap(public_directory, 'shift 3; /bin/sh -c \'"$@"; exit $?\' sh "$@"; exit $?', monkeypatch)
-    with pytest.raises(SandboxUnavailable, match=r"not isolated.*namespaces user, pid, net|ended with 'exited'"):
+    with pytest.raises(SandboxUnavailable, match="the host's namespaces user, pid, net, ipc, uts"):
         opened()
 
 

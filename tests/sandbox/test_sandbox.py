@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -161,22 +162,23 @@ def test_a_forwarded_port_is_all_that_a_program_reaches(run, sandbox: Sandbox) -
     run(reach())
 
 
-def test_a_forwarded_unix_socket_is_at_a_known_place(run, sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_forwarded_unix_socket_is_at_a_known_place(run, sandbox: Sandbox) -> None:
     async def reach() -> None:
         async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write((await reader.read()).upper())
             writer.close()
 
-        for directory in (tmp_path, *tmp_path.parents[:2]):
-            directory.chmod(0o755)
-        path = tmp_path / "socket"
-        async with await asyncio.start_unix_server(shout, path):
-            path.chmod(0o666)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory, "socket")
+            server = await asyncio.start_unix_server(shout, path)
+            for open_to_all in (path, path.parent):  # the sandbox of root is another user
+                open_to_all.chmod(0o777)
             code = (
                 "import socket; s = socket.socket(socket.AF_UNIX); s.connect('/tmp/forward.sock');"
                 "s.sendall(b'hey'); s.shutdown(1); print(s.recv(9))"
             )
-            result = await sandbox.run(["python3", "-c", code], forward=path)
+            async with server:
+                result = await sandbox.run(["python3", "-c", code], forward=path)
         assert result.stdout == b"b'HEY'\n"
 
     run(reach())
