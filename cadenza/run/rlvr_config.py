@@ -32,6 +32,9 @@ class RlvrDomainConfig(DomainConfig):
             raise ValueError("a domain of 'rlvr' has no env: remove it, or take 'pipeline: agentic'")
         if self.reward is None and not self.rewards:
             raise ValueError("the answers need a reward: name one, as in 'reward: exact' (docs/rewards.md lists them)")
+        rows = self.validation
+        if rows is not None and rows.procedural is not None and rows.size is None and rows.limit is None:
+            raise ValueError(f"validation: {rows.path} never ends: give it a size")
         return self
 
     @property

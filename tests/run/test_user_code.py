@@ -88,7 +88,7 @@ def test_code_of_the_user_that_raises_is_one_error_with_its_key_its_name_and_its
     tmp_path: Path, override: str, said: str
 ) -> None:
     key, _, name = override.partition("=")
-    done = cadenza("train", config_file(tmp_path, warm_start=None, preset=None), override, "--json")
+    done = cadenza("train", config_file(tmp_path, cold_start=None, preset=None), override, "--json")
     assert done.code == 1
     error = json.loads(done.out)["error"]
     assert error.startswith(f"{key}: '{name}' failed: ")
