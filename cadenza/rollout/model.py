@@ -212,18 +212,11 @@ class Model:
         return answer
 
     async def _generate_once(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
-        """One answer of one replica: whole, or the beginning of it."""
+        """One answer of one replica: whole, or the beginning of it. What one replica fails the next one gets."""
         attempt, shared = self._attempt, self._shared
-        sampler, namespace, size = shared.sampler, shared.namespace, shared.slice_tokens
+        sampler = shared.sampler
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
-        route_request = RouteRequest(
-            attempt.id + namespace if namespace else attempt.id,
-            attempt.group.id + namespace if namespace else attempt.group.id,
-            context,
-            attempt.group.id,
-            done // size if size else 0,
-            size,
-        )
+        route_request = self._route_request(context, done)
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
@@ -247,36 +240,16 @@ class Model:
                 outcome, self._cached = RequestOutcome.SERVED, context + len(generation.tokens)
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
-                if not is_cancelled_from_outside(error):  # the engine's own
-                    self._emit("answer", "error")
-                    outcome, replica_error = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
-                    continue
-                if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
-                    shared.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
-                else:
-                    entry.replica.abort(request.id, attempt.cause or "cancelled")
-                raise
-            except RequestRefused:
-                self._emit("answer", "refused")
-                outcome = RequestOutcome.REFUSED
-                raise
-            except StaleEpoch:
-                self._emit("answer", "refused")
-                outcome = RequestOutcome.REFUSED
-                continue
-            except ReplicaError as error:
+                if is_cancelled_from_outside(error):
+                    self._give_up(entry, request, answer)
+                    raise
                 self._emit("answer", "error")
-                outcome, replica_error = (
-                    RequestOutcome.LOST if isinstance(error, ReplicaLost) else RequestOutcome.FAILED,
-                    error,
-                )
+                outcome, replica_error = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
                 continue
-            except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not the rollout's fault
-                self._emit("answer", "error")
-                outcome, replica_error = (
-                    RequestOutcome.FAILED,
-                    ReplicaError(f"'generate' raised {type(error).__name__}: {error}"),
-                )
+            except Exception as error:  # an engine may raise whatever it likes; it is not the rollout's fault
+                outcome, replica_error = self._outcome_of(error)
+                if isinstance(error, RequestRefused):
+                    raise
                 continue
             finally:
                 sampler.release(grant, outcome, replica_error, cached)
@@ -286,6 +259,32 @@ class Model:
             shared.ledger.add_tokens(attempt, len(generation.tokens))
             return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
+
+    def _route_request(self, context: int, done: int) -> RouteRequest:
+        attempt, namespace, size = self._attempt, self._shared.namespace, self._shared.slice_tokens
+        return RouteRequest(
+            attempt.id + namespace, attempt.group.id + namespace, context, attempt.group.id,
+            done // size if size else 0, size,
+        )  # fmt: skip
+
+    def _give_up(self, entry: ReplicaEntry, request: Request, answer: asyncio.Future[Generation] | None) -> None:
+        """The attempt was cancelled: end its request. An answer that came at the same moment is booked."""
+        if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._shared.ledger.add_tokens(self._attempt, len(answer.result().tokens))
+        else:
+            entry.replica.abort(request.id, self._attempt.cause or "cancelled")
+
+    def _outcome_of(self, error: Exception) -> tuple[RequestOutcome, ReplicaError | None]:
+        """What the failure of a request says of its replica. A refusal says nothing."""
+        if isinstance(error, (RequestRefused, StaleEpoch)):
+            self._emit("answer", "refused")
+            return RequestOutcome.REFUSED, None
+        self._emit("answer", "error")
+        if isinstance(error, ReplicaLost):
+            return RequestOutcome.LOST, error
+        if not isinstance(error, ReplicaError):
+            error = ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
+        return RequestOutcome.FAILED, error
 
     def _emit(self, kind: str, detail: str, tokens: int | None = None) -> None:
         if (events := self._shared.ledger.events) is not None:
