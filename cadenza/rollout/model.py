@@ -124,7 +124,7 @@ class Model:
     """
 
     __slots__ = (
-        "_attempt", "_busy", "_cached", "_chunks", "_context", "_entry", "_interrupted", "_shared", "trajectory"
+        "_attempt", "_busy", "_cached", "_chunks", "_entry", "_interrupted", "_length", "_shared", "trajectory"
     )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
@@ -132,7 +132,9 @@ class Model:
         self._attempt = attempt
         self._shared = shared
         self._chunks: tuple[Tokens, ...] = ()
-        self._context = 0
+        """The context: prompts and answers in turn."""
+        self._length = 0
+        """Tokens of the context."""
         self._entry: ReplicaEntry | None = None
         self._cached = 0
         self._interrupted: int | None = None
@@ -142,7 +144,7 @@ class Model:
     @property
     def free_tokens(self) -> int:
         """Tokens that still fit into the context."""
-        return self._shared.max_context - self._context
+        return self._shared.max_context - self._length
 
     def chat(self, observation: Observation, *, fresh: bool = False) -> Awaitable[Reply]:
         """Say something to the model and await its answer. `fresh` forgets the conversation before."""
@@ -161,28 +163,28 @@ class Model:
             raise ContextFull(f"the episode had its max_turns {self._shared.max_turns}")
         if fresh:
             self._cached = 0
-        chunks, context = ((), 0) if fresh else (self._chunks, self._context)
+        chunks, length = ((), 0) if fresh else (self._chunks, self._length)
         prompt = np.ascontiguousarray(tokens, dtype=np.int32)
         if fresh and not len(prompt):
             raise ValueError("the first prompt of a context must hold at least one token, got none")
-        chunks, context = ((*chunks, prompt), context + len(prompt)) if len(prompt) else (chunks, context)
-        limit = min(self._shared.max_context - context, self._shared.sampling.max_tokens)
+        chunks, length = ((*chunks, prompt), length + len(prompt)) if len(prompt) else (chunks, length)
+        limit = min(self._shared.max_context - length, self._shared.sampling.max_tokens)
         if limit <= 0:
-            raise ContextFull(f"{context} tokens leave no room in max_context {self._shared.max_context}")
+            raise ContextFull(f"{length} tokens leave no room in max_context {self._shared.max_context}")
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._shared.leases.ask(attempt)  # from here to the answer the sampler keeps the deadlines
         self._busy = True
         try:
-            answer = await self._generate_once(chunks, context, limit, 0)
+            answer = await self._generate_once(chunks, length, limit, 0)
             if answer.finish is Finish.ABORT:
-                answer = await self._continue(chunks, context, limit, answer)
+                answer = await self._continue(chunks, length, limit, answer)
         finally:
             self._busy = False
             self._shared.leases.renew(attempt)
         self._check_turn()
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
-        self._context = context + len(answer.tokens)
+        self._length = length + len(answer.tokens)
         self._shared.sampler.observe_answer_length(len(answer.tokens))
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self.trajectory.turns.append(turn)
@@ -201,22 +203,22 @@ class Model:
         if self._busy:
             raise RuntimeError("a call of the model is under way: await it before the next, a context has one order")
 
-    async def _continue(self, chunks: tuple[Tokens, ...], context: int, limit: int, answer: Generation) -> Generation:
+    async def _continue(self, chunks: tuple[Tokens, ...], length: int, limit: int, answer: Generation) -> Generation:
         """Go on from the tokens of an interrupted answer, over as many interruptions as come."""
         while answer.finish is Finish.ABORT:
             done = len(answer.tokens)
             if done >= limit:
                 return Generation(answer.tokens, answer.logprobs, answer.spans, Finish.LENGTH)
             so_far = (*chunks, answer.tokens) if done else chunks
-            answer = _concatenate(answer, await self._generate_once(so_far, context + done, limit - done, done))
+            answer = _concatenate(answer, await self._generate_once(so_far, length + done, limit - done, done))
         return answer
 
-    async def _generate_once(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
+    async def _generate_once(self, chunks: tuple[Tokens, ...], length: int, limit: int, done: int) -> Generation:
         """One answer of one replica: whole, or the beginning of it. What one replica fails the next one gets."""
         attempt, shared = self._attempt, self._shared
         sampler = shared.sampler
         seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
-        route_request = self._route_request(context, done)
+        route_request = self._route_request(length, done)
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
@@ -224,7 +226,7 @@ class Model:
             self._interrupted = None
             entry = grant.entry
             request = Request(  # by position: this is the hot path
-                grant.request_id, chunks, context, limit, shared.sampling, seed, done,
+                grant.request_id, chunks, length, limit, shared.sampling, seed, done,
                 route_request.session, route_request.group, grant.epoch,
             )  # fmt: skip
             self._emit("ask", entry.replica.name)
@@ -237,7 +239,7 @@ class Model:
                     generation.tokens
                 ):
                     raise ReplicaError("'generate' gave tokens, logprobs and spans of different lengths")
-                outcome, self._cached = RequestOutcome.SERVED, context + len(generation.tokens)
+                outcome, self._cached = RequestOutcome.SERVED, length + len(generation.tokens)
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
                 if is_cancelled_from_outside(error):
@@ -260,10 +262,10 @@ class Model:
             return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
 
-    def _route_request(self, context: int, done: int) -> RouteRequest:
+    def _route_request(self, length: int, done: int) -> RouteRequest:
         attempt, namespace, size = self._attempt, self._shared.namespace, self._shared.slice_tokens
         return RouteRequest(
-            attempt.id + namespace, attempt.group.id + namespace, context, attempt.group.id,
+            attempt.id + namespace, attempt.group.id + namespace, length, attempt.group.id,
             done // size if size else 0, size,
         )  # fmt: skip
 
