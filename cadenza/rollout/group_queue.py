@@ -34,7 +34,7 @@ Mode = Literal["train", "val"]
 class GroupQueue:
     """Decides what runs next, assembles groups, and cuts batches: what a scheduler keeps of its groups.
 
-        with queue.demanding(groups=2):          # `get_batch` waits for two groups
+        with queue.awaiting(groups=2):          # `get_batch` waits for two groups
             attempt = queue.issue(slot=0)        # a slot is free: which attempt to run, None for none
             queue.slot_freed(attempt)            # its episode is over, another attempt may have the slot
             queue.await_reward(attempt)
@@ -196,21 +196,21 @@ class GroupQueue:
         return self.bound.ready.total()
 
     @property
-    def is_demanded(self) -> bool:
+    def is_awaited(self) -> bool:
         """Whether a caller waits for a batch."""
-        return self.bound.demand is not None
+        return self.bound.wanted is not None
 
     @contextmanager
-    def demanding(self, groups: int | None) -> Iterator[None]:
+    def awaiting(self, groups: int | None) -> Iterator[None]:
         """While a caller waits for a batch of so many groups, or of all that the tasks give, admission counts it."""
-        if self.bound.demand is not None:
+        if self.bound.wanted is not None:
             raise RuntimeError("a batch is already being taken; await it first")
-        self.bound.demand = math.inf if groups is None else groups
+        self.bound.wanted = math.inf if groups is None else groups
         try:
             self.refill()
             yield
         finally:
-            self.bound.demand = None  # before the slots look for work: the limit falls with it
+            self.bound.wanted = None  # before the slots look for work: the limit falls with it
             self.refill()
 
     def refuse_endless_tasks(self) -> None:
@@ -228,13 +228,13 @@ class GroupQueue:
         return self._change
 
     def cut(self) -> list[Group] | None:
-        """Take the batch that is demanded, if it is there: the oldest whole groups. Fewer only when the tasks ran
+        """Take the batch that is wanted, if it is there: the oldest whole groups. Fewer only when the tasks ran
         out."""
         if self._error is not None:
             raise self._error
         bound = self.bound
-        assert bound.demand is not None
-        groups = bound.demand
+        assert bound.wanted is not None
+        groups = bound.wanted
         self._drop_stale()
         ready = bound.ready.total()
         bound.check(groups)
@@ -248,7 +248,7 @@ class GroupQueue:
             return None
         batch: list[Group] = []
         now = self._now()
-        bound.demand = None
+        bound.wanted = None
         while len(batch) < groups:
             _, group = heapq.heappop(self._ready)
             if group.state is GroupState.READY:
@@ -302,12 +302,12 @@ class GroupQueue:
         """What ended the run."""
         return self._error
 
-    def restore(self, version: int, consumed: int, base: int, pass_start: PassStart, groups: list[Group]) -> None:
+    def restore(self, version: int, consumed: int, in_earlier_batches: int, pass_start: PassStart, groups: list[Group]) -> None:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
         bound, self.started, self.pass_counts.start = self.bound, consumed, pass_start
-        bound.restore(version, consumed, base)
+        bound.restore(version, consumed, in_earlier_batches)
         now = self._now()
         for group in groups:
             self.ledger.readmit(group)

@@ -95,7 +95,7 @@ class GroupQueueManager(GroupQueue):
         group. Fewer, or none, when the tasks ran out."""
         if groups is None:
             self.refuse_endless_tasks()
-        with self.demanding(groups):
+        with self.awaiting(groups):
             while (batch := self.cut()) is None:
                 await self.changed()
         taken: list[list[Trajectory]] = []

@@ -152,7 +152,7 @@ def save(directory: Path, queue: GroupQueue, uncollated: Sequence[Group] = ()) -
         asyncio.get_running_loop().time(),
         queue.version,
         queue.consumed,
-        queue.bound.base,
+        queue.bound.in_earlier_batches,
         {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
         [_saved_group(group, positions[group.task.domain], lost) for group in groups],
