@@ -44,8 +44,8 @@ class AttemptQueue(Protocol):
     """Gives slots their attempts and takes the results: the group queue, or what stands for it in another
     process."""
 
-    stop: Callable[[Attempt], None]
-    refill: Callable[[], None]
+    on_stop: Callable[[Attempt], None]
+    on_work: Callable[[], None]
 
     @property
     def ledger(self) -> TokenCounter: ...
@@ -151,8 +151,8 @@ class EnvWorker:
             namespace=sampler.namespace(),
             slice_tokens=slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
         )
-        queue.stop = self.stop
-        queue.refill = self.fill
+        queue.on_stop = self.stop
+        queue.on_work = self.fill
 
     async def open(self) -> None:
         """There is nothing to start."""

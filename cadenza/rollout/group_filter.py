@@ -29,7 +29,7 @@ class FilteredQueue(Protocol):
     """What the filter tells of a group."""
 
     errors: UserErrors
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
     def make_ready(self, group: Group) -> None: ...
 
@@ -62,7 +62,7 @@ class GroupFilterRunner:
 
     def begin(self, group: Group) -> None:
         """The group is whole: the filter looks at it."""
-        self._tasks[group] = self._queue.spawn(self._run(group))
+        self._tasks[group] = self._queue.start_task(self._run(group))
 
     def cancel(self, group: Group) -> None:
         """Stop the filter of a group that ends without it."""

@@ -5,7 +5,7 @@ groups may start and which batch may be cut is decided by counts (staleness_boun
 
     a free slot --issue()--> attempt runs --put()--> group whole --filter--> ready --take()--> batch
          ^                        |                     |
-         +---- refill() <---- fail(): next try    filtered: handed back to its domain
+         +---- on_work() <--- fail(): next try    filtered: handed back to its domain
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class GroupQueue:
         """Trained trajectories by staleness."""
         self.last_end_time = 0.0
         """When an attempt last finished or failed."""
-        self.stop: Callable[[Attempt], None] = lambda attempt: None
-        """Set by the slot pool: ends the run of an attempt that has its fate."""
-        self.refill: Callable[[], None] = lambda: None
-        """Set by the owner of the slots: there may be work."""
-        self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
+        self.on_stop: Callable[[Attempt], None] = lambda attempt: None
+        """Called with an attempt that got its fate while it ran. Set by the slot pool, which ends its run."""
+        self.on_work: Callable[[], None] = lambda: None
+        """Called when there may be work. Set by the owner of the slots, which asks `issue` for free ones."""
+        self.start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
         """Set by the scheduler: runs the coroutine of a filter in its task group."""
         self._filter = GroupFilterRunner(config, env_manager_config.reward_seconds, self)
         self._group_size = config.group_size
@@ -136,7 +136,7 @@ class GroupQueue:
             for loser in group.live:
                 if loser not in group.finished:
                     self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end_time)
-                    self.stop(loser)
+                    self.on_stop(loser)
 
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
         """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
@@ -165,7 +165,7 @@ class GroupQueue:
                 self._start_extra_members(group)  # no other member can replace it
             return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
-        self.refill()
+        self.on_work()
 
     # -- what the controller asks --------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class GroupQueue:
         self.bound.advance(version)
         self._drop_stale()
         self._wake()
-        self.refill()
+        self.on_work()
 
     @property
     def version(self) -> int:
@@ -207,11 +207,11 @@ class GroupQueue:
             raise RuntimeError("a batch is already being taken; await it first")
         self.bound.wanted = math.inf if groups is None else groups
         try:
-            self.refill()
+            self.on_work()
             yield
         finally:
             self.bound.wanted = None  # before the slots look for work: the limit falls with it
-            self.refill()
+            self.on_work()
 
     def refuse_endless_tasks(self) -> None:
         """Raise unless the tasks of all domains run out some time."""
@@ -273,7 +273,7 @@ class GroupQueue:
         self.bound.begin_pass()
         self.domains.restart()
         self.pass_counts.begin(self.consumed)
-        self.refill()
+        self.on_work()
 
     def lose_group(self, group: Group) -> None:
         """End an open group whose finished trajectories were lost with their node; its task is drawn anew."""
@@ -290,7 +290,7 @@ class GroupQueue:
         for group in self.ledger.open_groups():
             self._filter.cancel(group)
             for attempt in self.ledger.close_group(group, Fate.CANCELLED, cause, now):
-                self.stop(attempt)
+                self.on_stop(attempt)
         self._ready.clear()
         self.bound.clear()
         self._wake()
@@ -302,7 +302,9 @@ class GroupQueue:
         """What ended the run."""
         return self._error
 
-    def restore(self, version: int, consumed: int, in_earlier_batches: int, pass_start: PassStart, groups: list[Group]) -> None:
+    def restore(
+        self, version: int, consumed: int, in_earlier_batches: int, pass_start: PassStart, groups: list[Group]
+    ) -> None:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
@@ -380,7 +382,7 @@ class GroupQueue:
             group.extra_begun = True
             pending = self.domains.all[group.task.domain].pending
             pending.extendleft((group, member) for member in range(self._members - 1, self._initial_members - 1, -1))
-            self.refill()
+            self.on_work()
 
     def _on_group_whole(self, group: Group) -> None:
         """The group is whole: to the filter, if there is one."""
@@ -404,9 +406,9 @@ class GroupQueue:
         self.started -= 1
         self.domains.all[group.task.domain].started -= 1
         for attempt in self.ledger.close_group(group, fate, cause, self._now()):
-            self.stop(attempt)
+            self.on_stop(attempt)
         self._wake()
-        self.refill()
+        self.on_work()
 
     def _wake(self) -> None:
         if self._change is not None and not self._change.done():

@@ -51,7 +51,7 @@ class GroupQueueManager(GroupQueue):
         """In `next_attempt`."""
         self._given_out = RemoteAttempts(env_manager_config.lease_seconds, self._expire)
         """Attempts that `next_attempt` gave out and whose slots are not free yet."""
-        self.refill = self._workers.wake_next
+        self.on_work = self._workers.wake_next
 
     # -- what workers ask ----------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class RolloutScheduler:
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
         )
-        self.queue.spawn = lambda coroutine: self._spawn(coroutine, "group filter")
+        self.queue.start_task = lambda coroutine: self._spawn(coroutine, "group filter")
         self._uncollated: list[Group] = []
         self._batch_lock = asyncio.Lock()
         self._suspensions = 0

@@ -90,8 +90,8 @@ class StalenessBound:
         larger batches than configured would count up for ever."""
         self.version = version
         self._consumed_before_version = self.consumed
-        ahead = max(1, self._max_staleness) * self._per_batch
-        self.in_earlier_batches = min(self.consumed, max(self.in_earlier_batches + self._per_batch, self.consumed - ahead))
+        least = self.consumed - max(1, self._max_staleness) * self._per_batch
+        self.in_earlier_batches = min(self.consumed, max(self.in_earlier_batches + self._per_batch, least))
 
     def restore(self, version: int, consumed: int, in_earlier_batches: int) -> None:
         """Count on from these."""
