@@ -153,10 +153,10 @@ class GroupQueue:
             self.fatal(Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause} {detail}"))
         if group.state is not GroupState.OPEN or self._error is not None:
             return
-        group.tries = group.tries or {}
-        group.tries[member] = group.tries.get(member, 0.0) + weight
-        if group.tries[member] >= self.config.max_attempts:
-            given_up = sum(tries >= self.config.max_attempts for tries in group.tries.values())
+        group.weighted_tries = group.weighted_tries or {}
+        group.weighted_tries[member] = group.weighted_tries.get(member, 0.0) + weight
+        if group.weighted_tries[member] >= self.config.max_attempts:
+            given_up = sum(tries >= self.config.max_attempts for tries in group.weighted_tries.values())
             if self._members - given_up < self._group_size:
                 self.end_group(group, Fate.CANCELLED, "task retired")
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
