@@ -58,11 +58,15 @@ class GroupQueueManager(GroupQueue):
     async def next_attempt(self, slot: int = 0) -> Attempt | None:
         """Waits for the next attempt to run, whose lease begins then. None when the tasks ran out, or the run has
         ended."""
+        has_waited = False
         while (attempt := self.issue(slot)) is None:
             if self._error is not None or (self.domains.exhausted and not self.bound.unconsumed):
                 self._workers.wake_next()
                 return None
-            await self._workers.wait()
+            if not has_waited:
+                self._workers.enter()
+            await self._workers.wait(as_first=has_waited)
+            has_waited = True
         self._workers.wake_next()
         self._given_out.begin(attempt)
         return attempt
