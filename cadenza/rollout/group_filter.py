@@ -32,7 +32,7 @@ class FilteredQueue(Protocol):
 
     errors: UserErrors
     ledger: Ledger
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
     def make_ready(self, group: Group) -> None: ...
 
@@ -69,7 +69,7 @@ class GroupFilterRunner:
                 return
         if self._filters[group.task.domain]:
             self._queue.ledger.advance(group, GroupState.FILTERING)
-            self._tasks[group] = self._queue.spawn(self._run(group))
+            self._tasks[group] = self._queue.start_task(self._run(group))
         else:
             self._filtered_in_a_row = 0
             self._queue.make_ready(group)
