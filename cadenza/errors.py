@@ -24,6 +24,10 @@ class RewardError(Exception):
     """A reward function broke its contract."""
 
 
+class UserCodeError(Exception):
+    """Code that a config names as 'module:name' raised. The message has the key, the name, the error and its place."""
+
+
 USER_CODE_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 """What user code may raise and the run survives: an env that calls `sys.exit`, or awaits something that was cancelled,
 ends its attempt and not the job."""

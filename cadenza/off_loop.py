@@ -72,15 +72,30 @@ async def with_deadline(seconds: float, call: Awaitable[T], what: str) -> T:
     try:
         await asyncio.wait([future], timeout=seconds)
     finally:
-        if not future.done():
+        is_late = not future.done()  # a future of a thread is done as soon as it is cancelled
+        if is_late:
             future.cancel()
             _abandoned.add(future)
             future.add_done_callback(ignore_result)
         else:
             ignore_result(future)  # the waiter may be cancelled at the very moment at which the call ends
-    if not future.done():
+    if is_late:
         raise DeadlinePassed(f"no answer within {what} {seconds}")
     return future.result()
+
+
+async def done_before(end: asyncio.Future[Any] | asyncio.Event, task: asyncio.Future[Any]) -> bool:
+    """Wait for a task, but not beyond an end. Returns whether the task is done. If it is not, or if this wait is
+    cancelled, the task is cancelled; the end never is."""
+    ending = asyncio.ensure_future(end.wait()) if isinstance(end, asyncio.Event) else end
+    try:
+        await asyncio.wait([task, ending], return_when=asyncio.FIRST_COMPLETED)
+        return task.done()
+    finally:
+        if ending is not end:
+            ending.cancel()
+        if not task.done():
+            task.cancel()
 
 
 def ignore_result(future: asyncio.Future[Any]) -> None:

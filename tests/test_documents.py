@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUNNABLE = [
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("scheduler.md", "training.md", "writing-environments.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("datasets.md", "rewards.md", "scheduler.md", "training.md", "writing-environments.md")
+    ),
 ]
 """Documents whose Python blocks are programs."""
 PACKAGE, TESTS = (
@@ -88,20 +91,40 @@ def test_the_programs_of_a_document_run_and_print_what_it_shows(document: Path, 
 
 def test_what_the_documents_plug_into_a_run_works_in_one(tmp_path: Path) -> None:
     shown = [block.text for name in ("training", "engines") for block in blocks(ROOT / f"docs/{name}.md")]
-    plugged = [text for text in shown if re.search(r"^class \w+", text, re.MULTILINE)]
+    plugged = [text for text in shown if re.search(r"^(class|def) \w+", text, re.MULTILINE)]
     (tmp_path / "documented.py").write_text("\n".join(plugged), encoding="utf-8")
-    overrides = [
-        "steps=1", "cold_start=null", "validation=null", "rollout={batch_size: 16, group_size: 8}",
-        "estimator={name: documented:AboveBar, bar: 0.7}", "sampler.routing=documented:RoundRobin",
+    short = ["steps=1", "cold_start=null", "validation=null", "rollout={batch_size: 16, group_size: 8}"]
+    lake = ROOT / "examples/frozenlake.yaml"
+    said = train(
+        tmp_path, lake, *short, "estimator={name: documented:AboveBar, bar: 0.7}",
+        "sampler.routing=documented:RoundRobin", "trackers=[documented:Prints]",
+    )  # fmt: skip
+    assert re.search(r"^1 {.*'train/", said, re.MULTILINE), "the tracker prints the metrics of the step"
+    said = train(
+        tmp_path, lake, *short, "estimator={name: documented:above_mean}", "actor.loss=documented:capped_ratio",
         "trackers=[documented:Prints]",
-    ]  # fmt: skip
+    )  # fmt: skip
+    assert "'train/ratio_mean'" in said, "the metrics of the loss are those of the step"
+
+
+def test_the_pipeline_in_the_documents_runs_with_the_config_beside_it(tmp_path: Path) -> None:
+    shown = blocks(ROOT / "docs/training.md")
+    (program,) = [block.text for block in shown if "(Pipeline)" in block.text]
+    (config,) = [block.text for block in shown if block.language == "yaml" and "pipeline:" in block.text]
+    (tmp_path / "my_module.py").write_text(program, encoding="utf-8")
+    (tmp_path / "copy.yaml").write_text(config, encoding="utf-8")
+    assert "8 steps" in train(tmp_path, "copy.yaml", "trackers=[]")
+
+
+def train(directory: Path, *arguments: str | Path) -> str:
+    """What `cadenza train` prints, in a process whose working directory this is."""
     program = "import sys; from cadenza.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", program, "train", ROOT / "examples/frozenlake.yaml", *overrides],
-        capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path, env=environment(),
+        [sys.executable, "-c", program, "train", *arguments],
+        capture_output=True, text=True, timeout=100, check=False, cwd=directory, env=environment(),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^1 {.*'train/", done.stdout, re.MULTILINE), "the tracker prints the metrics of the step"
+    return done.stdout
 
 
 def test_the_loop_in_the_readme_is_the_source() -> None:
@@ -133,9 +156,13 @@ def test_the_settings_that_a_document_shows_are_accepted(document: Path) -> None
     base = yaml.safe_load((ROOT / "examples/guess.yaml").read_text(encoding="utf-8"))
     base |= {"cold_start": None, "backend": "ray"}
     for block in blocks(document):
-        if block.language == "yaml":
-            values = yaml.safe_load(block.text)
-            build_config(values if "pipeline" in values else merged(base, values), source=of(document))
+        if block.language != "yaml":
+            continue
+        values = yaml.safe_load(block.text)
+        if "pipeline" not in values:
+            build_config(merged(base, values), source=of(document))
+        elif values["pipeline"] in PIPELINES:
+            build_config(values, source=of(document))
 
 
 def fields_below(annotation: object) -> dict[str, object] | None:

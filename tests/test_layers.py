@@ -8,11 +8,13 @@ LIGHT = [
     "cadenza",
     "cadenza.cluster.weight_transfer",
     "cadenza.data",
+    "cadenza.datasets",
     "cadenza.envs",
     "cadenza.inference.codec",
     "cadenza.inference.replica",
     "cadenza.rollout",
     "cadenza.run.engines.vllm",
+    "cadenza.sandbox",
     "cadenza.simulation",
 ]
 

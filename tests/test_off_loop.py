@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Event
@@ -9,8 +10,10 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from builders import simulate
 
-from cadenza.off_loop import DaemonThreadPool
+from cadenza.errors import DeadlinePassed
+from cadenza.off_loop import DaemonThreadPool, as_async, done_before, with_deadline
 
 
 class Model:
@@ -25,7 +28,7 @@ class Model:
 
 @pytest.mark.parametrize("method", [Model.close, Model.fail])
 def test_a_thread_lets_go_of_what_it_called_before_it_tells_the_result(method: Callable[[Model], str]) -> None:
-    """Whoever hears the result may end the interpreter: the thread must not free the model then."""
+    """The waiter may end the interpreter when it has the result: the thread must not free the model then."""
     model, is_told, begin = Model(), Event(), Event()
     watched, alive = ref(model), []
 
@@ -46,3 +49,43 @@ def test_a_thread_lets_go_of_what_it_called_before_it_tells_the_result(method: C
     begin.set()
     assert is_told.wait(10)
     assert alive == [False]
+
+
+def test_a_plain_function_that_does_not_return_in_time_is_late_and_not_cancelled() -> None:
+    """The future of a thread is cancelled at once, unlike a task: that must not hide the deadline."""
+    end = Event()
+
+    async def main() -> None:
+        with pytest.raises(DeadlinePassed, match=r"no answer within reward_seconds 0\.01"):
+            await with_deadline(0.01, as_async(end.wait)(), "reward_seconds")
+
+    try:
+        asyncio.run(main())
+    finally:
+        end.set()
+
+
+@pytest.mark.parametrize("kind", ["future", "event"])
+@pytest.mark.parametrize("first", ["task", "end", "cancellation"])
+def test_a_wait_for_a_task_ends_with_the_task_or_with_the_end_and_leaves_nothing_running(kind: str, first: str) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        end: Any = asyncio.Event() if kind == "event" else loop.create_future()
+        task = asyncio.ensure_future(asyncio.sleep(1.0, "done"))
+        waiting = asyncio.ensure_future(done_before(end, task))
+        if first == "end":
+            loop.call_later(0.5, end.set if kind == "event" else lambda: end.set_result(None))
+        elif first == "cancellation":
+            loop.call_later(0.5, waiting.cancel)
+        await asyncio.wait([waiting])
+        if first == "task":
+            assert (waiting.result(), task.result()) == (True, "done")
+        else:
+            assert waiting.cancelled() if first == "cancellation" else waiting.result() is False
+            await asyncio.wait([task])
+            assert task.cancelled()
+        assert kind == "event" or not end.cancelled()
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    simulate(main)

@@ -12,7 +12,8 @@ on_message <-- outbox of the Mailbox <-- waits for Mailbox.send, a newer call, o
 Calls may overtake each other on the way: they are numbered, and so are the answers.
 
 The calling end is lost when a call fails or takes too long; the called end when no call came for too long. Neither end
-comes back: a caller that starts again needs a new `Channel` and a new `Mailbox`.
+comes back: a caller that starts again needs a new `Channel` and a new `Mailbox`. A mailbox may be dropped when it is
+lost: if its caller comes back after all, it meets a new one, which misses the first call and refuses it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class Resequencer:
     def __init__(self) -> None:
         self._next = 0
         self._early: dict[int, Sequence[Any]] = {}
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first batch has arrived."""
+        return self._next > 0
 
     def accept(self, number: int, messages: Sequence[Any]) -> list[Any]:
         """The messages that are in order now that this batch has arrived."""
@@ -168,11 +174,12 @@ class Mailbox:
         self._number = 0
         self._incoming = Resequencer()
         self._waiter: asyncio.Future[None] | None = None
-        self._last_call = 0.0
+        self.last_call = 0.0
+        """When the caller was last heard of."""
         self._is_lost = False
         if on_lost is not None:
             loop = asyncio.get_running_loop()
-            self._last_call = loop.time()
+            self.last_call = loop.time()
             loop.call_later(seconds, self._check_silence)
 
     def send(self, message: Any) -> None:
@@ -185,13 +192,15 @@ class Mailbox:
         """Take what was sent, and return the outbox; while that is empty, wait for a message."""
         self._refuse_if_lost()
         loop = asyncio.get_running_loop()
-        self._last_call = loop.time()
+        self.last_call = loop.time()
         self._release_waiter()
         for message in self._incoming.accept(number, messages):
             self._on_message(message)
         if not self._outbox:
             self._waiter = waiter = loop.create_future()
-            await asyncio.wait([waiter], timeout=POLL_SECONDS)
+            released, _ = await asyncio.wait([waiter], timeout=POLL_SECONDS)
+            if not released and not self._incoming.has_begun:
+                self._lose()
             self._refuse_if_lost()
         outgoing, self._outbox = self._outbox, []
         number, self._number = self._number, self._number + 1
@@ -199,7 +208,9 @@ class Mailbox:
 
     def _refuse_if_lost(self) -> None:
         if self._is_lost:
-            raise InfrastructureError(f"the mailbox gave its caller up: it was silent for {self._seconds:g} s")
+            silence = f"it was silent for {self._seconds:g} s"
+            cause = silence if self._incoming.has_begun else "its first call is missing"
+            raise InfrastructureError(f"the mailbox gave its caller up: {cause}")
 
     def _release_waiter(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -208,12 +219,16 @@ class Mailbox:
     def _check_silence(self) -> None:
         """One timer for all calls: where calls came meanwhile it is set again for the rest of the time."""
         loop = asyncio.get_running_loop()
-        left = self._last_call + self._seconds - loop.time()
+        left = self.last_call + self._seconds - loop.time()
         if left > 0:
             loop.call_later(left, self._check_silence)
-            return
-        assert self._on_lost is not None
-        self._is_lost = True
-        self._outbox.clear()
-        self._release_waiter()
-        self._on_lost()
+        else:
+            self._lose()
+
+    def _lose(self) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._outbox.clear()
+            self._release_waiter()
+            if self._on_lost is not None:
+                self._on_lost()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from threading import current_thread, main_thread
 from typing import Any, ClassVar
 
 from cadenza.cluster.placement import DeviceMap, Node, PlacementError, format_devices
+from cadenza.cluster.ray_address import check_ray_address, token_message
 from cadenza.cluster.resources import ResourceManager
 from cadenza.cluster.worker import HeadLost
 from cadenza.off_loop import as_async, with_deadline
@@ -41,9 +41,6 @@ HEAD_CHECKS = 3
 SHUTDOWN_SECONDS = 30.0
 SLACK_SECONDS = 30.0
 """Ray may overrun the deadlines that it is given."""
-HTTP2_SETTINGS = b"\x04"
-"""The kind of the frame with which both sides of HTTP/2, which gRPC is carried by, begin."""
-HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + HTTP2_SETTINGS + b"\0\0\0\0\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +172,15 @@ def connect(address: str | None) -> RayResources:
     owns_connection = not ray.is_initialized()
     if owns_connection:
         address = address or os.environ.get("RAY_ADDRESS")
-        _check_ray_address(address)
+        wants_token = check_ray_address(address)
         handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address or "local", log_to_driver=True)  # without "local" it joins any Ray that is here
+        except ray.exceptions.AuthenticationError as error:
+            raise HeadLost(token_message(address)) from error
         except (ConnectionError, ValueError, ray.exceptions.RayError) as error:
+            if wants_token:
+                raise HeadLost(token_message(address)) from error
             raise HeadLost(f"there is no Ray cluster at {address or 'this machine'}: {error}") from error
         finally:
             if current_thread() is main_thread():  # Ray takes the signal for itself, and exits on it
@@ -212,23 +213,6 @@ def _declared_resources(owns_connection: bool) -> RayResources:
     if not nodes:
         raise PlacementError("no node of the Ray cluster declares a GPU or a CPU: start them with --num-gpus=N")
     return RayResources(nodes, kind, context.gcs_address, owns_connection=owns_connection)
-
-
-def _check_ray_address(address: str | None) -> None:
-    """Raise if no HTTP/2 server answers at an address: Ray itself would try for minutes, and then end the process."""
-    host, separator, port = (address or "").rpartition(":")
-    if "://" in host:
-        raise HeadLost(f"{address} is an address of Ray Client: run the controller on a node of the cluster instead")
-    if not separator or not port.isdigit() or os.environ.get("RAY_USE_TLS", "0") != "0":
-        return
-    try:
-        with socket.create_connection((host, int(port)), HEAD_CHECK_SECONDS) as connection:
-            connection.sendall(HTTP2_PREFACE)
-            greeting = connection.recv(9)
-    except OSError as error:
-        raise HeadLost(f"the Ray head at {address} does not answer: {error}") from error
-    if greeting[3:4] != HTTP2_SETTINGS:
-        raise HeadLost(f"what answers at {address} is no Ray head: is that the port of another program?")
 
 
 def _accelerator_id_of(bundle: ReservedDevice, seconds: float) -> str:

@@ -8,7 +8,7 @@ futures <-- Channel <----------- all requests that ended <------------- Mailbox 
 ```
 Invariant: every future that `generate` returns ends. When the channel is lost, or the replica is killed, all of them
 fail with `ReplicaLost`. A client that is silent for SILENT_SECONDS is lost for the replica: its requests are aborted,
-its answers dropped, and its later calls refused.
+its answers dropped, and its later calls refused (channel.py).
 
 Control calls (pause, load_weights, ...) are calls of their own beside the channel. The sampler has a deadline for each.
 
@@ -45,7 +45,7 @@ from cadenza.inference.replica import (
     RequestRefused,
     StaleEpoch,
 )
-from cadenza.off_loop import as_async, with_deadline
+from cadenza.off_loop import as_async, done_before, with_deadline
 
 SILENT_SECONDS = 600.0
 """After this time without a sign of life either end gives the other up. An engine may hold its process for minutes
@@ -77,7 +77,7 @@ class ReplicaWorker(Worker):
         self._running: dict[int, tuple[asyncio.Future[Generation], Mailbox]] = {}
         """By request id: the engine's future, and the mailbox of the client that gets the answer."""
         self._mailboxes: dict[str, Mailbox] = {}
-        """By client. That of a client that was given up stays, to refuse it."""
+        """By client, until it falls silent."""
         self._broadcast_groups = BroadcastGroups()
         self._ready: tuple[str, object] | None = None
         """The transfer that waits to be loaded, and what the engine takes for it."""
@@ -171,9 +171,10 @@ class ReplicaWorker(Worker):
             mailbox.send((id, future.result() if error is None else _portable(error)))
 
     def _on_client_lost(self, client: str) -> None:
-        mailbox = self._mailboxes[client]
+        mailbox = self._mailboxes.pop(client)
         ids = [id for id, (_, other) in self._running.items() if other is mailbox]
-        logger.warning("%s gives up its silent client '%s' and %d requests", self._engine.name, client, len(ids))
+        if ids:
+            logger.warning("%s gives up its silent client '%s' and %d requests", self._engine.name, client, len(ids))
         for id in ids:
             self._abort(AbortRequest(id, "client_lost", wants_tokens=False))
 
@@ -288,6 +289,10 @@ class RemoteReplica:
         """Give the replica up in this process: another one has found that it is lost."""
         self._fail(f"{self.name} is lost: {cause}")
 
+    def close(self) -> None:
+        """Send no more requests from this process; the replica lives on for others."""
+        self._fail(f"{self.name} is closed in this process")
+
     # -- inside ----------------------------------------------------------------------------------------------------
 
     async def _exchange(self, number: int, messages: list[Any]) -> tuple[int, Sequence[Any]]:
@@ -321,17 +326,13 @@ class RemoteReplica:
             raise ReplicaLost(self._lost.result())
         call = self.worker_handle.call(method, *args)
         answer = asyncio.ensure_future(with_deadline(CONTROL_SECONDS, call, "control seconds"))
-        either: list[asyncio.Future[Any]] = [answer, self._lost]
+        if not await done_before(self._lost, answer):
+            raise ReplicaLost(self._lost.result())
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise ReplicaLost(self._lost.result())
             return answer.result()
         except InfrastructureError as error:
             self._on_channel_lost(error)
             raise ReplicaLost(self._lost.result()) from error
-        finally:
-            answer.cancel()
 
     def _on_channel_lost(self, error: Exception) -> None:
         self._fail(f"{self.name}: {error} ({self.worker_handle.role})")

@@ -18,6 +18,7 @@ from typing import Any, cast
 from cadenza.cluster.placement import Place
 from cadenza.cluster.worker import Worker, WorkerHost, WorkerLost
 from cadenza.cluster.worker_group import BackgroundTasks
+from cadenza.off_loop import done_before
 
 
 class WorkerHandle(ABC):
@@ -76,13 +77,7 @@ class LocalWorkerHandle(WorkerHandle):
         if self._ended.done():
             raise WorkerLost(f"the worker '{self.role}' was ended")
         call = self._tasks.begin(self._worker_host.call(method, args, {}))
-        either: list[asyncio.Future[Any]] = [call, self._ended]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not call.done():
-                call.cancel()
-        if not call.done() or call.cancelled():
+        if not await done_before(self._ended, call) or call.cancelled():
             raise WorkerLost(f"the worker '{self.role}' was ended")
         return call.result()
 

@@ -5,7 +5,17 @@ config -> source (rows by number) -> reader (fields, template, messages) -> orde
 
 from cadenza.datasets.config import CurriculumConfig, DataConfig
 from cadenza.datasets.dataset import Dataset
+from cadenza.datasets.describe import DatasetReport, describe_dataset
 from cadenza.datasets.errors import DataError, RowError
 from cadenza.datasets.opening import open_dataset
 
-__all__ = ["CurriculumConfig", "DataConfig", "DataError", "Dataset", "RowError", "open_dataset"]
+__all__ = [
+    "CurriculumConfig",
+    "DataConfig",
+    "DataError",
+    "Dataset",
+    "DatasetReport",
+    "RowError",
+    "describe_dataset",
+    "open_dataset",
+]

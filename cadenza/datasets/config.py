@@ -74,6 +74,8 @@ class DataConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _expand_short_form(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "path" not in values:  # an override of one key replaces a short form
+            raise ValueError("has no path; where the path stands alone in the file, write it as {path: ...}")
         return {"path": values} if isinstance(values, (str, list, tuple)) else values
 
     @property

@@ -19,10 +19,12 @@ from cadenza.datasets.config import CurriculumConfig
 class Curriculum:
     """Follows the results of the rows: what was drawn at another level than the present one does not count."""
 
-    def __init__(self, config: CurriculumConfig, hardest: int) -> None:
+    def __init__(self, config: CurriculumConfig, levels: range) -> None:
+        """`levels` are those that there are, the first one of the config among them."""
         self._config = config
-        self._hardest = hardest if config.max_level is None else min(config.max_level, hardest)
-        self._changes = [[0, min(config.level, self._hardest)]]
+        self._easiest = levels[0]
+        self._hardest = levels[-1] if config.max_level is None else min(config.max_level, levels[-1])
+        self._changes = [[0, config.level]]
         """[first position, level]."""
         self._drawn = 0
         """Positions below are settled."""
@@ -54,7 +56,7 @@ class Curriculum:
         if mean >= self._config.raise_at:
             self._move(min(self.level + 1, self._hardest))
         elif mean < self._config.lower_at:
-            self._move(max(self.level - 1, 0))
+            self._move(max(self.level - 1, self._easiest))
 
     def state(self) -> dict[str, Any]:
         return {

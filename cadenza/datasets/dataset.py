@@ -86,9 +86,13 @@ class Dataset:
 
     def row(self, index: int) -> Row:
         """The row at an index among those that are used, in the order of the source. `messages` is always there."""
+        return self.source_row(self.number(index))
+
+    def number(self, index: int) -> int:
+        """The row in the source that has an index among those that are used."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.source} has {len(self)} rows that are used; there is no row {index}")
-        return self.source_row(self._used.number(index))
+        return self._used.number(index)
 
     def source_row(self, number: int) -> Row:
         """The row of that number in the source: what `at` said first."""
@@ -177,7 +181,7 @@ def check_rows(
     filtered = config.min_tokens is not None or config.max_tokens is not None
     if filtered and count_tokens is None:
         raise ValueError("min_tokens and max_tokens need count_tokens")
-    if not filtered and not examine:
+    if len(part) == ENDLESS or (not filtered and not examine):
         checked = [*range(min(len(part), source.checked_rows))] + [len(part) - 1] * (len(part) < ENDLESS)
         for index in checked:
             reader.read(source[part[index]], source.place(part[index]))

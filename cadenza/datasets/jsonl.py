@@ -1,4 +1,4 @@
-"""JSON lines: an index of where the lines begin, over mapped files.
+"""JSON lines: an index of where the lines begin.
 
 A million rows cost 8 MB of index, and no row is in memory before it is asked for. Opening reads each file once, in
 pieces, for the index and for the digest.
@@ -6,8 +6,10 @@ pieces, for the index and for the digest.
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator, Mapping, Sequence
+import codecs
+import os
+import weakref
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from cadenza.datasets.curriculum import Curriculum
 from cadenza.datasets.errors import DataError, RowError
 
 _PIECE = 1 << 20
-_BLANK = np.frombuffer(b" \t\r\n", np.uint8)
+_IS_BLANK = np.isin(np.arange(256), list(b" \t\r\n"))
 
 
 class JsonLines:
@@ -31,11 +33,11 @@ class JsonLines:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files = [_File(path) for path in paths]
-        self._first = np.cumsum([0, *(len(file.starts) for file in self._files)])
+        self._first = np.cumsum([0, *(file.rows for file in self._files)])
 
     @property
     def words(self) -> str:
-        return ", ".join(f"{f.path} ({len(f.starts)} rows, {f.size} bytes, digest {f.digest})" for f in self._files)
+        return ", ".join(f"{f.path} ({f.rows} rows, {f.size} bytes, digest {f.digest})" for f in self._files)
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -43,8 +45,8 @@ class JsonLines:
     def __getitem__(self, number: int) -> Mapping[str, Any]:
         file, row = self._find(number)
         try:
-            value = msgspec.json.decode(file.line(row))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            value = msgspec.json.decode(file.row(row))
+        except msgspec.DecodeError as error:
             raise RowError(self.place(number), "malformed", f"the line is no JSON: {error}") from error
         if not isinstance(value, dict):
             message = f"a row is an object with fields, got {_KINDS.get(type(value), 'null')}"
@@ -68,65 +70,53 @@ _KINDS = {str: "text", int: "a number", float: "a number", bool: "true or false"
 
 
 class _File:
+    """Read by position and not mapped: a file that is cut during a run costs its rows, and not the process."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size = path.stat().st_size
-        with path.open("rb") as file:
-            # An empty file cannot be mapped.
-            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.size else None
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
         digest = blake2b(digest_size=8)
-        newlines = [np.array([-1])]
-        for offset, piece in self._pieces():
+        begins, suspects = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
+        for offset in range(0, self.size, _PIECE):
+            piece = os.pread(self._descriptor, _PIECE, offset)
             digest.update(piece)
-            newlines.append(np.flatnonzero(np.frombuffer(piece, np.uint8) == ord("\n")) + offset)
+            text = np.frombuffer(piece, np.uint8)
+            found = np.flatnonzero(text == ord("\n")) + 1
+            begins.append(found + offset)
+            # A line may be empty if it begins with a blank, or where this piece ends.
+            suspects.append(found[_IS_BLANK[text.take(found, mode="clip")] | (found == len(text))] + offset)
         self.digest = digest.hexdigest()
-        starts = np.concatenate(newlines)
-        del newlines
-        starts += 1
-        self._line_numbers: NDArray[np.int64] | None = None
-        """Of the rows, where some lines are empty."""
-        rows = self._rows(starts)
-        if len(rows) < len(starts):
-            dense = len(rows) > 0 and rows[-1] == len(rows) - 1  # no more than nothing after the last newline
-            self._line_numbers = None if dense else rows + 1
-            starts = starts[rows]
-        self.starts: NDArray[np.int64] = starts
-        """Where each row begins."""
-        if self._bytes is not None and self._bytes[:3] == b"\xef\xbb\xbf" and len(starts):
-            self.starts[0] += 3  # a byte order mark
+        self._lines = np.concatenate([*begins, np.array([self.size])])
+        """Where each line begins, and the end of the last one."""
+        del begins
+        self._row_lines = self._filled_lines(np.concatenate(suspects))
+        self.rows = len(self._lines) - 1 if self._row_lines is None else len(self._row_lines)
 
-    def line(self, row: int) -> bytes:
-        assert self._bytes is not None
-        start = int(self.starts[row])
-        end = self._bytes.find(b"\n", start)
-        return self._bytes[start : end if end >= 0 else self.size]
+    def row(self, row: int) -> bytes:
+        return self._line(self.line_number(row) - 1)
 
     def line_number(self, row: int) -> int:
-        return row + 1 if self._line_numbers is None else int(self._line_numbers[row])
+        return row + 1 if self._row_lines is None else int(self._row_lines[row]) + 1
 
     def close(self) -> None:
-        if self._bytes is not None:
-            self._bytes.close()
+        self._descriptor = -1  # the number may soon be that of another file
+        self._close()
 
-    def _pieces(self) -> Iterator[tuple[int, bytes]]:
-        for offset in range(0, self.size, _PIECE):
-            assert self._bytes is not None
-            yield offset, self._bytes[offset : offset + _PIECE]
+    def _line(self, line: int) -> bytes:
+        begin, end = map(int, self._lines[line : line + 2])
+        text = os.pread(self._descriptor, end - begin, begin)
+        return text.removeprefix(codecs.BOM_UTF8) if line == 0 else text
 
-    def _rows(self, starts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which lines hold a row. A line is looked at as a whole only if it begins with a blank."""
-        filled = starts < self.size
-        for offset, piece in self._pieces():
-            begin, end = np.searchsorted(starts, (offset, offset + len(piece)))
-            first_bytes = np.frombuffer(piece, np.uint8)[starts[begin:end] - offset]
-            for line in begin + np.flatnonzero(np.isin(first_bytes, _BLANK)):
-                filled[line] = self._has_text(int(starts[line]))
-        return np.flatnonzero(filled)
-
-    def _has_text(self, start: int) -> bool:
-        assert self._bytes is not None
-        end = self._bytes.find(b"\n", start)
-        return bool(self._bytes[start : end if end >= 0 else self.size].strip())
+    def _filled_lines(self, suspects: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """The line of each row; None if no line is empty but, as usual, what follows the last newline."""
+        numbers = np.unique(np.searchsorted(self._lines[:-1], suspects))
+        empty = [int(line) for line in numbers if not self._line(int(line)).strip()]
+        if empty and empty[-1] == len(self._lines) - 2:
+            self._lines = self._lines[:-1]
+            del empty[-1]
+        return np.setdiff1d(np.arange(len(self._lines) - 1), empty) if empty else None
 
 
 def open_jsonl(paths: Sequence[Path]) -> JsonLines:

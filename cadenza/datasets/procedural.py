@@ -26,6 +26,8 @@ from cadenza.datasets.order import keyed_seed
 _BLOCK = 256
 _KEPT = 8
 """Blocks in memory: attempts in flight come from a few of them."""
+_REFUSALS = (AssertionError, TypeError, ValueError)
+"""What the library raises for settings that it does not take."""
 _globals = Lock()
 """Held while a generator may use the global random numbers."""
 
@@ -42,10 +44,10 @@ class ProceduralRows:
         self._seed = seed
         self._size = config.size or ENDLESS
         self._blocks: dict[tuple[int, int | None], Any] = {}
-        self.curriculum = None
-        if config.curriculum is not None:
-            self.curriculum = Curriculum(config.curriculum, self._hardest_level())
+        self.curriculum: Curriculum | None = None
         self._check_args()
+        if config.curriculum is not None:
+            self.curriculum = Curriculum(config.curriculum, self._levels(config.curriculum.level))
 
     @property
     def words(self) -> str:
@@ -79,27 +81,49 @@ class ProceduralRows:
         return known
 
     def _make(self, level: int | None, seed: int) -> Any:
-        args = {**self._args, "seed": seed, "size": _BLOCK}
+        settings = {**self._args, "seed": seed, "size": _BLOCK}
         if level is not None:
-            levels = self._library.factory.create_curriculum(self._name)
-            levels.set_global_level(level)
-            made = levels.generate_configuration(args)
-            args = {field.name: getattr(made, field.name) for field in fields(made)}
-        return self._library.create_dataset(self._name, **args)
+            settings = {**self._settings(level), **settings}
+        return self._library.create_dataset(self._name, **settings)
 
-    def _hardest_level(self) -> int:
+    def _settings(self, level: int) -> dict[str, Any]:
+        """What the curriculum of the library sets at a level; raises for a level that the generator refuses."""
+        curriculum = self._library.factory.create_curriculum(self._name)
+        curriculum.set_global_level(level)
+        made = curriculum.generate_configuration(self._args)
+        if hasattr(made, "validate"):
+            made.validate()
+        return {field.name: getattr(made, field.name) for field in fields(made)}
+
+    def _levels(self, first: int) -> range:
+        """The levels around the first one that the generator takes: some curricula of the library go too far."""
         if not self._library.factory.has_curriculum(self._name):
             raise DataError(f"reasoning_gym:{self._name} has no curriculum: leave it out, and set args")
-        levels = self._library.factory.create_curriculum(self._name)
-        settings = {
+        attributes = self._library.factory.create_curriculum(self._name).attributes.values()
+        names = {
             name
-            for attribute in levels.attributes.values()
+            for attribute in attributes
             for key in ("field_name", "lower_field_name", "upper_field_name")
             if (name := getattr(attribute, key, None))
         }
-        if fixed := sorted(settings & self._args.keys()):
+        if fixed := sorted(names & self._args.keys()):
             raise DataError(f"args: the curriculum of {self._name} sets {', '.join(fixed)} itself: leave it out")
-        return max(len(attribute.levels) for attribute in levels.attributes.values()) - 1
+        taken = [level for level in range(max(len(a.levels) for a in attributes)) if self._takes(level)]
+        if first not in taken:
+            raise DataError(f"curriculum.level {first} is none of reasoning_gym:{self._name}; it has {taken}")
+        low = high = first
+        while low - 1 in taken:
+            low -= 1
+        while high + 1 in taken:
+            high += 1
+        return range(low, high + 1)
+
+    def _takes(self, level: int) -> bool:
+        try:
+            self._settings(level)
+        except _REFUSALS:
+            return False
+        return True
 
     def _check_args(self) -> None:
         known = [field.name for field in fields(self._library.factory.DATASETS[self._name][1])]
@@ -110,8 +134,8 @@ class ProceduralRows:
                 raise DataError(f"args: reasoning_gym:{self._name} has no '{key}'; {hint}")
         try:
             with _own_random(self._seed):
-                self._block(0, None if self.curriculum is None else self.curriculum.level)
-        except (AssertionError, TypeError, ValueError) as error:
+                self._block(0, None)
+        except _REFUSALS as error:
             raise DataError(f"args: reasoning_gym:{self._name} refuses {self._args}: {error}") from error
 
 

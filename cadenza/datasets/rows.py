@@ -7,7 +7,8 @@ names too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from cadenza.config import nearest_key
@@ -76,13 +77,17 @@ def _reach(raw: Mapping[str, Any], path: str, place: str, ours: str) -> Any:
         for key in path.split("."):
             if isinstance(found, Mapping) and key in found:
                 found = found[key]
-            elif isinstance(found, (list, tuple)) and key.lstrip("-").isdigit() and abs(int(key)) < len(found):
+            elif isinstance(found, (list, tuple)) and re.fullmatch(r"-?\d+", key) and int(key) in _places(found):
                 found = found[int(key)]
             else:
                 raise _missing(raw, path, place, ours=ours)
     if found is None:
         raise _missing(raw, path, place, ours=ours, null=True)
     return found
+
+
+def _places(values: Sequence[Any]) -> range:
+    return range(-len(values), len(values))
 
 
 def _missing(raw: Mapping[str, Any], name: str, place: str, *, ours: str | None = None, null: bool = False) -> RowError:

@@ -46,7 +46,7 @@ AnyEnv = Env | AsyncEnv
 class EnvType:
     """Makes and calls the envs of one domain; it looks up once, not for every episode, which methods are async."""
 
-    __slots__ = ("_args", "_factory", "_made_on_loop", "_on_loop", "has_told_of_endless", "name")
+    __slots__ = ("_args", "_factory", "_made_on_loop", "_on_loop", "_takes_row", "has_told_of_endless", "name")
 
     def __init__(self, name: str, factory: Callable[..., Any], args: dict[str, Any]) -> None:
         self.name = name
@@ -55,6 +55,7 @@ class EnvType:
         step = getattr(factory, "step", None)
         self._made_on_loop = is_async(factory) if step is None else is_async(step)
         self._on_loop: dict[str, bool] = {}
+        self._takes_row: bool | None = None
         self.has_told_of_endless = False
         """The log has said that an episode does not end."""
 
@@ -82,6 +83,15 @@ class EnvType:
         if on_loop is None:
             on_loop = self._on_loop[name] = is_async(method)
         return method if on_loop else as_async(method)
+
+    def takes_row(self, reset: Callable[..., Any]) -> bool:
+        """Whether the `reset` of these envs has a parameter `row`."""
+        if self._takes_row is None:
+            try:
+                self._takes_row = "row" in inspect.signature(reset).parameters
+            except (TypeError, ValueError):  # a callable without a signature
+                self._takes_row = False
+        return self._takes_row
 
     def check_observation(self, observation: Any, where: str) -> Any:
         if where == "reset" and _is_observation_and_info(observation):

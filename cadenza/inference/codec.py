@@ -97,6 +97,10 @@ class TextCodec:
             raise ValueError(f"the answer {text!r} has {len(tokens) - 1} tokens, more than max_tokens {max_tokens}")
         return np.array(tokens[:max_tokens], np.int32)
 
+    def encode_text(self, text: str) -> Tokens:
+        """The tokens of a text as it is, without a role or an end."""
+        return np.array(self._ids(text), np.int32)
+
     def decode(self, tokens: Tokens | Sequence[int]) -> str:
         """The text, without special tokens: what an env reads."""
         ids = [token for token in map(int, tokens) if token not in self.eos_token_ids]

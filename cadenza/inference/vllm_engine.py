@@ -50,7 +50,7 @@ from cadenza.inference.replica import (
 )
 from cadenza.inference.sampling import rng_counter
 from cadenza.inference.task_replica import PendingRequest, TaskReplica
-from cadenza.off_loop import THREAD_POOL, as_async
+from cadenza.off_loop import THREAD_POOL, as_async, done_before
 
 T = TypeVar("T")
 STREAM_TOKENS = 16
@@ -332,19 +332,14 @@ class VllmReplica(TaskReplica):
 
     async def _call_vllm(self, call: Awaitable[T]) -> T:
         """A call to vLLM, but not beyond the end of the replica."""
-        answer, gone = asyncio.ensure_future(call), asyncio.ensure_future(self._lost_event.wait())
-        either: list[asyncio.Future[Any]] = [answer, gone]
+        answer = asyncio.ensure_future(call)
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
+            if not await done_before(self._lost_event, answer):
                 self._check_alive()
             return answer.result()
         except EngineDeadError as error:
             self._die("replica_lost", str(self._lost_error(error)))
             raise ReplicaLost(self._lost_reason) from error
-        finally:
-            answer.cancel()
-            gone.cancel()
 
     def _lost_error(self, error: EngineDeadError) -> ReplicaLost:
         return ReplicaLost(f"{self.name}: the processes of vLLM are gone: {error}")

@@ -1,6 +1,6 @@
 """What a run leaves behind: a directory that can be read while the run writes it, and after a `kill -9`.
 
-    config.yaml      what the run was told
+    config.yaml      what the run was told; its last line is `CONFIG_END`
     metrics.jsonl    {"step", "time", "cpu", "area/name" ...}; a number that is not finite is null
     samples.jsonl    rollouts as text, see `SampleRecord`
     trace.jsonl      lengths and times of every trajectory, for `cadenza simulate`; see simulation/comparison/traces.py
@@ -30,6 +30,7 @@ import yaml
 from cadenza.observe.trackers import Tracker, TrackerError, TrackerFactory, find_tracker
 
 logger = logging.getLogger(__name__)
+CONFIG_END = "# end of the config; a file without this line was cut off"
 
 
 class SampleTurn(TypedDict):
@@ -158,7 +159,7 @@ class RunDirectory:
         if self._config is None:
             return
         path = self.path / "config.yaml"
-        text = yaml.safe_dump(json.loads(_dump(self._config)), sort_keys=False, allow_unicode=True).encode()
+        text = config_text(json.loads(_dump(self._config))).encode()
         if path.exists() and (old := path.read_bytes()) != text:
             name = f"config-until-{self._resumed}"
             number = len(list(self.path.glob(f"{name}*.yaml")))
@@ -202,6 +203,12 @@ def make_fresh_directory(path: Path | str) -> Path:
                 return free
         number += 1
         free = path.with_name(f"{path.name}-{number}")
+
+
+def config_text(values: Mapping[str, Any]) -> str:
+    """The config of a run as its file holds it: keys that are missing in it would have their defaults, so its last
+    line says that it is whole."""
+    return f"{yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)}{CONFIG_END}\n"
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -278,7 +285,10 @@ def _append(file: IO[bytes], record: Mapping[str, Any]) -> None:
 def _replace(path: Path, content: bytes) -> None:
     """The file has its old content or the new one, and never a part of it."""
     beside = path.with_name(f".{path.name}.new")
-    beside.write_bytes(content)
+    with beside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # else a crash of the machine may leave the new name with half of the content
     beside.replace(path)
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cadenza.data import DataProto
+from cadenza.run.agentic_config import AgenticConfig
+from cadenza.run.config import RunConfig
 from cadenza.run.episodes import EpisodeStats
 from cadenza.run.rollout_pipeline import RolloutPipeline
 from cadenza.run.rollouts import discarded_tokens, step_request, step_trace
@@ -25,6 +27,7 @@ from cadenza.run.rollouts import discarded_tokens, step_request, step_trace
 class AgenticPipeline(RolloutPipeline):
     """Reinforcement learning in environments."""
 
+    config_class: ClassVar[type[RunConfig]] = AgenticConfig
     _trained_chunks: tuple[DataProto, ...] = ()
     """The chunks of the batch of this step so far."""
 
@@ -86,8 +89,10 @@ class AgenticPipeline(RolloutPipeline):
         self.write_samples(self.progress.step, "train", episodes)
         generating = len(self.inference.sampler.devices)
         self.run.trace(step_trace(self.config, self.progress.step, metrics, chunks, stats, generating))
+        for name, own in episodes.domains.items():
+            self.progress.domain(name).samples += own.count
         if self.config.validation is None:  # of the weights before: good enough to stop, not to choose a checkpoint
-            self.record_success(episodes.success, choose=False)
+            self.record_episodes(episodes, choose=False)
 
     # -- from where, to where --------------------------------------------------------------------------------------
 

@@ -6,11 +6,13 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from cadenza.config import Config
+from cadenza.config import Config, Seed
+from cadenza.datasets import DataConfig
 from cadenza.envs.registry import BUILT_IN, find_factory, registered
 from cadenza.inference.replica import PauseMode, Sampling
+from cadenza.rewards import RewardConfig
 
 SLICE_TOKENS = 10_000
 """To prefill an answer anew costs as much as some 400 decode steps with it (router.py), which is little of a slice."""
@@ -82,17 +84,67 @@ class RolloutConfig(Config):
 class DomainConfig(Config):
     """One kind of task."""
 
-    env: str | Callable[..., Any]
-    """A registered name, 'module:name', or the class itself."""
+    env: str | Callable[..., Any] | None = None
+    """A registered name, 'module:name', or the class itself; None where the rollout asks the model and nothing else."""
     env_args: dict[str, Any] = Field(default_factory=dict)
     tasks: int | list[Any] | tuple[Any, ...] | None = None
-    """How many seeds, or the rows of a dataset; None is an endless stream of seeds."""
+    """How many seeds, or rows, which pass once; None is an endless stream of seeds. A file of rows is `data`."""
+    data: DataConfig | None = None
+    """The dataset whose rows are the tasks: a path, or the keys of `DataConfig`."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the groups, relative to the other domains."""
     max_envs: int | None = Field(default=None, gt=0)
     """Envs of this domain that may exist at once."""
-    reward: str | Callable[..., Any] | None = None
-    """`async reward(trajectory) -> float`, run after the slot is freed; None takes the sum of the step rewards."""
+    reward: RewardConfig | None = None
+    """A reward that ships by its name, 'module:name', a function of a `Sample`, or `{name: ..., settings}`. It is
+    computed after the slot is freed; None takes the sum of the step rewards."""
+    rewards: dict[str, RewardConfig] = Field(default_factory=dict)
+    """Several rewards by the names of their metrics, combined by `weight` and `gate` of each."""
+    rollout: str | Callable[..., Awaitable[None]] | None = None
+    """As `rollout` of all domains, for this one; None is that one, or 'single_turn' where there is no env."""
+    sampling: Sampling | None = None
+    """As `sampling` of all domains, for this one."""
+    group_filter: str | Callable[..., bool | Awaitable[bool]] | None = None
+    """As `rollout.group_filter`, for this domain and before that one."""
+    difficulty: tuple[float, float] | None = None
+    """Groups whose mean score is outside this range, or whose scores are all equal, are filtered and refilled."""
+    rest: int = Field(default=0, ge=0)
+    """Epochs for which a row rests after a group whose scores were all equal: solved always, or never."""
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _tasks_are_no_file(cls, tasks: Any) -> Any:
+        if isinstance(tasks, str):
+            raise ValueError(f"tasks is a number of seeds or a list of rows; a file of rows is `data: {tasks}`")
+        return tasks
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> DomainConfig:
+        if self.data is not None and self.tasks is not None:
+            raise ValueError("data and tasks both say where the tasks come from: remove one")
+        if self.reward is not None and self.rewards:
+            raise ValueError("reward and rewards both say what the score is: put the one into rewards, or remove it")
+        if self.env is None and self.env_args:
+            raise ValueError("env_args does nothing without env: name the env, or remove it")
+        if self.env is None and not self.has_rows and self.rollout is None:
+            raise ValueError("a domain needs an env, or rows (data or tasks), or a rollout of its own")
+        if self.difficulty is not None and not self.difficulty[0] <= self.difficulty[1]:
+            raise ValueError(f"difficulty must be (lowest, highest) mean score, got {self.difficulty}")
+        if self.rest and (self.data is None or self.data.epochs == 1):
+            raise ValueError("rest counts epochs: give the domain data with more than one epoch, or remove rest")
+        return self
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the tasks are rows, and not seeds."""
+        return self.data is not None or isinstance(self.tasks, (list, tuple))
+
+    def with_tasks_up_to(self, count: int) -> DomainConfig:
+        """The domain with its first rows only; seeds are left to the caller."""
+        if self.data is not None:
+            limit = count if self.data.limit is None else min(count, self.data.limit)
+            return self.model_copy(update={"data": self.data.model_copy(update={"limit": limit})})
+        return self.model_copy(update={"tasks": self.tasks[:count] if isinstance(self.tasks, (list, tuple)) else None})
 
     def __getstate__(self) -> dict[Any, Any]:
         """A name that was registered here means nothing in another process: the class goes with it."""
@@ -111,9 +163,11 @@ class EnvManagerConfig(Config):
     workers: int = Field(default=0, ge=0)
     """Processes that share the slots: Ray actors where the devices are Ray's. 0 runs the slots in the scheduler's own
     process. Elsewhere than on Ray the workers are in that process too, and only rehearse."""
+    reward_workers: int = Field(default=0, ge=0)
+    """Processes that compute the rewards, for each process that has slots; 0 computes them in that process."""
     rollout: str | Callable[..., Awaitable[None]] = "trajectory"
-    """'trajectory' (one growing context), 'step' (a fresh context every turn), 'module:name', or a function
-    `async (task, env, model)`."""
+    """'trajectory' (one growing context), 'step' (a fresh context every turn), 'single_turn' (the row's messages, one
+    answer), 'module:name', or a function `async (task, env, model)`."""
     sampling: Sampling = Sampling()
     max_context: int = Field(default=1 << 20, gt=0)
     """Tokens of one context, prompt and response together."""
@@ -125,7 +179,7 @@ class EnvManagerConfig(Config):
     """How long one call of a reward or a filter may take."""
     close_seconds: float = Field(default=30.0, gt=0)
     """How long the `close` of an env may take."""
-    first_seed: int = Field(default=0, ge=0)
+    first_seed: Seed = 0
     """First seed of a domain whose tasks are seeds. Validation begins elsewhere than training."""
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cadenza.envs.protocol import EnvType
@@ -42,8 +43,12 @@ class EnvHandle:
         return self.trajectory.info or {}
 
     async def reset(self, seed: int) -> Any:
-        """Begin the episode; returns the first observation."""
-        observation = await self._call("reset", self._env.reset, seed)
+        """Begin the episode; returns the first observation. An env whose `reset` has a parameter `row` gets the row of
+        the task with it."""
+        reset = self._env.reset
+        if self._type.takes_row(reset):
+            reset = partial(reset, row=self.trajectory.task.data)
+        observation = await self._call("reset", reset, seed)
         return self._type.check_observation(observation, "reset")
 
     async def step(self, action: str) -> Any:

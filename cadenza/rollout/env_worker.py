@@ -15,20 +15,21 @@ import inspect
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-import cadenza.envs as envs
-import cadenza.rewards as rewards
+from cadenza.datasets import RowError
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import ignore_result, with_deadline
-from cadenza.rollout import rollout_functions
+from cadenza.rewards import DomainReward, LateReward
 from cadenza.rollout.config import EnvManagerConfig
+from cadenza.rollout.domain_rollout import DomainRollout, add_score, reward_configs, sample_of
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, RolloutContext, TokenCounter
 from cadenza.rollout.records import Trajectory
+from cadenza.rollout.reward_pool import PooledReward, RewardPool
 from cadenza.rollout.sampler import GrantSource
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
@@ -110,6 +111,7 @@ class EnvWorker:
         codec: Codec,
         spawn: Spawn,
         *,
+        backend: str,
         seed: int,
         max_reward_tries: int,
         slice_tokens: int,
@@ -123,24 +125,13 @@ class EnvWorker:
         self._queue = queue
         self._spawn = spawn
         self._seed = seed
-        self._max_reward_tries = max_reward_tries
-        self._rollout_function = rollout_functions.make(config.rollout)
-        self._types = {
-            name: EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
-            for name, domain in config.domains.items()
-        }
-        self._rewards = {
-            name: rewards.as_reward(domain.reward)
-            for name, domain in config.domains.items()
-            if domain.reward is not None
-        }
         self._free = list(range(config.slots - 1, -1, -1))
         self._occupants: list[Attempt | None] = [None] * config.slots
         """The attempt in each slot, None for a free one: the only record of slot ownership."""
         self._closing: set[Attempt] = set()
         """Attempts that close their env."""
         self._leases = LeaseDeadlines(config.lease_seconds, self._expire, self._occupants)
-        self._shared = RolloutContext(
+        shared = RolloutContext(
             sampler=sampler,
             codec=codec,
             sampling=config.sampling,
@@ -151,14 +142,33 @@ class EnvWorker:
             namespace=sampler.namespace(),
             slice_tokens=slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
         )
+        self._codec = codec
+        configs = reward_configs(config, max_reward_tries)
+        self._reward_pool = RewardPool(configs, config.reward_workers, backend) if config.reward_workers else None
+        rewards: dict[str, DomainReward | PooledReward] = {
+            name: self._reward_pool.reward(name) if self._reward_pool is not None else DomainReward(own, name)
+            for name, own in configs.items()
+        }
+        self._domains = {
+            name: DomainRollout.of(name, domain, config, shared, rewards.get(name))
+            for name, domain in config.domains.items()
+        }
         queue.stop = self.stop
         queue.refill = self.fill
 
     async def open(self) -> None:
-        """There is nothing to start."""
+        """Open the rewards."""
+        for domain in self._domains.values():
+            if domain.reward is not None:
+                await domain.reward.open()
 
     async def drain(self) -> None:
-        """Nothing to wait for: the scheduler waits for its own tasks."""
+        """Close the rewards; the scheduler waits for its own tasks."""
+        for domain in self._domains.values():
+            if domain.reward is not None:
+                await domain.reward.close()
+        if self._reward_pool is not None:
+            await self._reward_pool.close()
 
     def fill(self) -> None:
         """Give every free slot work, as long as there is any."""
@@ -191,7 +201,7 @@ class EnvWorker:
     async def _run(self, attempt: Attempt) -> None:
         """The life of an attempt: the rollout in its slot, then the reward without one."""
         task = attempt.group.task
-        type = self._types[task.domain]
+        domain = self._domains[task.domain]
         trajectory = Trajectory(
             id=attempt.id,
             task=task,
@@ -204,16 +214,19 @@ class EnvWorker:
         )
         attempt.stage = "init"
         self._leases.renew(attempt)
-        env: Any = None
+        type, env = domain.env_type, None
         handle: EnvHandle | None = None
-        model = Model(attempt, trajectory, self._shared)
+        model = Model(attempt, trajectory, domain.context)
         try:
             try:
-                env = await type.make()
-                type.check(env)
+                if isinstance(task.data, RowError):
+                    raise task.data
+                if type is not None:
+                    env = await type.make()
+                    type.check(env)
+                    handle = EnvHandle(env, type, attempt, trajectory, domain.context)
                 attempt.stage = "rollout"
-                handle = EnvHandle(env, type, attempt, trajectory, self._shared)
-                await self._rollout_function(task, handle, model)
+                await domain.rollout_function(task, handle, model)
                 if not trajectory.turns:
                     raise ValueError("the rollout returned without one turn of the model")
             except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
@@ -232,12 +245,14 @@ class EnvWorker:
         finally:
             attempt.runner = None
 
-    async def _close_and_free_slot(self, attempt: Attempt, type: EnvType, env: Any, handle: EnvHandle | None) -> None:
+    async def _close_and_free_slot(
+        self, attempt: Attempt, type: EnvType | None, env: Any, handle: EnvHandle | None
+    ) -> None:
         """Close the env and free the slot. A cancellation waits until this is done; it has deadlines of its own."""
         self._leases.end(attempt)
         self._closing.add(attempt)
         try:
-            if env is not None and hasattr(env, "close"):
+            if type is not None and env is not None and hasattr(env, "close"):
                 attempt.stage = "close"
                 closing = asyncio.ensure_future(self._close_env(type, env, handle))
                 closing.set_name(attempt.key)
@@ -250,47 +265,43 @@ class EnvWorker:
         """Compute the reward, and hand the episode over."""
         self._queue.await_reward(attempt)
         attempt.stage = "reward"
-        domain = attempt.group.task.domain
-        reward = self._rewards.get(domain)
+        reward = self._domains[attempt.group.task.domain].reward
         if reward is None:
             trajectory.score = trajectory.episode_score
             self._queue.put(attempt, trajectory)
             return
         self._leases.await_reward(attempt)
         try:
-            trajectory.score = rewards.check_reward(await self._compute_reward(reward, trajectory), domain)
+            scored = await reward(sample_of(trajectory, self._codec))
         except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
             self._fail(attempt, "reward", error)
             return
         finally:
             self._leases.scored(attempt)
+        add_score(trajectory, scored)
         if attempt.fate is None:
             self._queue.put(attempt, trajectory)
-
-    async def _compute_reward(self, reward: rewards.Reward, trajectory: Trajectory) -> Any:
-        """Call the reward; one that is late is asked again, because the tokens are worth more than the call."""
-        for left in range(self._max_reward_tries - 1, -1, -1):
-            try:
-                return await with_deadline(self.config.reward_seconds, reward(trajectory), "reward_seconds")
-            except DeadlinePassed:
-                if not left:
-                    raise
-        raise AssertionError("unreachable")
 
     def _fail(self, attempt: Attempt, stage: str, error: BaseException) -> None:
         """Decide what kind of failure it was, and book it."""
         if attempt.fate is not None:
             return
         weight = 1.0
-        if isinstance(error, ContextFull):  # data, and the next try would meet it again
+        if isinstance(error, (ContextFull, RowError)):  # data, and the next try would meet it again
             weight = float("inf")
+            if isinstance(error, RowError):
+                logger.warning("a row is left out: %s", error)
         elif isinstance(error, (RequestRefused, DeadlinePassed)):  # data, or a task that always hangs
             weight = 1.0
         elif isinstance(error, InfrastructureError):  # not the task's fault, but it cannot go on for ever
             weight = 0.25
         else:
             self._queue.errors.add(f"{stage} of domain '{attempt.group.task.domain}'", error)
+        if isinstance(error, LateReward):
+            logger.warning("%s failed: %s", attempt.key, error)
+            self._queue.fail(attempt, str(error), weight=weight)
+            return
         self._queue.fail(attempt, f"{stage}: {type(error).__name__}", str(error)[:200], weight=weight)
 
     def _expire(self, attempt: Attempt) -> None:

@@ -4,7 +4,7 @@ Invariant: every lease ends with one `SlotFreed`, when its env is closed, and wi
 failure, and none if it was stopped. The scheduler's books are the ones that count; here is a copy of what is under way.
 ```
 scheduler (fleet.py) --AttemptLease, StopAttempt, Granted--> exchange --> EnvWorker: env <-> model --requests--> replica
-                     <--GrantRequest, ReleaseGrant, TrajectoryRecord, AttemptFailed, SlotFreed, EnvWorkerCounters--
+                     <--AskForGrant, ReleaseGrant, TrajectoryRecord, AttemptFailed, SlotFreed, EnvWorkerCounters--
 ```
 """
 
@@ -106,6 +106,7 @@ class EnvWorkerSpec:
     codec: Codec
     replicas: Sequence[ReplicaAddress]
     namespace: int
+    backend: str
     seed: int
     max_reward_tries: int
     slice_tokens: int
@@ -231,6 +232,7 @@ class EnvWorkerProcess(Worker):
             self._grant_client,
             spec.codec,
             self._spawn,
+            backend=spec.backend,
             seed=spec.seed,
             max_reward_tries=spec.max_reward_tries,
             slice_tokens=spec.slice_tokens,

@@ -54,8 +54,12 @@ class UserErrors:
         self.total = 0
         self.since_batch = 0
         self.by_origin: dict[str, int] = {}
+        self.shown: set[str] = set()
+        """Kinds of which a traceback is in the log. The schedulers of a run may share it (`share_log`)."""
         self.first = ""
         """The first one in words: where it was raised, its type and its text."""
+        self._first_by_origin: dict[str, str] = {}
+        """The first one of each key of `by_origin`, in the same words."""
 
     def add(self, origin: str, error: BaseException) -> None:
         """Count one, and show the first of its kind with its traceback."""
@@ -70,22 +74,35 @@ class UserErrors:
         self.since_batch += 1
         if not seen:
             text = trace()
-            self.first = self.first or f"{origin}: {_last_error(kind, text)}"
-            logger.error("%s raised; further ones are only counted\n%s", origin, text)
+            self._first_by_origin[key] = f"{origin}: {_last_error(kind, text)}"
+            self.first = self.first or self._first_by_origin[key]
+            if key not in self.shown:
+                self.shown.add(key)
+                logger.error("%s raised; further ones are only counted\n%s", origin, text)
+
+    def share_log(self, other: UserErrors) -> None:
+        """Show no traceback that the other has shown, and the other way round."""
+        self.shown = other.shown
 
     def exceeded(self) -> ErrorBudget | None:
         """The error that ends the run, once more than `budget` were raised since the last batch."""
         if self.since_batch <= self.budget:
             return None
         worst = max(self.by_origin, key=lambda key: self.by_origin[key])
+        told = f"most often {self._first_by_origin[worst]} ({self.by_origin[worst]} times)"
+        if self.first not in ("", self._first_by_origin[worst]):
+            told += f"; the first error was {self.first}"
         return ErrorBudget(
             f"user code raised {self.since_batch} times since the last batch, error_budget allows {self.budget}; "
-            f"most often {worst} ({self.by_origin[worst]} times): mend it, or raise error_budget"
+            f"{told}. Correct the code that raises, or raise error_budget"
         )
 
 
 def _last_error(kind: str, trace: str) -> str:
     """'ValueError: no board', of a traceback that ends with it. A long message is cut."""
-    lines = trace.rstrip().splitlines()
-    found = next((line for line in reversed(lines) if kind in line.partition(":")[0] and line[:1] != " "), kind)
-    return found if len(found) <= 300 else found[:297] + "..."
+    for line in reversed(trace.rstrip().splitlines()):
+        name, colon, text = line.partition(":")
+        if kind in name and line[:1] != " ":
+            found = f"{kind}{colon}{text}"
+            return found if len(found) <= 300 else found[:297] + "..."
+    return kind

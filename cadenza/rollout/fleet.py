@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from cadenza.cluster.channel import Channel
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
+from cadenza.off_loop import done_before
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import sampling_key
 from cadenza.rollout.env_worker_process import (
@@ -33,7 +34,7 @@ from cadenza.rollout.env_worker_process import (
 )
 from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.grants import GrantServer
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState
 from cadenza.rollout.model import Codec
 from cadenza.rollout.sampler import ReplicaAddress, Sampler
@@ -88,7 +89,7 @@ class EnvFleet:
     def __init__(
         self,
         config: EnvManagerConfig,
-        queue: GroupQueueManager,
+        queue: GroupQueue,
         sampler: Sampler,
         codec: Codec,
         spawn: Spawn,
@@ -201,6 +202,7 @@ class EnvFleet:
             codec=self._codec,
             replicas=self._addresses(),
             namespace=self._namespace,
+            backend=self._backend,
             seed=self._seed,
             max_reward_tries=self._max_reward_tries,
             slice_tokens=self._slice_tokens,
@@ -289,13 +291,11 @@ class EnvFleet:
 
     async def _unless_draining(self, work: Coroutine[Any, Any, None]) -> bool:
         """Whether it was done; what is not is broken off."""
-        doing, draining = asyncio.ensure_future(work), asyncio.ensure_future(self._draining.wait())
+        doing = asyncio.ensure_future(work)
         try:
-            await asyncio.wait([doing, draining], return_when=asyncio.FIRST_COMPLETED)
+            await done_before(self._draining, doing)
         finally:
-            draining.cancel()
             if not doing.done():
-                doing.cancel()
                 await asyncio.wait([doing])
         if doing.cancelled():
             return False

@@ -4,7 +4,7 @@ Invariant: the sampler decides, also for clients in other processes, and a grant
 client, or by the grant server when that one is gone. A request and its answer go straight between client and replica;
 only this goes here:
 ```
-GrantClient.grant --GrantRequest--> GrantServer --sampler.grant--> Granted --> request to the replica, with its epoch
+GrantClient.grant --AskForGrant--> GrantServer --sampler.grant--> Granted --> request to the replica, with its epoch
 GrantClient.release --ReleaseGrant--> GrantServer --sampler.release
 ```
 A grant client stands where a sampler would (`GrantSource`), so that the model of an attempt does not see the
@@ -23,8 +23,9 @@ from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Replica, ReplicaError, ReplicaLost
+from cadenza.rollout.failures import logger
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import Grant, ReplicaAddress, RequestOutcome, Sampler
+from cadenza.rollout.sampler import Grant, GrantRequest, ReplicaAddress, RequestOutcome, Sampler
 
 
 def make_replica_entries(replica_addresses: Sequence[ReplicaAddress], client: str) -> list[ReplicaEntry]:
@@ -41,8 +42,8 @@ def make_replica_entries(replica_addresses: Sequence[ReplicaAddress], client: st
     return entries
 
 
-class GrantRequest(NamedTuple):
-    """A grant client asks its grant server for a grant."""
+class AskForGrant(NamedTuple):
+    """A grant client asks its grant server for a grant: a `GrantRequest` between processes."""
 
     number: int
     """Of the grant request, among those of its grant client."""
@@ -50,8 +51,7 @@ class GrantRequest(NamedTuple):
     sticky: int
     """Index of the replica entry, -1 for none."""
     cached: int
-    interrupted_request: int | None
-    """Id of the interrupted request that this one goes on from."""
+    interrupted: int | None
 
 
 class CancelGrantRequest(NamedTuple):
@@ -61,7 +61,7 @@ class CancelGrantRequest(NamedTuple):
 
 
 class Granted(NamedTuple):
-    """The answer to a `GrantRequest`: this replica, this gate epoch, and the id for the request."""
+    """The answer to a `AskForGrant`: this replica, this gate epoch, and the id for the request."""
 
     number: int
     request: int
@@ -70,7 +70,7 @@ class Granted(NamedTuple):
 
 
 class GrantDenied(NamedTuple):
-    """The answer to a `GrantRequest` when the sampler raised."""
+    """The answer to a `AskForGrant` when the sampler raised."""
 
     number: int
     text: str
@@ -113,18 +113,13 @@ class GrantClient:
     def namespace(self) -> int:
         return self._namespace
 
-    async def grant(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant:
+    async def grant(self, grant_request: GrantRequest) -> Grant:
         if self._closed_because:
             raise InfrastructureError(self._closed_because)
+        route_request, sticky, cached, interrupted = grant_request
         number = next(self._numbers)
         entry_index = -1 if sticky is None else sticky.index
-        self._send(GrantRequest(number, route_request, entry_index, cached, interrupted_request))
+        self._send(AskForGrant(number, route_request, entry_index, cached, interrupted))
         self._waiting[number] = future = asyncio.get_running_loop().create_future()
         try:
             granted = await future
@@ -164,8 +159,11 @@ class GrantClient:
             future.set_result(message)
 
     def close(self, text: str) -> None:
-        """The grant server is gone: fail every grant that waits, and every later one."""
+        """The grant server is gone: fail every grant that waits, and every later one; talk to the replicas no more."""
         self._closed_because = text
+        for entry in self.entries:
+            if isinstance(entry.replica, RemoteReplica):
+                entry.replica.close()
         waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             if not future.done():
@@ -187,7 +185,7 @@ class GrantServer:
 
     def receive(self, message: Any) -> bool:
         """Whether it was one for the grant server."""
-        if isinstance(message, GrantRequest):
+        if isinstance(message, AskForGrant):
             self._on_request(message)
         elif isinstance(message, ReleaseGrant):
             self._on_release(message)
@@ -216,11 +214,16 @@ class GrantServer:
         for session, entry in idle_sessions.items():
             self._sampler.end_session(entry, session)
 
-    def _on_request(self, grant_request: GrantRequest) -> None:
-        number, route_request, index, cached, interrupted_request = grant_request
+    def grants_for(self, entry: ReplicaEntry) -> int:
+        """Grants for this replica that the grant client holds."""
+        return sum(grant.entry is entry for grant in self._granted.values())
+
+    def _on_request(self, message: AskForGrant) -> None:
+        number, route_request, index, cached, interrupted = message
         sticky = None if index < 0 else self._sampler.entries[index]
+        grant_request = GrantRequest(route_request, sticky, cached, interrupted)
         try:
-            grant = self._sampler.grant_now(route_request, sticky, cached, interrupted_request)
+            grant = self._sampler.grant_now(grant_request)
         except InfrastructureError as error:
             self._send(GrantDenied(number, str(error)))
             return
@@ -228,15 +231,17 @@ class GrantServer:
             self._send_grant(number, grant)
         else:
             self._pending[number] = asyncio.get_running_loop().create_task(
-                self._wait_and_grant(grant_request, sticky), name="grant server"
+                self._wait_and_grant(number, grant_request), name="grant server"
             )
 
-    async def _wait_and_grant(self, grant_request: GrantRequest, sticky: ReplicaEntry | None) -> None:
-        number, route_request, _, cached, interrupted_request = grant_request
+    async def _wait_and_grant(self, number: int, grant_request: GrantRequest) -> None:
         try:
-            grant = await self._sampler.grant(route_request, sticky, cached, interrupted_request)
+            grant = await self._sampler.grant(grant_request)
         except InfrastructureError as error:
             self._send(GrantDenied(number, str(error)))
+        except Exception as error:  # noqa: BLE001 - a bug; untold, the client would wait for ever
+            logger.exception("the sampler raised while a grant waited")
+            self._send(GrantDenied(number, f"the sampler raised {error!r}"))
         else:
             self._send_grant(number, grant)
         finally:

@@ -81,11 +81,11 @@ class Attempt:
         """Pickled, it becomes an `AttemptCopy`: the other attempts of its group and their tokens stay here."""
         group = self.group
         names = (self.id, self.member, self.number, self.slot, self.started)
-        return _attempt_copy, (*names, group.id, group.task, group.begun, group.opened)
+        return _attempt_copy, (*names, self.tokens, self.turns, group.id, group.task, group.begun, group.opened)
 
 
 class AttemptCopy(Attempt):
-    """What another process has of an attempt: enough to run it, and to say which one it was."""
+    """What another process has of an attempt: enough to run it, to count its tokens, and to say which one it was."""
 
     __slots__ = ()
 
@@ -221,7 +221,7 @@ class Ledger:
             attempt.oldest, attempt.newest = versions
         attempt.reward = trajectory.score
         attempt.trajectory = trajectory
-        attempt.ended = now
+        attempt.ended = trajectory.scored = now
         attempt.group.finished.append(attempt)
         if self.events is not None:
             self.events(Event(now, "finish", attempt.key, f"reward {attempt.reward:.6g}"))
@@ -280,12 +280,6 @@ class Ledger:
         self._closed_attempts += len(group.attempts)
         self._forget()
         return stopped
-
-    def original(self, copy: Attempt) -> Attempt | None:
-        """The attempt of which this is a copy; None when it has its fate already."""
-        group = self._open.get(copy.group.id)
-        attempts = [] if group is None else group.attempts
-        return next((attempt for attempt in attempts if attempt.id == copy.id and attempt.fate is None), None)
 
     def open_groups(self) -> list[Group]:
         """Groups without an end, oldest first."""
@@ -355,9 +349,11 @@ class Ledger:
 
 
 def _attempt_copy(
-    id: int, member: int, number: int, slot: int, started: float, group: int, task: Task, begun: int, opened: float
+    id: int, member: int, number: int, slot: int, started: float, tokens: int, turns: int, *group: Any
 ) -> AttemptCopy:
-    return AttemptCopy(id, Group(group, task, begun, opened), member, number, slot, started)
+    copy = AttemptCopy(id, Group(*group), member, number, slot, started)
+    copy.tokens, copy.turns = tokens, turns
+    return copy
 
 
 def _life(attempt: Attempt, origin: float) -> str:

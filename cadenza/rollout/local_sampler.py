@@ -26,9 +26,9 @@ from cadenza.rollout.balance import Balancer
 from cadenza.rollout.failures import logger
 from cadenza.rollout.replica_health import HealthCheck
 from cadenza.rollout.replica_pool import ReplicaPool
-from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, RouteRequest
+from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, WaitReason
 from cadenza.rollout.routing import make_rule
-from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, SamplerConfig
+from cadenza.rollout.sampler import Grant, GrantRequest, NoReplicas, ReplicaAddress, RequestOutcome, SamplerConfig
 from cadenza.rollout.wait_queue import Gate, WaitQueue
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class LocalSampler:
 
     sampler = LocalSampler([TorchReplica(model)])
     await sampler.resume()                                  # the gate is closed at first
-    grant = await sampler.grant(RouteRequest(session=0, group=0, context=12))
+    grant = await sampler.grant(GrantRequest(RouteRequest(session=0, group=0, context=12)))
     """
 
     def __init__(self, replicas: Sequence[Replica], config: SamplerConfig | None = None) -> None:
@@ -52,8 +52,12 @@ class LocalSampler:
         self.balancer = Balancer(self.config.prefill_weight)
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
+        self.on_all_shrunk: list[Callable[[], None]] = []
         self.events: EventSink | None = None
         """Told of everything that happens to the gate, the version and the replicas."""
+        self.is_awaited: Callable[[ReplicaEntry, float], bool] = lambda entry, since: True
+        """Set by the owner of clients in other processes, which may vanish: whether one that was heard of since then
+        has a grant for this replica."""
         self.opened_at = 0.0
         self._pool = ReplicaPool(replicas, self.config, self.router, emit=self._emit, on_lost=self._on_lost)
         self._weights: object = None
@@ -77,42 +81,38 @@ class LocalSampler:
     def namespace(self) -> int:
         return next(self._namespaces)
 
-    async def grant(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant:
+    async def grant(self, grant_request: GrantRequest) -> Grant:
         waited = False
-        while (grant := self.grant_now(route_request, sticky, cached, interrupted_request)) is None:
-            if self._gate.is_open:
-                await self._wait_queue.wait(route_request)
+        while not isinstance(grant := self._try_grant(grant_request), Grant):
+            if grant is WaitReason.CAPACITY:
+                await self._wait_queue.wait(grant_request.route_request)
                 waited = True
+            elif grant is WaitReason.RULE:
+                await self._wait_queue.wait_for_rule()
             else:
                 await self._gate.opening()
-                interrupted_request = None
+                grant_request = grant_request._replace(interrupted=None)
         if waited:
             self._wait_queue.wake_next()
         return grant
 
-    def grant_now(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant | None:
+    def grant_now(self, grant_request: GrantRequest) -> Grant | None:
+        grant = self._try_grant(grant_request)
+        return grant if isinstance(grant, Grant) else None
+
+    def _try_grant(self, grant_request: GrantRequest) -> Grant | WaitReason:
+        """A grant, or what it waits for."""
         if self._closed:
             raise InfrastructureError("the sampler is closed")
         if not self._gate.is_open:
-            return None
-        target = None if interrupted_request is None else self.balancer.take_target(interrupted_request)
+            return WaitReason.GATE
+        route_request, sticky, cached, interrupted = grant_request
+        target = None if interrupted is None else self.balancer.take_target(interrupted)
         if target is not None and target.state is ReplicaState.ACTIVE:
             self.balancer.count_move(route_request.context)
             entry = target
         else:
-            found = None
+            found: ReplicaEntry | WaitReason = WaitReason.CAPACITY
             home = sticky if sticky is not None and route_request.session in sticky.cached_contexts else None
             if not self._wait_queue.has_earlier(route_request) or (
                 home is not None and not route_request.slices
@@ -122,12 +122,13 @@ class LocalSampler:
                 except Exception as error:
                     self._close_for_good(f"routing '{self.config.routing}' failed: {error!r}", error)
                     raise InfrastructureError(f"routing '{self.config.routing}' failed: {error!r}") from error
-            if found is None:
+            if isinstance(found, WaitReason):
                 if self.router.is_empty:  # the last replica was given up; the gate opens when there is one again
                     self._gate.close()
+                    found = WaitReason.GATE
                 if home is not None and route_request.slices:
                     self.end_session(home, route_request.session)  # an answer that gives way keeps no cache
-                return None
+                return found
             entry = found
         if sticky is not None:
             self.router.drop_context(sticky, route_request.session)
@@ -226,7 +227,7 @@ class LocalSampler:
         if not self._background_tasks:
             loop = asyncio.get_running_loop()
             self._background_tasks.append(
-                loop.create_task(HealthCheck(self._pool, self.config).run(), name="sampler health")
+                loop.create_task(HealthCheck(self._pool, self.config, self.is_awaited).run(), name="sampler health")
             )
             if self.config.balance_seconds:
                 self._background_tasks.append(loop.create_task(self._balance_loop(), name="sampler balance"))
@@ -276,6 +277,7 @@ class LocalSampler:
     def _open_gate(self) -> None:
         if not self._pool.active():
             if any(entry.state is ReplicaState.ASLEEP for entry in self._pool.entries):
+                self._tell_if_all_shrunk()
                 return  # an expand brings one, and opens
             raise NoReplicas(f"no replica is left: {self._pool.loss_summary()}")
         self.opened_at = asyncio.get_running_loop().time()
@@ -354,6 +356,7 @@ class LocalSampler:
                     self._shrunk_to_none = True
                 await self._pool.call_each(leaving, lambda entry: self._pool.put_to_sleep(entry, epoch))
                 self._emit("shrink", "sampler", str(_devices_of(leaving)))
+                self._tell_if_all_shrunk()
         report = self._report(leaving, ReplicaState.ASLEEP, unchanged, started)
         return report | {"moved": moved, "moved_tokens": moved_tokens}
 
@@ -412,6 +415,11 @@ class LocalSampler:
             callback(name, cause)
         if not self._pool.active():
             self._gate.close()
+
+    def _tell_if_all_shrunk(self) -> None:
+        if self.waits_for == "expand":
+            for callback in self.on_all_shrunk:
+                callback()
 
     def _emit(self, kind: str, subject: str, detail: str) -> None:
         if self.events is not None:

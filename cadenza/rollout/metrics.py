@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cadenza.rollout.env_worker import SlotPool
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler
 
@@ -12,7 +12,7 @@ DISPATCHED = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS)
 the tokens they had, so that the true bias may be larger."""
 
 
-def rollout_metrics(queue: GroupQueueManager, slots: SlotPool, sampler: Sampler) -> dict[str, float]:
+def rollout_metrics(queue: GroupQueue, slots: SlotPool, sampler: Sampler) -> dict[str, float]:
     """A snapshot."""
     ledger = queue.ledger
     metrics: dict[str, float] = {
@@ -27,6 +27,10 @@ def rollout_metrics(queue: GroupQueueManager, slots: SlotPool, sampler: Sampler)
         "errors/user_code": queue.errors.total,
         **sampler.counters(),
     }
+    domains = queue.domains.all.values()
+    if any(domain.rest_epochs for domain in domains):
+        metrics["tasks/resting"] = sum(len(domain.resting) for domain in domains)
+        metrics["tasks/rested"] = sum(domain.rested for domain in domains)
     for fate in Fate:
         metrics[f"fate/{fate.value}"] = ledger.fates[fate]
         metrics[f"tokens/{fate.value}"] = ledger.tokens[fate]

@@ -11,9 +11,10 @@ suspension, a move, a replica that leaves or dies) is not seen by the rollout: t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,7 +36,7 @@ from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
 from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import GrantSource, RequestOutcome
+from cadenza.rollout.sampler import GrantRequest, GrantSource, RequestOutcome
 
 Observation = str | Sequence[dict[str, str]] | Tokens
 """Text, chat messages, or tokens as they are."""
@@ -44,6 +45,10 @@ MAX_REROUTES = 16
 """Replicas that may fail one turn, one after the other, before its attempt is given up."""
 GOLDEN, MASK64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """Weyl steps keep the seeds of turns apart."""
+BRANCH_KEY = 0xD1B54A32D192ED03
+"""The same for branches."""
+BRANCH_SESSIONS = 1 << 56
+"""Between the session ids of two branches of an attempt; more than the ids of all schedulers of a sampler."""
 
 
 class Codec(Protocol):
@@ -56,7 +61,16 @@ class Codec(Protocol):
         last token of the context: an answer that was cut off has not ended itself."""
         ...
 
+    def encode_text(self, text: str) -> Sequence[int] | Tokens:
+        """The tokens of a text as it is."""
+        ...
+
     def decode(self, tokens: Tokens) -> str: ...
+
+
+def prompt_tokens(codec: Codec) -> Callable[[Any], int]:
+    """The function that counts the tokens of chat messages as the first prompt of a conversation."""
+    return lambda messages: len(codec.encode(messages, first=True))
 
 
 class TokenCounter(Protocol):
@@ -118,16 +132,28 @@ class Model:
         reply.text                                     # "4"; reply.tokens are the ids that the engine drew
         reply = await model.chat("And one more?")      # turn 1: the context goes on from the tokens of turn 0
         reply = await model.chat("New topic", fresh=True)  # turn 2 begins an empty context, a row of its own
+        other = model.branch()                         # goes on from the same tokens, as a row of its own
+        a, b = await asyncio.gather(model.chat("Shorter?"), other.chat("Longer?"))
 
-    One call at a time. A suspension, a move or the death of a replica only makes a call take longer: it goes on from
-    the tokens it has. `ContextFull` ends the episode as truncated.
+    One call at a time for each branch. A suspension, a move or the death of a replica only makes a call take longer: it
+    goes on from the tokens it has. `ContextFull` ends the episode as truncated.
     """
 
     __slots__ = (
-        "_attempt", "_busy", "_cached", "_chunks", "_context", "_entry", "_interrupted", "_shared", "trajectory"
+        "_attempt", "_branches", "_busy", "_cached", "_chunks", "_context", "_entry", "_interrupted", "_is_new_row",
+        "_last_turn", "_number", "_shared", "_turns", "trajectory",
     )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
+        self._branches: list[Model] | None = None
+        """All branches of the attempt, one list for all of them; None while there is one only."""
+        self._number = 0
+        """Of this branch."""
+        self._is_new_row = True
+        """The next turn begins a row: all tokens before its response are prompt there."""
+        self._last_turn: Turn | None = None
+        self._turns = 0
+        """Of this branch."""
         self.trajectory = trajectory
         self._attempt = attempt
         self._shared = shared
@@ -144,17 +170,38 @@ class Model:
         """Tokens that still fit into the context."""
         return self._shared.max_context - self._context
 
-    def chat(self, observation: Observation, *, fresh: bool = False) -> Awaitable[Reply]:
-        """Say something to the model and await its answer. `fresh` forgets the conversation before."""
+    def branch(self) -> Model:
+        """Another conversation that goes on from the tokens of this one. Its turns are a row of their own, in which
+        what was said before is prompt and trains nothing. Branches may be asked side by side."""
+        self._check_turn()
+        branch = Model(self._attempt, self.trajectory, self._shared)
+        branch._chunks, branch._context = self._chunks, self._context
+        self._branches = self._branches or [self]
+        branch._branches, branch._number = self._branches, len(self._branches)
+        self._branches.append(branch)
+        return branch
+
+    def encode(self, text: str) -> Tokens:
+        """The tokens of a text as it is, without a role or an end: for `generate`, to write on in the same answer."""
+        return np.asarray(self._shared.codec.encode_text(text), np.int32)
+
+    def chat(
+        self, observation: Observation, *, fresh: bool = False, sampling: Mapping[str, Any] | None = None
+    ) -> Awaitable[Reply]:
+        """Say something to the model and await its answer. `fresh` forgets the conversation before; `sampling` changes
+        keys of the configured sampling for this call, as {"max_tokens": 64}."""
         if not isinstance(observation, np.ndarray):
             first = fresh or not self._chunks
             last = None if first else int(self._chunks[-1][-1])
             observation = np.asarray(self._shared.codec.encode(observation, first=first, last=last), np.int32)
-        return self.generate(observation, fresh=fresh)
+        return self.generate(observation, fresh=fresh, sampling=sampling)
 
-    async def generate(self, tokens: Sequence[int] | Tokens, *, fresh: bool = False) -> Reply:
+    async def generate(
+        self, tokens: Sequence[int] | Tokens, *, fresh: bool = False, sampling: Mapping[str, Any] | None = None
+    ) -> Reply:
         """`chat` in tokens: append them to the context, and await the model's answer."""
         attempt = self._attempt
+        drawing = self._shared.sampling if sampling is None else _changed(self._shared.sampling, sampling)
         fresh = fresh or not self._chunks
         self._check_turn()
         if len(self.trajectory.turns) >= self._shared.max_turns:
@@ -166,7 +213,7 @@ class Model:
         if fresh and not len(prompt):
             raise ValueError("the first prompt of a context must hold at least one token, got none")
         chunks, context = ((*chunks, prompt), context + len(prompt)) if len(prompt) else (chunks, context)
-        limit = min(self._shared.max_context - context, self._shared.sampling.max_tokens)
+        limit = min(self._shared.max_context - context, drawing.max_tokens)
         if limit <= 0:
             raise ContextFull(f"{context} tokens leave no room in max_context {self._shared.max_context}")
         loop = asyncio.get_running_loop()
@@ -174,50 +221,80 @@ class Model:
         self._shared.leases.ask(attempt)  # from here to the answer the sampler keeps the deadlines
         self._busy = True
         try:
-            answer = await self._generate_once(chunks, context, limit, 0)
+            answer = await self._generate_once(chunks, context, limit, drawing, 0)
             if answer.finish is Finish.ABORT:
-                answer = await self._continue(chunks, context, limit, answer)
+                answer = await self._continue(chunks, context, limit, drawing, answer)
         finally:
             self._busy = False
-            self._shared.leases.renew(attempt)
+            if self._branches is None or not any(branch._busy for branch in self._branches):
+                self._shared.leases.renew(attempt)
         self._check_turn()
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._context = context + len(answer.tokens)
         self._shared.sampler.observe_answer_length(len(answer.tokens))
+        fresh = fresh or self._is_new_row
+        if fresh and len(chunks) > 1:  # the first turn of a branch: its row begins with what was said before
+            prompt = np.concatenate(chunks)
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
-        self.trajectory.turns.append(turn)
-        attempt.turns += 1
+        self._record(turn)
         return Reply(turn, self._shared.codec)
+
+    def _record(self, turn: Turn) -> None:
+        """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches."""
+        turns = self.trajectory.turns
+        if self._branches is None:
+            turns.append(turn)
+        else:
+            before = [b._last_turn for b in self._branches[: self._number + 1] if b._last_turn is not None]
+            place = next(n for n, other in enumerate(turns, 1) if other is before[-1]) if before else 0
+            turns.insert(place, turn)
+        self._last_turn, self._is_new_row = turn, False
+        self._turns += 1
+        self._attempt.turns += 1
 
     def end_session(self) -> None:
         """The rollout is over: whatever is cached of it may go."""
-        if self._entry is not None:
-            self._shared.sampler.end_session(self._entry, self._attempt.id + self._shared.namespace)
+        for branch in self._branches or (self,):
+            if branch._entry is not None:
+                self._shared.sampler.end_session(branch._entry, branch._session)
+
+    @property
+    def _session(self) -> int:
+        """What caches know the conversation by."""
+        return self._attempt.id + self._shared.namespace + self._number * BRANCH_SESSIONS
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
         if self.trajectory.ended >= 0:
             raise RuntimeError("the rollout has returned: await every call of the model before it does")
         if self._busy:
-            raise RuntimeError("a call of the model is under way: await it before the next, a context has one order")
+            raise RuntimeError(
+                "a call of the model is under way: await it before the next, a context has one order; `model.branch()` "
+                "is a conversation beside it"
+            )
 
-    async def _continue(self, chunks: tuple[Tokens, ...], context: int, limit: int, answer: Generation) -> Generation:
+    async def _continue(
+        self, chunks: tuple[Tokens, ...], context: int, limit: int, sampling: Sampling, answer: Generation
+    ) -> Generation:
         """Go on from the tokens of an interrupted answer, over as many interruptions as come."""
         while answer.finish is Finish.ABORT:
             done = len(answer.tokens)
             if done >= limit:
                 return Generation(answer.tokens, answer.logprobs, answer.spans, Finish.LENGTH)
             so_far = (*chunks, answer.tokens) if done else chunks
-            answer = _concatenate(answer, await self._generate_once(so_far, context + done, limit - done, done))
+            rest = await self._generate_once(so_far, context + done, limit - done, sampling, done)
+            answer = _concatenate(answer, rest)
         return answer
 
-    async def _generate_once(self, chunks: tuple[Tokens, ...], context: int, limit: int, done: int) -> Generation:
+    async def _generate_once(
+        self, chunks: tuple[Tokens, ...], context: int, limit: int, sampling: Sampling, done: int
+    ) -> Generation:
         """One answer of one replica: whole, or the beginning of it."""
         attempt, shared = self._attempt, self._shared
         sampler, namespace, size = shared.sampler, shared.namespace, shared.slice_tokens
-        seed = (self.trajectory.seed + GOLDEN * (attempt.turns + 1)) & MASK64
+        seed = (self.trajectory.seed + GOLDEN * (self._turns + 1) + BRANCH_KEY * self._number) & MASK64
         route_request = RouteRequest(
-            attempt.id + namespace if namespace else attempt.id,
+            self._session,
             attempt.group.id + namespace if namespace else attempt.group.id,
             context,
             attempt.group.id,
@@ -227,11 +304,11 @@ class Model:
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            grant = await sampler.grant(route_request, self._entry, self._cached, self._interrupted)
+            grant = await sampler.grant(GrantRequest(route_request, self._entry, self._cached, self._interrupted))
             self._interrupted = None
             entry = grant.entry
             request = Request(  # by position: this is the hot path
-                grant.request_id, chunks, context, limit, shared.sampling, seed, done,
+                grant.request_id, chunks, context, limit, sampling, seed, done,
                 route_request.session, route_request.group, grant.epoch,
             )  # fmt: skip
             self._emit("ask", entry.replica.name)
@@ -291,6 +368,16 @@ class Model:
         if (events := self._shared.ledger.events) is not None:
             detail = detail if tokens is None else f"{detail} {tokens}"
             events(Event(asyncio.get_running_loop().time(), kind, self._attempt.key, detail))
+
+
+@cache
+def _with(sampling: Sampling, changes: frozenset[tuple[str, Any]]) -> Sampling:
+    return Sampling.model_validate({**sampling.model_dump(), **dict(changes)})
+
+
+def _changed(sampling: Sampling, changes: Mapping[str, Any]) -> Sampling:
+    """The sampling with some keys changed."""
+    return _with(sampling, frozenset((key, tuple(v) if isinstance(v, list) else v) for key, v in changes.items()))
 
 
 def _concatenate(first: Generation, then: Generation) -> Generation:

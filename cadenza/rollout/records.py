@@ -35,6 +35,10 @@ class Task:
     domain: str = "default"
     data: object = None
     """The dataset row, if there is one."""
+    row: int = -1
+    """Its number in the source; -1 where tasks are seeds."""
+    epoch: int = 0
+    """Which pass over the rows this is, from 0."""
 
 
 @dataclass(slots=True)
@@ -85,6 +89,8 @@ class Trajectory:
     started: float = 0.0
     ended: float = -1.0
     """When the rollout returned; negative while it runs."""
+    scored: float = -1.0
+    """When its reward was known; negative until then."""
 
     @property
     def episode_score(self) -> float:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from cadenza.errors import raise_if_cancelled
 from cadenza.inference.replica import PauseMode, Replica, ReplicaError, ReplicaLost, ReplicaStats
+from cadenza.off_loop import done_before, ignore_result
 from cadenza.rollout.failures import logger
 from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router
 from cadenza.rollout.sampler import SamplerConfig
@@ -129,7 +130,7 @@ class ReplicaPool:
                     raise ReplicaTimeout(f"did not answer 'pause' within {seconds} s")
         finally:
             pausing.cancel()
-            pausing.add_done_callback(_ignore_result)
+            pausing.add_done_callback(ignore_result)
 
     async def load(self, entry: ReplicaEntry, version: int, weights: object) -> None:
         """Load into a replica that does not generate; a failure is tried once more."""
@@ -213,19 +214,7 @@ async def _call_with_deadline(seconds: float, what: str, call: Awaitable[T]) -> 
 async def _while_alive(entry: ReplicaEntry, call: Coroutine[Any, Any, None]) -> None:
     """Await a call to a replica, but not longer than the replica lives."""
     task = asyncio.ensure_future(call)
-    task.add_done_callback(_ignore_result)  # the replica may end, or this be cancelled, at the moment at which it fails
-    either: list[asyncio.Future[Any]] = [task, entry.gone]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        if not task.done():
-            task.cancel()
-    if not task.done():
+    task.add_done_callback(ignore_result)  # the replica may end, or this be cancelled, at the moment at which it fails
+    if not await done_before(entry.gone, task):
         raise ReplicaLost(entry.gone.result())
     task.result()
-
-
-def _ignore_result(task: asyncio.Future[Any]) -> None:
-    """Marks the exception of a task without a waiter as retrieved."""
-    if not task.cancelled():
-        task.exception()

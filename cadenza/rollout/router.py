@@ -41,6 +41,17 @@ class ReplicaState(Enum):
     LOST = "lost"
 
 
+class WaitReason(Enum):
+    """Why a request must wait."""
+
+    GATE = "gate"
+    """The gate is closed."""
+    CAPACITY = "capacity"
+    """No KV cache has the capacity, or an earlier request waits for it."""
+    RULE = "rule"
+    """The routing rule named none."""
+
+
 class RouteRequest(NamedTuple):
     """What the router must know of a request to choose a replica for it."""
 
@@ -114,8 +125,9 @@ class RoutingRule(Protocol):
     def choose(
         self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, router: Router
     ) -> ReplicaEntry | None:
-        """Returns one of `router.active`, or None to let the request wait. `sticky` is the replica that has `cached`
-        tokens of the session in its KV cache; it may have left since. The rule need not look at KV-cache capacity."""
+        """Returns one of `router.active`, or None to let the request wait: others go on, and the rule is asked for it
+        again when a request has ended, and every 5 s. `sticky` is the replica that has `cached` tokens of the session
+        in its KV cache; it may have left since. The rule need not look at KV-cache capacity."""
         ...
 
 
@@ -124,7 +136,7 @@ class Router:
 
     router = Router(PrefixRouting())
     router.rebuild(entries)
-    entry = router.admit(route_request, sticky=None, cached=0, now=loop.time())   # None: no capacity
+    entry = router.admit(route_request, sticky=None, cached=0, now=loop.time())   # or a `WaitReason`
     router.add(entry, route_request.context)                                      # the request goes there
     router.remove(entry, route_request.context)                                   # and is over
     """
@@ -165,14 +177,14 @@ class Router:
 
     def admit(
         self, route_request: RouteRequest, sticky: ReplicaEntry | None, cached: int, now: float
-    ) -> ReplicaEntry | None:
-        """The entry for the next turn of a session; None if no replica has the KV-cache capacity."""
+    ) -> ReplicaEntry | WaitReason:
+        """The entry for the next turn of a session, or what the turn must wait for."""
         own = sticky.cached_contexts.get(route_request.session) if sticky is not None and cached else None
         if own is None:
             sticky = None
         entry = self.choose(route_request, sticky, cached)
         if entry is None:
-            return None
+            return WaitReason.RULE
         if entry.state is not ReplicaState.ACTIVE:
             raise ValueError(
                 f"the routing rule {type(self.rule).__name__} chose replica {entry.replica.name}, which is "
@@ -183,7 +195,7 @@ class Router:
         ):
             best = self.least_loaded()
             if best is None or best is entry or not self._make_capacity(best, route_request, 0, now):
-                return None
+                return WaitReason.CAPACITY
             entry = best
         return entry
 

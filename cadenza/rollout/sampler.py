@@ -4,12 +4,12 @@ Two classes are a `Sampler`: `LocalSampler` (local_sampler.py), in the process i
 `SamplerClient` (sampler_client.py), in every other one. Schedulers, env workers and grant servers are written against
 the protocol and do not see the difference. A turn is one grant, or several when it is interrupted:
 
-    grant = await sampler.grant(route_request, sticky, cached)          # waits for the gate and for KV-cache capacity
+    grant = await sampler.grant(GrantRequest(route_request, sticky, cached))  # waits for the gate and for a KV cache
     request = Request(grant.request_id, ..., epoch=grant.epoch)
     generation = await grant.entry.replica.generate(request)            # straight to the replica
     sampler.release(grant, RequestOutcome.SERVED, cached=context)
     if generation.finish is Finish.ABORT:                               # suspended, moved, or its replica leaves
-        grant = await sampler.grant(route_request, grant.entry, cached, interrupted_request=grant.request_id)
+        grant = await sampler.grant(GrantRequest(route_request, grant.entry, cached, interrupted=grant.request_id))
 """
 
 from __future__ import annotations
@@ -67,6 +67,18 @@ class NoReplicas(RolloutError):
     """No replica is left to generate."""
 
 
+class GrantRequest(NamedTuple):
+    """What a turn asks the sampler for."""
+
+    route_request: RouteRequest
+    sticky: ReplicaEntry | None = None
+    """The replica that may hold `cached` tokens of the session."""
+    cached: int = 0
+    interrupted: int | None = None
+    """Id of the request that this one goes on from: if the sampler moved that one, the grant is for the target of the
+    move, unless the gate is closed meanwhile."""
+
+
 class Grant(NamedTuple):
     """The right to send one request to one replica. Its holder gives it back with `release`, exactly once."""
 
@@ -98,17 +110,9 @@ class GrantSource(Protocol):
         """The start of a range of ids for one scheduler: the sessions and groups of two schedulers do not mix."""
         ...
 
-    async def grant(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant:
-        """Returns a grant for this request once the gate is open and a KV cache has capacity. `sticky` is the replica
-        that may hold `cached` tokens of the session. `interrupted_request` is the id of the request that this
-        one goes on from: if the sampler moved that one, the grant is for the target of the move, unless the gate is
-        closed meanwhile. The caller must pass the grant to `release`."""
+    async def grant(self, grant_request: GrantRequest) -> Grant:
+        """Returns a grant for this request once the gate is open and a KV cache has capacity. The caller must pass the
+        grant to `release`."""
         ...
 
     def release(
@@ -176,6 +180,11 @@ class Sampler(GrantSource, Protocol):
         ...
 
     @property
+    def on_all_shrunk(self) -> list[Callable[[], None]]:
+        """Called when generation begins to wait for an expand, because all devices were shrunk."""
+        ...
+
+    @property
     def entries(self) -> Sequence[ReplicaEntry]:
         """Of all replicas, in their order. A `refresh` goes before."""
         ...
@@ -185,13 +194,7 @@ class Sampler(GrantSource, Protocol):
         """Of all replicas, in the order of their entries. A `refresh` goes before."""
         ...
 
-    def grant_now(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant | None:
+    def grant_now(self, grant_request: GrantRequest) -> Grant | None:
         """`grant` without the wait: returns None when the gate is closed, when no KV cache has capacity, or when the
         sampler is in another process. An answer that has had a slice and gets None gives up the cache that it had."""
         ...

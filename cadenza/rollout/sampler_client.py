@@ -21,12 +21,20 @@ from cadenza.cluster.channel import Channel
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaStats
-from cadenza.off_loop import with_deadline
+from cadenza.off_loop import done_before, with_deadline
 from cadenza.rollout.failures import logger
 from cadenza.rollout.grants import GrantClient, make_replica_entries
 from cadenza.rollout.model import Codec
-from cadenza.rollout.router import ReplicaEntry, RouteRequest
-from cadenza.rollout.sampler import Grant, NoReplicas, ReplicaAddress, RequestOutcome, Sampler, SamplerConfig
+from cadenza.rollout.router import ReplicaEntry
+from cadenza.rollout.sampler import (
+    Grant,
+    GrantRequest,
+    NoReplicas,
+    ReplicaAddress,
+    RequestOutcome,
+    Sampler,
+    SamplerConfig,
+)
 from cadenza.rollout.sampler_process import SamplerProcess, SamplerState
 
 START_SECONDS = 600.0
@@ -46,6 +54,7 @@ class SamplerClient:
         self.is_open = False
         self.on_version: list[Callable[[int], None]] = []
         self.on_lost: list[Callable[[str, str], None]] = []
+        self.on_all_shrunk: list[Callable[[], None]] = []
         self.addresses: Sequence[ReplicaAddress] = ()
         self._process = process
         self._namespace = uuid.uuid4().int % (1 << 19) << 43
@@ -73,23 +82,11 @@ class SamplerClient:
         self._namespaces += 1
         return self._namespace + (self._namespaces << 39)
 
-    def grant_now(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> None:
+    def grant_now(self, grant_request: GrantRequest) -> None:
         """Always None: a grant from another process takes a message and its answer."""
 
-    async def grant(
-        self,
-        route_request: RouteRequest,
-        sticky: ReplicaEntry | None = None,
-        cached: int = 0,
-        interrupted_request: int | None = None,
-    ) -> Grant:
-        return await self._grant_client.grant(route_request, sticky, cached, interrupted_request)
+    async def grant(self, grant_request: GrantRequest) -> Grant:
+        return await self._grant_client.grant(grant_request)
 
     def end_session(self, entry: ReplicaEntry, session: int) -> None:
         self._grant_client.end_session(entry, session)
@@ -200,16 +197,11 @@ class SamplerClient:
     async def _call(self, method: str, *args: Any) -> Any:
         """What the sampler answers. It may take its time, but the channel, if there is one, must stay alive."""
         call = asyncio.ensure_future(self._process.call(method, *args))
-        either: list[asyncio.Future[Any]] = [call]
-        if self._lost_because is not None and self._lost_because.get_loop() is asyncio.get_running_loop():
-            either.append(self._lost_because)
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not call.done():
-                call.cancel()
-        if self._lost_because in either and self._lost_because.done() and not call.done():
-            raise NoReplicas(self._lost_because.result())
+        lost = self._lost_because
+        if lost is None or lost.get_loop() is not asyncio.get_running_loop():
+            lost = asyncio.get_running_loop().create_future()  # it never comes
+        if not await done_before(lost, call):
+            raise NoReplicas(lost.result())
         if call.cancelled():
             raise NoReplicas(f"the sampler broke '{method}' off")
         try:
@@ -234,6 +226,7 @@ class SamplerClient:
         if state.opened_at != self._remote_opened_at:
             self._remote_opened_at = state.opened_at
             self.opened_at = asyncio.get_running_loop().time()
+        was_shrunk = self.waits_for == "expand"
         self.is_open, self.waits_for = state.is_open, state.waits_for
         self.devices, self._counters = state.devices, state.counters
         new = {name: cause for name, cause in state.lost.items() if name not in self.lost}
@@ -246,6 +239,9 @@ class SamplerClient:
         for name, cause in new.items():
             for on_lost in self.on_lost:
                 on_lost(name, cause)
+        if self.waits_for == "expand" and not was_shrunk:
+            for on_all_shrunk in self.on_all_shrunk:
+                on_all_shrunk()
 
     def _on_sampler_lost(self, error: Exception) -> None:
         logger.error("the sampler does not answer any more: %s", error)

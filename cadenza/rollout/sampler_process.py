@@ -4,7 +4,7 @@ Invariant: there is one gate and one version, here. A client that closes the gat
 FORGET_SECONDS does not keep it closed, and what was granted to it is given back.
 ```
 scheduler, controller --suspend, resume, load_weights, shrink, expand, state--> Sampler
-scheduler (sampler_client.py) --exchange: GrantRequest, ReleaseGrant--> GrantServer --> Granted
+scheduler (sampler_client.py) --exchange: AskForGrant, ReleaseGrant--> GrantServer --> Granted
                               <-- SamplerState, whenever it changes --
 ```
 """
@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from cadenza.cluster.channel import POLL_SECONDS, Mailbox
 from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.worker import Worker
 from cadenza.cluster.worker_handle import WorkerHandle
-from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, Replica, ReplicaStats
 from cadenza.rollout.failures import logger
 from cadenza.rollout.grants import GrantServer
 from cadenza.rollout.local_sampler import LocalSampler
+from cadenza.rollout.router import ReplicaEntry
 from cadenza.rollout.sampler import ReplicaAddress, SamplerConfig
 
 FORGET_SECONDS = 6 * POLL_SECONDS
@@ -47,10 +48,9 @@ class SamplerState(NamedTuple):
 class _ConnectedClient:
     """A scheduler that is connected to this sampler: its mailbox and its grant server."""
 
-    def __init__(self, sampler: LocalSampler) -> None:
-        self.mailbox = Mailbox(self._on_message)
+    def __init__(self, sampler: LocalSampler, on_lost: Callable[[], None]) -> None:
+        self.mailbox = Mailbox(self._on_message, on_lost, seconds=FORGET_SECONDS)
         self.grant_server = GrantServer(sampler, self.mailbox.send)
-        self.last_seen = 0.0
 
     def _on_message(self, message: Any) -> None:
         self.grant_server.receive(message)
@@ -65,9 +65,7 @@ class SamplerProcess(Worker):
         self._sampler: LocalSampler | None = None
         self._start_lock = asyncio.Lock()
         self._clients: dict[str, _ConnectedClient] = {}
-        self._forgotten: set[str] = set()
         self._state_numbers = itertools.count()
-        self._watcher: asyncio.Task[None] | None = None
 
     async def about(self) -> list[ReplicaAddress]:
         """Where the replicas are."""
@@ -116,10 +114,12 @@ class SamplerProcess(Worker):
 
     async def end(self) -> None:
         """End the health check, and wake all turns that wait."""
-        if self._watcher is not None:
-            self._watcher.cancel()
+        self._clients.clear()
         if self._sampler is not None:
             await self._sampler.close()
+            for entry in self._sampler.entries:
+                if isinstance(entry.replica, RemoteReplica):
+                    entry.replica.close()
 
     async def _get_sampler(self) -> LocalSampler:
         async with self._start_lock:
@@ -134,18 +134,22 @@ class SamplerProcess(Worker):
                 await sampler.refresh()
                 sampler.on_version.append(self._on_change)
                 sampler.on_lost.append(self._on_change)
-                self._watcher = asyncio.get_running_loop().create_task(self._watch_clients(), name="sampler clients")
+                sampler.is_awaited = self._is_awaited
             return self._sampler
 
     def _get_client(self, client: str, sampler: LocalSampler) -> _ConnectedClient:
         """A client calls."""
-        if client in self._forgotten:
-            raise InfrastructureError(f"the sampler gave '{client}' up: it was silent for {FORGET_SECONDS:g} s")
         known = self._clients.get(client)
         if known is None:
-            known = self._clients[client] = _ConnectedClient(sampler)
-        known.last_seen = asyncio.get_running_loop().time()
+            known = self._clients[client] = _ConnectedClient(sampler, partial(self._forget, client))
         return known
+
+    def _is_awaited(self, entry: ReplicaEntry, since: float) -> bool:
+        """Whether a client that was heard of since then has a grant for this replica."""
+        return any(
+            client.mailbox.last_call >= since and client.grant_server.grants_for(entry)
+            for client in self._clients.values()
+        )
 
     def _state(self, sampler: LocalSampler) -> SamplerState:
         return SamplerState(
@@ -169,20 +173,12 @@ class SamplerProcess(Worker):
     def _on_change(self, *what: object) -> None:
         self._broadcast_state()
 
-    async def _watch_clients(self) -> None:
-        """Give up clients that are gone."""
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            now = asyncio.get_running_loop().time()
-            for name, client in list(self._clients.items()):
-                if now - client.last_seen > FORGET_SECONDS:
-                    self._forget(name, client)
-
-    def _forget(self, name: str, client: _ConnectedClient) -> None:
-        assert self._sampler is not None
+    def _forget(self, name: str) -> None:
+        """A client is silent: give back what it holds."""
+        client = self._clients.pop(name, None)
+        if client is None or self._sampler is None:
+            return
         logger.warning("the scheduler '%s' is silent; what it held is given back", name)
-        del self._clients[name]
-        self._forgotten.add(name)
         client.grant_server.close("client_lost")
         for holder in self._sampler.holders:
             if isinstance(holder, str) and holder.startswith(f"{name}/"):

@@ -13,23 +13,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.observe.events import EventSink
+from cadenza.off_loop import done_before
 from cadenza.rollout import snapshot, token_bundles
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
 from cadenza.rollout.env_worker import EnvWorker, SlotPool
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TrajectoriesLost, logger
 from cadenza.rollout.fleet import EnvFleet
-from cadenza.rollout.group_queue import GroupQueueManager, Mode
+from cadenza.rollout.group_queue import GroupQueue, Mode
 from cadenza.rollout.ledger import Group, Ledger
 from cadenza.rollout.metrics import rollout_metrics
-from cadenza.rollout.model import Codec
+from cadenza.rollout.model import Codec, prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import NoReplicas, Sampler
 
@@ -96,18 +96,18 @@ class RolloutScheduler:
         self.config = config
         self.mode = mode
         self.sampler = infer_cluster.sampler
-        self.queue = GroupQueueManager(config, env_manager_config, mode, events=events)
+        codec = infer_cluster.codec
+        self.queue = GroupQueue(config, env_manager_config, mode, events=events, count_tokens=prompt_tokens(codec))
         self._resources = resource_manager
         self._collate = collator or collate
-        kind: Callable[..., SlotPool] = EnvWorker
-        if env_manager_config.workers:
-            kind = partial(EnvFleet, backend=resource_manager.backend)
+        kind: Callable[..., SlotPool] = EnvFleet if env_manager_config.workers else EnvWorker
         self._slots: SlotPool = kind(
             env_manager_config,
             self.queue,
             self.sampler,
-            infer_cluster.codec,
+            codec,
             self._spawn,
+            backend=resource_manager.backend,
             seed=config.seed,
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
@@ -117,6 +117,7 @@ class RolloutScheduler:
         self._batch_lock = asyncio.Lock()
         self._suspensions = 0
         """Asked for. A call that opens the gate does not undo one that came later."""
+        self._has_told_of_expand = False
         self._tasks: asyncio.TaskGroup | None = None
         self._run_task: asyncio.Task[None] | None = None
         self._started = asyncio.Event()
@@ -160,7 +161,7 @@ class RolloutScheduler:
 
     async def reset(self) -> None:
         """Begin the tasks anew, once `get_batch` has given all of them: the same tasks in the same order, for the next
-        validation or the next epoch of training. A batch that is being taken is awaited first; refused with
+        validation or the next pass of the training. A batch that is being taken is awaited first; refused with
         `RolloutError` while groups are open."""
         await self._start()
         async with self._batch_lock:
@@ -201,6 +202,7 @@ class RolloutScheduler:
         if self._on_version in self.sampler.on_version:
             self.sampler.on_version.remove(self._on_version)
             self.sampler.on_lost.remove(self._on_replica_lost)
+            self.sampler.on_all_shrunk.remove(self._say_that_all_are_shrunk)
         if self.sampler.is_held_by(self):
             with suppress(NoReplicas, InfrastructureError):  # a sampler that is gone has no gate
                 await self.sampler.resume(holder=self)
@@ -253,7 +255,9 @@ class RolloutScheduler:
 
     def why(self, id: str | int) -> str:
         """The life of a task, a group or an attempt."""
-        return self.ledger.why(id)
+        story = self.ledger.why(id)
+        rest = self.queue.domains.explain_rest(str(id))
+        return f"{story}\n{id} {rest}" if rest else story
 
     def metrics(self) -> dict[str, float]:
         """All counters, flat."""
@@ -293,6 +297,7 @@ class RolloutScheduler:
             )
         self.sampler.on_version.append(self._on_version)
         self.sampler.on_lost.append(self._on_replica_lost)
+        self.sampler.on_all_shrunk.append(self._say_that_all_are_shrunk)
         self._run_task = asyncio.get_running_loop().create_task(self._run(), name=f"scheduler {self.mode}")
         await self._wait_until_started()
 
@@ -300,9 +305,7 @@ class RolloutScheduler:
         """Wait until attempts can run, or for what prevents it."""
         assert self._run_task is not None
         if not self._started.is_set():
-            starting = asyncio.ensure_future(self._started.wait())
-            await asyncio.wait([self._run_task, starting], return_when=asyncio.FIRST_COMPLETED)
-            starting.cancel()
+            await done_before(self._run_task, asyncio.ensure_future(self._started.wait()))
             if self._run_task.done():
                 self._run_task.result()
 
@@ -331,19 +334,16 @@ class RolloutScheduler:
         """Take a batch, but notice when nothing moves any more, or when a bug ended the task group."""
         assert self._run_task is not None
         loop = asyncio.get_running_loop()
-        asked, stall_seconds, has_told = loop.time(), self.config.stall_seconds, False
+        asked, stall_seconds = loop.time(), self.config.stall_seconds
         with self.queue.demanding(groups):
+            self._has_told_of_expand = False
             while (batch := self.queue.cut()) is None:
                 left = stall_seconds - (loop.time() - max(asked, self.queue.last_end_time, self.sampler.opened_at))
                 if left <= CLOCK_NOISE and not self.sampler.waits_for:
                     self.queue.fatal(Stalled(self._stall_message()))
                     continue
-                if self.sampler.waits_for == "expand" and not has_told:
-                    has_told = True
-                    logger.warning(
-                        "get_batch waits for an expand: all devices of the sampler were shrunk (%s)",
-                        dict(self.sampler.devices),
-                    )
+                if self.sampler.waits_for == "expand":
+                    self._say_that_all_are_shrunk()
                 either: list[asyncio.Future[Any]] = [self.queue.changed(), self._run_task]
                 timeout = left if left > CLOCK_NOISE else stall_seconds
                 await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -351,6 +351,15 @@ class RolloutScheduler:
                     self.queue.fatal(SchedulerClosed("the scheduler ended"))
                     self._run_task.result()
             return batch
+
+    def _say_that_all_are_shrunk(self) -> None:
+        """Once for each `get_batch` that waits."""
+        if self.queue.is_demanded and not self._has_told_of_expand:
+            self._has_told_of_expand = True
+            logger.warning(
+                "get_batch waits for an expand: all devices of the sampler were shrunk (%s)",
+                dict(self.sampler.devices),
+            )
 
     async def _load_turns(self, trajectories: list[Trajectory]) -> None:
         """Have the turns here. Those that were lost with their node cost their groups, which were cut already."""

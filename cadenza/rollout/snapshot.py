@@ -26,8 +26,9 @@ from cadenza.data import DataProto, Ragged
 from cadenza.inference.replica import Span
 from cadenza.rollout.collate import FINISH
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger
+from cadenza.rollout.pass_counts import PassStart
 from cadenza.rollout.records import Fate, Task, Trajectory, Turn
 from cadenza.rollout.tasks import Domain
 
@@ -102,6 +103,10 @@ class SavedDomain(msgspec.Struct, frozen=True):
     last: str | None
     """The task that was drawn last: another one at its position means that the order has changed."""
     again: list[SavedTask]
+    rested: int = 0
+    resting: dict[int, int] = msgspec.field(default_factory=dict)
+    source: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The state of the source itself: of a curriculum."""
 
 
 class SavedSums(msgspec.Struct, frozen=True):
@@ -130,12 +135,13 @@ class SavedState(msgspec.Struct, frozen=True):
     domains: dict[str, SavedDomain]
     sums: SavedSums
     groups: list[SavedGroup]
+    pass_start: PassStart = PassStart()
 
 
 # -- save --------------------------------------------------------------------------------------------------------------
 
 
-def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] = ()) -> None:
+def save(directory: Path, queue: GroupQueue, uncollated: Sequence[Group] = ()) -> None:
     """Write the state into a directory that exists. `uncollated` groups are cut, but their batch was not returned."""
     groups = [*queue.ledger.open_groups(), *uncollated]
     domains = queue.domains.all.values()
@@ -150,10 +156,11 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
         asyncio.get_running_loop().time(),
         queue.version,
         queue.consumed,
-        queue.base,
+        queue.bound.base,
         {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
         [_saved_group(group, positions[group.task.domain], lost) for group in groups],
+        queue.pass_counts.start,
     )
     if lost:
         logger.warning("the info of finished rollouts is saved without %s: JSON cannot hold them", sorted(lost))
@@ -161,10 +168,10 @@ def save(directory: Path, queue: GroupQueueManager, uncollated: Sequence[Group] 
     (directory / _STATE).write_bytes(msgspec.json.encode(state))
 
 
-def _settings_to_match(queue: GroupQueueManager) -> dict[str, Any]:
+def _settings_to_match(queue: GroupQueue) -> dict[str, Any]:
     """What a saved state and a config must agree on, by the name of the setting."""
     settings: dict[str, Any] = {"mode": queue.mode} | {name: getattr(queue.config, name) for name in _MUST_MATCH}
-    return settings | {f"domains.{name}.tasks": domain.source for name, domain in queue.domains.all.items()}
+    return settings | {f"domains.{name}.tasks": domain.tasks.description for name, domain in queue.domains.all.items()}
 
 
 def _positions(domain: Domain, ids: set[str]) -> dict[str, int]:
@@ -173,19 +180,22 @@ def _positions(domain: Domain, ids: set[str]) -> dict[str, int]:
     for position in range(domain.drawn - 1, -1, -1):
         if len(positions) == len(ids):
             break
-        task = domain.task_at(position)
+        task = domain.tasks.at(position)
         if task is not None and task.id in ids:
             positions[task.id] = position
     return positions
 
 
 def _saved_domain(domain: Domain, positions: dict[str, int]) -> SavedDomain:
-    last = domain.task_at(domain.drawn - 1) if domain.drawn else None
+    last = domain.tasks.at(domain.drawn - 1) if domain.drawn else None
     again = [SavedTask(positions[task.id], task.id) for task in domain.to_redraw]
-    return SavedDomain(domain.drawn, domain.started, last.id if last is not None else None, again)
+    return SavedDomain(
+        domain.drawn, domain.started, last.id if last is not None else None, again,
+        domain.rested, domain.resting, domain.tasks.state(),
+    )  # fmt: skip
 
 
-def _saved_sums(queue: GroupQueueManager) -> SavedSums:
+def _saved_sums(queue: GroupQueue) -> SavedSums:
     ledger = queue.ledger
     return SavedSums(
         ledger.issued,
@@ -266,7 +276,7 @@ def _columns(turns: list[Turn]) -> DataProto:
 # -- restore -----------------------------------------------------------------------------------------------------------
 
 
-def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
+def restore(directory: Path, queue: GroupQueue) -> list[Group]:
     """Bring a fresh queue to the saved state; returns the groups that are cut and not collated. A state that does not
     fit is refused before anything is changed."""
     state = _read(directory / _STATE)
@@ -276,6 +286,8 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
     turns = _turns(directory / _TURNS, clock_offset, sum(t.turns for group in state.groups for _, t in group.finished))
     domains = queue.domains.all
     for name, saved in state.domains.items():
+        if saved.source:
+            domains[name].tasks.load_state(saved.source)
         if saved.last is not None:
             _find(domains[name], SavedTask(saved.drawn - 1, saved.last))
     again = {name: [_find(domains[name], task) for task in saved.again] for name, saved in state.domains.items()}
@@ -286,12 +298,14 @@ def restore(directory: Path, queue: GroupQueueManager) -> list[Group]:
     except LookupError as error:
         raise SnapshotError(f"{directory / _STATE} is damaged: {error!r} in its groups") from error
     for name, saved in state.domains.items():
-        domains[name].drawn, domains[name].started = saved.drawn, saved.started
+        domain = domains[name]
+        domain.drawn, domain.started = saved.drawn, saved.started
+        domain.rested, domain.resting = saved.rested, dict(saved.resting)
     _restore_sums(queue.ledger, state.sums, clock_offset)
     queue.staleness.update(state.sums.staleness)
     uncollated = [group for group in groups if group.state is GroupState.CLOSED]
     pending = [group for group in groups if group.state is not GroupState.CLOSED]
-    queue.restore(state.version, state.consumed, state.base, pending)
+    queue.restore(state.version, state.consumed, state.base, state.pass_start, pending)
     for name, tasks in again.items():
         domains[name].to_redraw.extend(tasks)
     queue.ledger.check()
@@ -350,7 +364,7 @@ def _turns(path: Path, clock_offset: float, expected: int) -> Iterator[Turn]:
 
 
 def _find(domain: Domain, saved: SavedTask) -> Task:
-    task = domain.task_at(saved.place)
+    task = domain.tasks.at(saved.place)
     if task is None or task.id != saved.id:
         raise SnapshotError(
             f"domains.{domain.name}.tasks[{saved.place}] was '{saved.id}' when the run was saved, and is "
@@ -379,6 +393,7 @@ def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], clock_offset: f
             attempt.id, task, group.id, attempt.member, attempt.number, attempt.slot, episode.seed,
             [next(turns) for _ in range(episode.turns)], episode.terminated, episode.truncated, episode.score,
             episode.info, episode.final, episode.started + clock_offset, episode.ended + clock_offset,
+            attempt.ended,
         )  # fmt: skip
         if attempt.fate is None:
             attempt.state = AttemptState.FINISHED

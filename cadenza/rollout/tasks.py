@@ -1,4 +1,4 @@
-"""Where tasks come from, and which domain is next.
+"""Which task is next: the order of each domain, and the share of each domain.
 
 Domains share the groups by weight (stride scheduling): the next group belongs to the domain that has the fewest
 started groups per weight. A group that is filtered or retired is handed back, so that the mix that is trained, and
@@ -7,37 +7,37 @@ not the mix that is tried, follows the weights.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
 
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
 from cadenza.rollout.ledger import Group
 from cadenza.rollout.records import Task
+from cadenza.rollout.task_sources import CountTokens, TaskSource, open_tasks
 
 
 class Domain:
     """The tasks of one kind, and how many of its groups and envs are under way."""
 
     __slots__ = (
-        "count", "drawn", "max_envs", "name", "pending", "running", "source", "started",
-        "task_at", "to_redraw", "weight",
+        "drawn", "max_envs", "name", "pending", "rest_epochs", "rested", "resting", "running", "started", "tasks",
+        "to_redraw", "weight",
     )  # fmt: skip
 
-    def __init__(self, name: str, config: DomainConfig, first_seed: int) -> None:
+    def __init__(self, name: str, config: DomainConfig, tasks: TaskSource) -> None:
         self.name = name
         self.weight = config.weight
         self.max_envs = config.max_envs
-        self.count = config.tasks if config.tasks is None or isinstance(config.tasks, int) else len(config.tasks)
-        """Tasks there are; None when they never run out."""
-        self.source = _source(config.tasks, first_seed)
-        """Where the tasks come from, in words: a resumed run must say the same."""
-        self.task_at = _tasks(name, config.tasks, first_seed)
-        """The task at a position of the order, None behind the last one."""
+        self.tasks = tasks
         self.drawn = 0
         """How far the order was followed."""
         self.to_redraw: deque[Task] = deque()
         """Tasks of a run before a restart that are drawn once more, before new ones."""
+        self.rest_epochs = config.rest
+        self.resting: dict[int, int] = {}
+        """Rows that rest, and the epoch in which each comes back."""
+        self.rested = 0
+        """Times that a row was passed over because it rests."""
         self.started = 0
         self.running = 0
         self.pending: deque[tuple[Group, int]] = deque()
@@ -48,28 +48,55 @@ class Domain:
 
     @property
     def exhausted(self) -> bool:
-        return self.count is not None and self.drawn >= self.count and not self.to_redraw
+        count = self.tasks.count
+        return count is not None and self.drawn >= count and not self.to_redraw
 
     def next(self) -> Task | None:
-        """The next task, or None when there are no more."""
+        """The next task that does not rest, or None when there are no more."""
         if self.to_redraw:
             return self.to_redraw.popleft()
-        task = self.task_at(self.drawn)
-        self.drawn += task is not None
-        return task
+        while (task := self.tasks.at(self.drawn)) is not None:
+            self.drawn += 1
+            if not self.resting or self.resting.get(task.row, 0) <= task.epoch:
+                return task
+            self.rested += 1
+        return None
+
+    def record(self, task: Task, scores: Sequence[float]) -> None:
+        """What came of a whole group: its row rests if all scores are equal, and a curriculum follows them."""
+        if self.rest_epochs and min(scores) == max(scores):
+            self.resting[task.row] = task.epoch + 1 + self.rest_epochs
+        self.tasks.record(task, scores)
+
+    def explain_rest(self, row: int) -> str:
+        """Why the row is not drawn, if it rests."""
+        epoch = self.resting.get(row)
+        return "" if epoch is None else f"rests until epoch {epoch}: the scores of its last group were all equal"
 
 
 class Domains:
     """All domains of a scheduler."""
 
-    def __init__(self, config: EnvManagerConfig) -> None:
-        self.all = {name: Domain(name, domain, config.first_seed) for name, domain in config.domains.items()}
+    def __init__(
+        self,
+        config: EnvManagerConfig,
+        mode: str = "train",
+        seed: int = 0,
+        count_tokens: CountTokens | None = None,
+    ) -> None:
+        """`mode` and `seed` choose the order of datasets; `count_tokens` is for their length filters."""
+        self.all = {
+            name: Domain(
+                name, domain, open_tasks(f"{mode}/{name}", name, domain, config.first_seed, seed, count_tokens)
+            )
+            for name, domain in config.domains.items()
+        }
         self._list = list(self.all.values())
 
     @property
     def endless(self) -> list[str]:
         """Names of the domains that never run out."""
-        return [domain.name for domain in self._list if domain.count is None]
+        return [domain.name for domain in self._list if domain.tasks.count is None]
 
     @property
     def exhausted(self) -> bool:
@@ -80,6 +107,12 @@ class Domains:
         for domain in self._list:
             domain.drawn = domain.started = 0
             domain.to_redraw.clear()
+
+    def explain_rest(self, id: str) -> str:
+        """Why the task of this id is not drawn, if its row rests."""
+        name, _, row = id.partition("@")[0].rpartition("/")
+        domain = self.all.get(name)
+        return domain.explain_rest(int(row)) if domain is not None and row.isdecimal() else ""
 
     def waiting(self) -> Domain | None:
         """The domain whose admitted group waits longest for a slot that it may have."""
@@ -105,45 +138,3 @@ class Domains:
             task = behind.next()
             if task is not None:
                 return behind, task
-
-
-def _tasks(name: str, tasks: int | Sequence[Any] | None, first_seed: int) -> Callable[[int], Task | None]:
-    if tasks is None or isinstance(tasks, int):
-        if tasks is not None and tasks <= 0:
-            raise ValueError(f"domains.{name}.tasks must be positive, got {tasks}; None means an endless stream")
-        return _seeds(name, tasks, first_seed)
-    if not tasks:
-        raise ValueError(f"domains.{name}.tasks is empty")
-    ids = [task.id for task in tasks if isinstance(task, Task)]
-    if twice := next((id for id, count in Counter(ids).items() if count > 1), None):
-        raise ValueError(f"domains.{name}.tasks has two tasks with the id '{twice}'; ids must be unique")
-    return _rows(name, tasks)
-
-
-def _source(tasks: int | Sequence[Any] | None, first_seed: int) -> str:
-    if tasks is None or isinstance(tasks, int):
-        return f"{'endless' if tasks is None else tasks} seeds from {first_seed}"
-    return f"{len(tasks)} rows"
-
-
-def _seeds(name: str, count: int | None, first: int) -> Callable[[int], Task | None]:
-    def at(number: int) -> Task | None:
-        if count is not None and number >= count:
-            return None
-        return Task(id=f"{name}/{first + number}", seed=first + number, domain=name)
-
-    return at
-
-
-def _rows(name: str, rows: Sequence[Any]) -> Callable[[int], Task | None]:
-    def at(number: int) -> Task | None:
-        if number >= len(rows):
-            return None
-        row = rows[number]
-        if not isinstance(row, Task):
-            return Task(id=f"{name}/{number}", seed=number, domain=name, data=row)
-        if row.domain != name:
-            raise ValueError(f"task '{row.id}' says domain '{row.domain}', but stands under domains.{name}")
-        return row
-
-    return at

@@ -1,4 +1,4 @@
-"""What rollouts cost: the lengths, turns and env times of what was trained, recorded for the simulation.
+"""What rollouts cost: the lengths, turns, env and reward times of what was trained, recorded for the simulation.
 
 Every run of `cadenza train` writes a `RunStep` for each step into `trace.jsonl` of its directory. A scheduler of one's
 own records through a `TraceRecorder`: `RolloutScheduler(..., collator=TraceRecorder(collate))`. The simulation reads
@@ -23,6 +23,7 @@ class TraceMember(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     steps: list[float] = []
     reset: float = 0.0
     reward: float = 0.0
+    """From the end of the rollout until its reward was known."""
     fresh: bool = False
     """Every turn begins a context of its own."""
 
@@ -83,7 +84,8 @@ def _member(trajectory: Trajectory) -> TraceMember:
     waits.append(_cut(trajectory.ended - before))
     reset, *steps = waits
     fresh = len(lengths) > 1 and trajectory.turns[1].fresh
-    return TraceMember(lengths, observations[1:], steps if any(steps) else [], reset, fresh=fresh)
+    reward = _cut(max(trajectory.scored - trajectory.ended, 0.0))
+    return TraceMember(lengths, observations[1:], steps if any(steps) else [], reset, reward, fresh)
 
 
 def _cut(seconds: float) -> float:

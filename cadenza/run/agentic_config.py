@@ -1,242 +1,116 @@
-"""What a run in environments is told besides what every run is told."""
+"""What a run in environments is told besides what every run with rollouts is told."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from cadenza import envs, rewards
-from cadenza.cluster import RoleConfig
-from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config, load_object
+from cadenza import envs
+from cadenza.config import Seed
 from cadenza.inference.replica import Sampling
+from cadenza.rewards import RewardConfig
 from cadenza.rollout import rollout_functions
-from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
-from cadenza.rollout.sampler import SamplerConfig
-from cadenza.run.cold_start_config import ColdStartConfig
-from cadenza.run.config import ConfigError, RunConfig, check_name
-from cadenza.run.config_tree import merged_trees, value_at
-from cadenza.run.engines import EngineConfig, find_engine
-from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE
-from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig
-from cadenza.training.estimators import names_within_groups
-from cadenza.training.learner import LearnerConfig
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "grpo": {"estimator": {"name": "grpo"}, "actor": {"aggregation": "sequence_mean"}},
-    "dr-grpo": {"estimator": {"name": "grpo", "divide_by_std": False}, "actor": {"aggregation": "sequence_sum"}},
-    "dapo": {
-        "estimator": {"name": "grpo"},
-        "actor": {"loss": "ppo_clip", "clip_high": 0.28, "aggregation": "token_mean"},
-        "rollout": {"group_filter": "cadenza.run.filters:has_variance"},
-    },
-    "ppo": {"estimator": {"name": "gae"}, "critic": {}},
-    "reinforce++": {"estimator": {"name": "reinforce++"}},
-    "gigpo": {"estimator": {"name": "gigpo"}, "envs": {"rollout": "step"}},
-    "step": {"estimator": {"name": "step"}, "envs": {"rollout": "step"}},
-}
-"""Algorithms by name: the few settings that make them."""
-PRESET_KEY_OWNERS: Mapping[str, str] = {
-    "critic": "estimator.name",
-    "estimator.divide_by_std": "estimator.name",
-    "actor.clip_high": "actor.loss",
-}
-"""Of some keys of presets, the key that they are there for: where the user sets that one to something else, the preset
-does not set them."""
+from cadenza.rollout.config import DomainConfig, EnvManagerConfig
+from cadenza.run.config import check_name
+from cadenza.run.config_tree import value_at
+from cadenza.run.rollout_config import PRESETS, RolloutRunConfig, ValidationConfig
 
 
-class ValidationConfig(Config):
-    """What is measured during training, on tasks that are not trained."""
+class AgenticValidationConfig(ValidationConfig):
+    """What is measured during training, in episodes that are not trained."""
 
-    every: int = Field(default=10, gt=0)
-    """Steps between two validations. One is made before the first step and one after the last."""
     episodes: int = Field(default=100, gt=0)
     """In all, shared among the domains; of a domain whose tasks are rows, all are played."""
-    first_seed: int = Field(default=1_000_000_000, ge=0)
+    first_seed: Seed = 1_000_000_000
     """First task, where tasks are seeds."""
-    sampling: Sampling | None = None
-    """None samples as in training."""
     domains: dict[str, DomainConfig] | None = None
     """Tasks of their own; None is those of `envs`, from `first_seed` on."""
 
 
-class AgenticConfig(RunConfig):
+class AgenticConfig(RolloutRunConfig):
     """A run in environments."""
 
-    presets: ClassVar = PRESETS
-    preset_key_owners: ClassVar = PRESET_KEY_OWNERS
+    presets: ClassVar = {
+        **PRESETS,
+        "gigpo": {"estimator": {"name": "gigpo"}, "envs": {"rollout": "step"}},
+        "step": {"estimator": {"name": "step"}, "envs": {"rollout": "step"}},
+    }
+    bound_hint: ClassVar = ", or envs.max_turns (then it is max_turns * max_tokens)"
 
-    batch_parts: int = Field(default=1, gt=0)
-    """A batch is trained in so many chunks, each as soon as its groups are whole; together they are one update."""
-    cold_start: ColdStartConfig | None = None
     envs: EnvManagerConfig
-    rollout: RolloutConfig
-    estimator: EstimatorConfig = EstimatorConfig()
-    actor: ActorConfig = ActorConfig()
-    critic: CriticConfig | None = None
-    reference: ReferenceConfig | None = None
-    engine: EngineConfig = Field(default_factory=EngineConfig)
-    sampler: SamplerConfig = SamplerConfig()
-    validation: ValidationConfig | None = ValidationConfig()
+    validation: AgenticValidationConfig | None = AgenticValidationConfig()
+
+    @property
+    def env_manager(self) -> EnvManagerConfig:
+        return self.envs
+
+    def validation_env_manager(self, settings: ValidationConfig) -> EnvManagerConfig:
+        assert isinstance(settings, AgenticValidationConfig)
+        domains = settings.domains or self.envs.domains
+        share, rest = divmod(settings.episodes, len(domains))
+        return self.envs.model_copy(
+            update={
+                "domains": {
+                    name: domain
+                    if domain.has_rows or (settings.domains and domain.tasks is not None)
+                    else domain.model_copy(update={"tasks": max(1, share + (number < rest))})
+                    for number, (name, domain) in enumerate(domains.items())
+                },
+                "first_seed": settings.first_seed,
+                "sampling": settings.sampling or self.envs.sampling,
+            }
+        )
+
+    def for_playing(self, episodes: int, *, greedy: bool) -> Self:
+        settings = self.validation or AgenticValidationConfig()
+        domains = settings.domains or self.envs.domains
+        share = -(-episodes // len(domains))
+        sampling = settings.sampling or self.envs.sampling
+        if greedy:
+            sampling = sampling.model_copy(update={"temperature": 0.0})
+        first = {name: domain.with_tasks_up_to(share) for name, domain in domains.items()}
+        changes = {"episodes": episodes, "domains": first, "sampling": sampling}
+        return self.model_copy(update={"validation": settings.model_copy(update=changes)})
 
     @classmethod
-    def completed(cls, values: dict[str, Any], source: str) -> dict[str, Any]:
-        """With `actor.constant_length` where 'sequence_sum' needs it: the most tokens that a sequence may have."""
-        if (
-            value_at(values, "actor.aggregation") != "sequence_sum"
-            or value_at(values, "actor.constant_length") is not None
-        ):
-            return values
+    def max_answer_tokens(cls, values: Mapping[str, Any]) -> int | None:
         is_one_turn = value_at(values, "envs.rollout") == "step" and value_at(values, "actor.sequence") != "trajectory"
         turns = 1 if is_one_turn else value_at(values, "envs.max_turns")
         tokens = value_at(values, "envs.sampling.max_tokens") or Sampling().max_tokens
         if turns is None:
-            raise ConfigError(
-                f"{source}: actor.aggregation 'sequence_sum' divides by the most tokens that a sequence may have, and "
-                "turns have no bound here: set actor.constant_length, or envs.max_turns (then it is max_turns * "
-                "max_tokens)"
-            )
+            return None
         if not isinstance(turns, int) or not isinstance(tokens, int):
-            return values  # which is refused for that
-        return merged_trees(values, {"actor": {"constant_length": turns * tokens}})
+            return 1  # the values are refused for their type
+        return turns * tokens
 
     def check_names(self) -> None:
         super().check_names()
         validation = (self.validation and self.validation.domains) or {}
         for where, domains in (("envs", self.envs.domains), ("validation", validation)):
             for name, domain in domains.items():
-                check_name(f"{where}.domains.{name}.env", envs.find_factory, domain.env)
-                if domain.reward is not None:
-                    check_name(f"{where}.domains.{name}.reward", rewards.as_reward, domain.reward)
+                check_domain_names(f"{where}.domains.{name}", domain)
         check_name("envs.rollout", rollout_functions.make, self.envs.rollout)
-        for key, named in (
-            ("rollout.group_filter", self.rollout.group_filter),
-            ("sampler.routing", self.sampler.routing),
-            ("actor.loss", self.actor.loss),
-        ):
-            if isinstance(named, str) and ":" in named:
-                check_name(key, load_object, named)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> AgenticConfig:
-        if self.estimator.method.needs_groups and self.rollout.group_size < 2:
+    def _validation_has_its_own_rows(self) -> Self:
+        rows = [name for name, domain in self.envs.domains.items() if domain.has_rows]
+        if rows and self.validation is not None and self.validation.domains is None:
             raise ValueError(
-                f"estimator '{self.estimator.name}' compares the members of a group: set rollout.group_size to 2 or "
-                f"more, got {self.rollout.group_size}"
+                f"the tasks of {rows} are rows, and all of them are trained: give validation.domains rows of its own, "
+                "or set 'validation: null'"
             )
-        if self.estimator.needs_critic and self.critic is None:
-            raise ValueError(f"estimator '{self.estimator.name}' needs a critic: add 'critic: {{}}'")
-        if self.critic is not None and not self.estimator.needs_critic:
-            raise ValueError(f"critic does nothing for the estimator '{self.estimator.name}': remove it")
-        if self.reference is not None and not self.needs_reference:
-            raise ValueError("reference does nothing while no kl_coef is set, in actor or in estimator: remove it")
-        if self.actor.temperature != 1.0 and self.actor.temperature != self.envs.sampling.temperature:
-            raise ValueError(
-                f"actor.temperature {self.actor.temperature} is not that of envs.sampling, "
-                f"{self.envs.sampling.temperature}: leave it out"
-            )
-        if self.reference is not None and self.reference.temperature not in (1.0, self.envs.sampling.temperature):
-            raise ValueError(
-                f"reference.temperature {self.reference.temperature} is not that of envs.sampling, "
-                f"{self.envs.sampling.temperature}: leave it out"
-            )
-        for name, learner in ((ACTOR, self.actor), (CRITIC, self.critic)):
-            if learner is not None and learner.mini_batches > self.rollout.batch_size:
-                raise ValueError(
-                    f"{name}.mini_batches must be at most rollout.batch_size {self.rollout.batch_size}, got "
-                    f"{learner.mini_batches}"
-                )
-        if self.model.lora is not None and self.cold_start is not None and self.needs_reference:
-            raise ValueError(
-                "model.lora, cold_start and a kl_coef do not go together: the reference is the model under the "
-                "adapter, without what cold_start taught. Remove one of the three, or begin with the "
-                "checkpoint of an SFT run at model.path"
-            )
-        if self.model.lora is not None and self.cold_start is None and self.model.lora.dropout:
-            raise ValueError(f"model.lora.dropout {self.model.lora.dropout} does nothing without cold_start: remove it")
-        if self.validation is not None and self.validation.domains is None:
-            rows = [name for name, domain in self.envs.domains.items() if isinstance(domain.tasks, (list, tuple))]
-            if rows:
-                raise ValueError(
-                    f"the tasks of {rows} are rows, and all of them are trained: give validation.domains rows of its "
-                    "own, or set 'validation: null'"
-                )
-        self._check_engine()
-        self._check_chunks()
-        if self.rollout.seed not in (0, self.seed):
-            raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
         return self
 
-    def _check_engine(self) -> None:
-        """An engine has the backend, the model and the devices that it can use."""
-        kind, engine = self.engine.kind, find_engine(self.engine.kind)
-        if engine.backend not in (None, self.backend):
-            raise ValueError(f"engine.kind '{kind}' needs backend '{engine.backend}', got '{self.backend}'")
-        if engine.needs_model_path and self.model.path is None:
-            raise ValueError(f"engine.kind '{kind}' needs a model.path: a tiny policy is built for 'torch'")
-        if self.model.lora is not None and not engine.takes_adapters:
-            raise ValueError(f"model.lora does not go with engine.kind '{kind}': servers are sent whole models")
-        if (devices := self.devices.get(INFERENCE)) is not None:
-            engine.check_devices(devices)
 
-    def _check_chunks(self) -> None:
-        """The chunks of a batch must come to what the whole batch would."""
-        chunks, updates = self.batch_parts, self.actor.epochs * self.actor.mini_batches
-        if chunks == 1:
-            return
-        if chunks > (groups := self.rollout.groups_per_batch):
-            raise ValueError(f"batch_parts must be at most the groups of a batch, {groups}, got {chunks}")
-        for problem, way_out in (
-            (updates > 1 and f"the actor makes {updates} of them", "leave actor.epochs and actor.mini_batches at 1"),
-            (
-                self.shared_devices and f"devices {format_devices(self.shared_devices)} are taken back once for it",
-                "give actor and inference devices of their own",
-            ),
-            (self.critic is not None and "a critic is trained on whole batches", "take an estimator without critic"),
-            (
-                self.estimator.cross_group_setting
-                and f"estimator.{self.estimator.cross_group_setting} may need all groups at once",
-                f"take one that compares within groups ({', '.join(names_within_groups())})",
-            ),
-        ):
-            if problem:
-                raise ValueError(f"batch_parts {chunks} are one update, but {problem}: {way_out}, or set batch_parts=1")
-
-    @property
-    def chunk_sizes(self) -> list[int]:
-        """Trajectories of each chunk of a batch, in whole groups."""
-        groups, chunks = self.rollout.groups_per_batch, self.batch_parts
-        ends = [groups * chunk // chunks * self.rollout.group_size for chunk in range(chunks + 1)]
-        return [end - start for start, end in pairwise(ends)]
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.estimator.needs_reference or self.actor.kl_coef > 0
-
-    @property
-    def learners(self) -> Mapping[str, LearnerConfig | None]:
-        return {ACTOR: self.actor, CRITIC: self.critic, REFERENCE: None}
-
-    @property
-    def role_names(self) -> tuple[str, ...]:
-        """The roles that get devices. Under an adapter, the actor is the reference too."""
-        found = {CRITIC: self.critic is not None, REFERENCE: self.needs_reference and self.model.lora is None}
-        return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE)
-
-    @property
-    def shared_devices(self) -> tuple[int, ...]:
-        """Which actor and replicas use alternately: the devices of both, if there are others that only generate."""
-        named = [self.devices.get(role, RoleConfig(devices=(0,))) for role in (ACTOR, INFERENCE)]
-        if any(config.devices == AUTO for config in named):
-            return ()
-        trains, generates = (set(config.device_numbers) for config in named)
-        return tuple(sorted(trains & generates)) if generates - trains else ()
-
-    @property
-    def is_exact(self) -> bool:
-        """On-policy: the same seed gives the same run, also when it is killed and resumed. With `batch_parts` the same
-        rows, which are added up in the order in which they are there."""
-        return self.rollout.alpha == 0
+def check_domain_names(key: str, domain: DomainConfig) -> None:
+    """Load what a domain names, or raise an error that says the key."""
+    if domain.env is not None:
+        check_name(f"{key}.env", envs.find_factory, domain.env)
+    if domain.rollout is not None:
+        check_name(f"{key}.rollout", rollout_functions.make, domain.rollout)
+    if domain.reward is not None:
+        check_name(f"{key}.reward", RewardConfig.check, domain.reward)
+    for name, reward in domain.rewards.items():
+        check_name(f"{key}.rewards.{name}", RewardConfig.check, reward)

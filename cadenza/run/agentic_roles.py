@@ -10,7 +10,6 @@ from cadenza.cluster import Cluster, ResourceManager
 from cadenza.cluster.placement import format_devices
 from cadenza.data import DataProto
 from cadenza.off_loop import as_async
-from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.cold_start import cold_start_examples
 from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError
@@ -18,6 +17,7 @@ from cadenza.run.engines import find_engine
 from cadenza.run.inference import Inference, InferenceSpec, open_inference
 from cadenza.run.role_names import ACTOR, CRITIC, REFERENCE
 from cadenza.run.roles import Roles
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.workers import ActorWorker, CriticWorker, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
 
@@ -25,17 +25,17 @@ from cadenza.training import Estimator, ReferenceConfig
 class AgenticRoles(Roles):
     """Actor, critic, reference and estimator; the replicas live inside `async with roles.inference()`."""
 
-    config: AgenticConfig
+    config: RolloutRunConfig
     actor: Cluster[ActorWorker]
     critic: Cluster[CriticWorker] | None = None
 
-    def __init__(self, config: AgenticConfig, *, failures: Path | None = None) -> None:
+    def __init__(self, config: RolloutRunConfig, *, failures: Path | None = None) -> None:
         super().__init__(config, failures=failures)
         self.estimator = Estimator(config.estimator)
 
     async def start(self) -> None:
         config = self.config
-        temperature = {"temperature": config.envs.sampling.temperature or 1.0}
+        temperature = {"temperature": config.env_manager.sampling.temperature or 1.0}
         policy = config.actor.model_copy(update=temperature)
         reference = (config.reference or ReferenceConfig()).model_copy(update=temperature)
         self.actor = await self.start_trainers(

@@ -23,10 +23,10 @@ from cadenza.envs.protocol import EnvType
 from cadenza.errors import DeadlinePassed, EnvError
 from cadenza.inference.codec import TemplateError, TextCodec
 from cadenza.off_loop import as_async, ignore_result
-from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.example_rows import SUPERVISED, open_rows
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.training import examples
 from cadenza.training.supervised import Pair
 
@@ -38,7 +38,7 @@ REQUIRED_ENV_ATTRIBUTES = {
 }
 
 
-async def cold_start_examples(config: AgenticConfig, settings: ColdStartConfig, codec: TextCodec) -> DataProto:
+async def cold_start_examples(config: RolloutRunConfig, settings: ColdStartConfig, codec: TextCodec) -> DataProto:
     """The examples of the cold start: all rows of its data, or episodes from all domains alternately."""
     if settings.data is not None:
         found: DataProto = await as_async(_examples_of_rows)(settings.data, config.seed, codec)
@@ -57,8 +57,8 @@ def _examples_of_rows(data: DataConfig, seed: int, codec: TextCodec) -> DataProt
 class EpisodePlayer:
     """Plays episodes without a model, one after the other."""
 
-    def __init__(self, config: AgenticConfig, settings: ColdStartConfig, codec: TextCodec) -> None:
-        self._envs, self._settings, self._codec = config.envs, settings, codec
+    def __init__(self, config: RolloutRunConfig, settings: ColdStartConfig, codec: TextCodec) -> None:
+        self._envs, self._settings, self._codec = config.env_manager, settings, codec
         self._rng = random.Random(config.seed)
         self._answered = 0
         """Calls of envs that have ended."""
@@ -83,6 +83,7 @@ class EpisodePlayer:
         domains = [
             EnvType(name, find_factory(domain.env), dict(domain.env_args))
             for name, domain in self._envs.domains.items()
+            if domain.env is not None
         ]
         pairs: list[Pair] = []
         for number in range(self._settings.episodes):

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from cadenza.config import Config
+from cadenza.config import Config, Seed
 from cadenza.datasets import DataConfig
 from cadenza.training import SupervisedConfig
 from cadenza.training.settings import refuse_unused
@@ -23,7 +23,7 @@ class ColdStartConfig(Config):
     env's own `solution`. 'format' unless given."""
     episodes: int = Field(default=64, gt=0)
     """Of a `source`."""
-    first_seed: int = Field(default=2_000_000_000, ge=0)
+    first_seed: Seed = 2_000_000_000
     """Episodes come from seeds of their own."""
     passes: int = Field(default=1, gt=0)
     """Times that the examples are gone through, each time in another order."""

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config, load_object
+from cadenza.config import Config, Seed, Threads, load_object
 from cadenza.observe.trackers import check_tracker
 from cadenza.run.role_names import ACTOR, INFERENCE
 from cadenza.training import ModelConfig
@@ -58,7 +58,7 @@ class RunConfig(Config):
     name: str = "run"
     """Its directory is `out`/`name`."""
     out: Path = Path("runs")
-    seed: int = Field(default=0, ge=0)
+    seed: Seed = 0
     """Of everything: weights, tasks, sampling, shuffling."""
     steps: int = Field(gt=0)
     """Train steps."""
@@ -76,7 +76,7 @@ class RunConfig(Config):
     devices: dict[str, RoleConfig] = Field(default_factory=dict)
     """By role: actor, critic, reference, inference. A role that is not named shares device 0. `actor: 1` is short for
     `actor: {devices: [1]}`. Every device of `inference` is a replica; with vLLM, every `devices_per_worker` of them."""
-    threads: int | None = Field(default=None, gt=0)
+    threads: Threads | None = None
     """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
     samples: int = Field(default=2, ge=0)
     """Rollouts of each step, and of each validation, that are written out as text."""
@@ -94,6 +94,13 @@ class RunConfig(Config):
         for number, tracker in enumerate(self.trackers):
             if ":" in tracker:
                 check_name(f"trackers.{number}", load_object, tracker)
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_one_directory(cls, name: str) -> str:
+        if not name.strip() or name in (".", "..") or any(char in "/\\" or not char.isprintable() for char in name):
+            raise ValueError("must be the name of one directory below out, without separators, as in name=my-run")
+        return name
 
     @field_validator("trackers", mode="before")
     @classmethod

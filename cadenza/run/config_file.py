@@ -2,8 +2,9 @@
 
     preset  <  file  <  key=value on the command line
 
-What comes later wins, key by key. The key `pipeline` chooses the config class. Unknown keys are refused wherever they
-stand, with a known one that is near or with all of them.
+What comes later wins, key by key; `key={}` on the command line empties a section of the file. The key `pipeline`
+chooses the config class. Unknown keys are refused wherever they stand, with a known one that is near or with all of
+them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def build_config(values: Any, overrides: Sequence[str] = (), *, source: str = "c
         if not isinstance(preset, str) or preset not in config_class.presets:
             known = ", ".join(config_class.presets) or "none in this pipeline"
             raise ConfigError(f"{source}: preset '{preset}' is not known; there are {known}")
-        values = merged_trees(_preset(config_class, preset, values), values)
+        values = merged_trees(_preset(config_class, preset, values), values, empty_replaces=False)
     values = config_class.completed(values, source)
     try:
         return config_class.model_validate(values)

@@ -21,12 +21,13 @@ def without(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
     }
 
 
-def merged_trees(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings are merged, anything else is replaced."""
+def merged_trees(below: Mapping[str, Any], above: Mapping[str, Any], *, empty_replaces: bool = True) -> dict[str, Any]:
+    """Mappings are merged, anything else is replaced; by an empty mapping too, unless `empty_replaces` is false."""
     merged = dict(below)
     for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = merged_trees(merged[key], value)
+        is_merged = isinstance(value, Mapping) and (value or not empty_replaces)
+        if is_merged and isinstance(merged.get(key), Mapping):
+            merged[key] = merged_trees(merged[key], value, empty_replaces=empty_replaces)
         else:
             merged[key] = value
     return merged

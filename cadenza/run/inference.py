@@ -41,6 +41,7 @@ from cadenza.rollout.sampler_client import InferenceService
 from cadenza.run.engines import EngineConfig, find_engine
 from cadenza.run.role_names import ACTOR, INFERENCE
 from cadenza.run.workers import ActorWorker, ModelSpec
+from cadenza.user_code import named_user_code
 
 logger = logging.getLogger("cadenza")
 
@@ -89,9 +90,10 @@ async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
         sampler: Sampler
         delivery: WeightDelivery
         if spec.devices.resources.backend == "embedded":
-            running = find_engine(spec.engine.kind).local_replicas(spec)
-            replicas, delivery = await stack.enter_async_context(running)
-            sampler = _local_sampler(spec, replicas, stack)
+            with named_user_code("engine.kind", spec.engine.kind):
+                running = find_engine(spec.engine.kind).local_replicas(spec)
+                replicas, delivery = await stack.enter_async_context(running)
+                sampler = _local_sampler(spec, replicas, stack)
         else:
             remote = await _ray_replicas(spec, stack)
             delivery = ray_delivery_for(spec.devices)(spec.actor, remote)
@@ -128,8 +130,9 @@ async def _ray_sampler(spec: InferenceSpec, replicas: Sequence[RemoteReplica], s
 
 async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[RemoteReplica]:
     """Each replica is a cluster of its own, so that one that dies costs itself alone. All of them start together."""
-    engine = find_engine(spec.engine.kind)
-    clusters = [engine.replica_cluster(spec, placement) for placement in spec.devices[INFERENCE].replicas()]
+    with named_user_code("engine.kind", spec.engine.kind):
+        engine = find_engine(spec.engine.kind)
+        clusters = [engine.replica_cluster(spec, placement) for placement in spec.devices[INFERENCE].replicas()]
     for cluster in clusters:
         stack.push_async_exit(cluster)
     started = await asyncio.gather(*(cluster.start() for cluster in clusters), return_exceptions=True)

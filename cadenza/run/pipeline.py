@@ -24,13 +24,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from cadenza.config import load_object
 from cadenza.datasets import DataError
 from cadenza.observe.run import RunDirectory
+from cadenza.off_loop import done_before
 from cadenza.rollout.failures import RolloutError
 from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.roles import Roles
@@ -41,6 +42,7 @@ STOPPED = "stopped"
 StepListener = Callable[[int, Mapping[str, float]], None]
 PIPELINES = {
     "agentic": "cadenza.pipelines.agentic:AgenticPipeline",
+    "rlvr": "cadenza.pipelines.rlvr:RlvrPipeline",
     "sft": "cadenza.pipelines.sft:SftPipeline",
     "dpo": "cadenza.pipelines.dpo:DpoPipeline",
     "reward_model": "cadenza.pipelines.reward_model:RewardModelPipeline",
@@ -51,6 +53,23 @@ PIPELINES = {
 
 class RunEnded(Exception):
     """The run ends before its last step; the text says why."""
+
+
+@dataclass(slots=True)
+class DomainProgress:
+    """How far a domain is."""
+
+    samples: int = 0
+    """Trajectories trained."""
+    success_first: float | None = None
+    success_last: float | None = None
+
+    def record_success(self, success: float | None) -> None:
+        """Remember how good the policy is here; None says nothing."""
+        if success is not None:
+            self.success_last = success
+            if self.success_first is None:
+                self.success_first = success
 
 
 @dataclass(slots=True)
@@ -72,6 +91,17 @@ class RunProgress:
     """The step after which the policy was last measured."""
     ended: str = ""
     """Why, if not by the last step."""
+    domains: dict[str, DomainProgress] = field(default_factory=dict)
+    """Of a run with rollouts, each domain."""
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> RunProgress:
+        """What `asdict` made of it."""
+        domains = {name: DomainProgress(**own) for name, own in state["domains"].items()}
+        return cls(**{**state, "domains": domains})
+
+    def domain(self, name: str) -> DomainProgress:
+        return self.domains.setdefault(name, DomainProgress())
 
 
 class Pipeline:
@@ -165,16 +195,13 @@ class Pipeline:
         """Await it, unless a stop comes before. What is there is not thrown away: a batch counts as trained."""
         if self._stop.is_set():
             raise RunEnded(STOPPED)
-        task, stop = asyncio.ensure_future(work()), asyncio.ensure_future(self._stop.wait())
+        task = asyncio.ensure_future(work())
         try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            if not await done_before(self._stop, task):
                 raise RunEnded(STOPPED)
             return task.result()
         finally:
-            task.cancel()
-            stop.cancel()
-            await asyncio.wait([task, stop])
+            await asyncio.wait([task])
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -182,7 +209,7 @@ class Pipeline:
         """Go on from a checkpoint, as if nothing had happened."""
         await self.roles.load(checkpoint)
         state = self._checkpoints.load(checkpoint, {})  # after the models: making them takes random numbers
-        self.progress = RunProgress(**state["progress"])
+        self.progress = RunProgress.from_state(state["progress"])
         self.progress.ended = ""
         self._saved = self.progress.step
         self.load_state(state)

@@ -15,10 +15,10 @@ from typing import Any
 from cadenza.cluster import DeviceMap, DeviceSharing, PlacementError, ResourceManager, RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import import_from_working_directory
-from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.config_file import read_config
 from cadenza.run.role_names import ACTOR, INFERENCE
+from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.simulation.comparison import cli_args
 from cadenza.simulation.comparison.cli_args import InvalidArgument
 from cadenza.simulation.comparison.experiment import TrialPool, trial_pool
@@ -87,7 +87,7 @@ def plan(path: Path, overrides: Sequence[str], args: PlanArgs, *, as_json: bool)
     """Lay out a run and show it; returns the exit code."""
     import_from_working_directory()
     config = read_config(path, overrides)
-    if not isinstance(config, AgenticConfig):
+    if not isinstance(config, RolloutRunConfig):
         raise ConfigError(
             f"{path}: pipeline '{config.pipeline}' has no rollouts to plan: only runs with envs have them"
         )
@@ -108,7 +108,7 @@ def plan(path: Path, overrides: Sequence[str], args: PlanArgs, *, as_json: bool)
     return 0
 
 
-def lay_out(config: AgenticConfig, args: PlanArgs, pool: TrialPool) -> RunLayout:
+def lay_out(config: RolloutRunConfig, args: PlanArgs, pool: TrialPool) -> RunLayout:
     """The devices of all roles, chosen where the config says 'auto', and what a step will take."""
     resources = _resources(config, args)
     roles = {role: config.devices.get(role) or RoleConfig(devices=(0,)) for role in config.role_names}
@@ -188,7 +188,7 @@ def _split_devices(
     }
 
 
-def _resources(config: AgenticConfig, args: PlanArgs) -> ResourceManager:
+def _resources(config: RolloutRunConfig, args: PlanArgs) -> ResourceManager:
     gpus = args.gpus or config.device_count
     if gpus % args.nodes:
         raise InvalidArgument(
@@ -197,7 +197,7 @@ def _resources(config: AgenticConfig, args: PlanArgs) -> ResourceManager:
     return ResourceManager(gpus // args.nodes, args.nodes)
 
 
-def _workload(config: AgenticConfig, args: PlanArgs, gpus: int) -> tuple[Workload, str]:
+def _workload(config: RolloutRunConfig, args: PlanArgs, gpus: int) -> tuple[Workload, str]:
     """What the run asks of its devices, and how that is known."""
     run, needs_costs = config.out / config.name, args.model_cost is None
     if args.workload is not None:

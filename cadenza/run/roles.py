@@ -15,9 +15,9 @@ import torch
 
 from cadenza.cluster import Cluster, DeviceMap, PlacementError, ResourceManager, Worker
 from cadenza.cluster.placement import AUTO
-from cadenza.inference.codec import TokenizerNotFound, load_codec
 from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.role_names import ACTOR
+from cadenza.run.tokenizer import load_run_codec
 from cadenza.run.workers import LearnerWorker, ModelSpec, ReferenceWorker
 from cadenza.training.strategy import load_strategy
 
@@ -41,18 +41,7 @@ class Roles:
         """`failures` is where a batch goes whose loss is not finite."""
         self.config = config
         self.failures = absolute_path(failures) if failures and config.backend == "ray" else failures
-        tokenizer = config.tokenizer
-        try:
-            self.codec = load_codec(
-                tokenizer.path or config.model.path,
-                template=tokenizer.template,
-                system=tokenizer.system,
-                template_options=tokenizer.template_options,
-            )
-        except TokenizerNotFound as error:
-            raise ConfigError(f"{'tokenizer' if tokenizer.path else 'model'}.path: {error}") from error
-        except ValueError as error:  # it does not fit the template
-            raise ConfigError(f"tokenizer: {error}") from error
+        self.codec = load_run_codec(config)
         self.trainers: dict[str, Cluster[Any]] = {}
         """The roles that train, by name: what a checkpoint holds. The first one is at its top."""
         self.model_spec = ModelSpec(

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import ClassVar
 
+from cadenza.data import DataProto
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.sharing import SharedDevices
-from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.config import RunConfig
 from cadenza.run.episodes import EpisodeStats, RolloutMode, sample_of
 from cadenza.run.inference import Inference
 from cadenza.run.pipeline import STOPPED, Pipeline
-from cadenza.run.rollouts import NoEpisodes, RolloutSnapshots, check_rollouts, scheduler_for, step_request
+from cadenza.run.rollout_config import RolloutRunConfig
+from cadenza.run.rollouts import (
+    NoEpisodes,
+    RolloutSnapshots,
+    check_rollouts,
+    named_as_validation,
+    scheduler_for,
+    step_request,
+)
 
 
 class RolloutPipeline(Pipeline):
     """A program whose batches come from a `RolloutScheduler`, which generates with the weights that it publishes."""
 
-    config_class, roles_class = AgenticConfig, AgenticRoles
-    config: AgenticConfig
+    config_class: ClassVar[type[RunConfig]] = RolloutRunConfig
+    roles_class = AgenticRoles
+    config: RolloutRunConfig
     roles: AgenticRoles
     rollouts: RolloutScheduler
     inference: Inference
     shared: SharedDevices | None = None
     """None where no device generates and trains alternately."""
     _snapshots: RolloutSnapshots
+    _validation: asyncio.Task[tuple[int, DataProto]] | None = None
+    """The one that runs, or whose figures are not booked yet."""
+    _validating = -1
+    """The step whose weights it began with."""
 
     @asynccontextmanager
     async def opened(self, checkpoint: Path | None) -> AsyncIterator[None]:
@@ -42,6 +57,9 @@ class RolloutPipeline(Pipeline):
             try:
                 yield
             finally:
+                if self._validation is not None:
+                    self._validation.cancel()
+                    await asyncio.wait([self._validation])
                 await self.rollouts.shutdown()
                 self._snapshots.close()
 
@@ -61,26 +79,54 @@ class RolloutPipeline(Pipeline):
             await self.rollouts.resume()
 
     async def validate(self, step: int, *, last: bool = False) -> None:
-        """Measure the policy on tasks that are not trained, if it is time. Generation for training goes on."""
+        """Measure the policy on tasks that are not trained, if it is time. Generation for training goes on; with
+        `validation.beside` the program does too, and the figures come when they are there."""
         settings = self.config.validation
-        if settings is None or (step % settings.every and not last):
+        if settings is None:
+            return
+        is_due = (last or step % settings.every == 0) and self._validating != step
+        if self._validation is not None and (is_due or self._validation.done()):
+            await self._finish_validation()
+        if not is_due:
             return
         if self.progress.validated == step:  # before the run was resumed, or its tasks ran out
             self.stop_at_target()
             return
-        with self.timed("validate"):
-            validator = scheduler_for("val", self.config, self.inference)
-            try:
-                batch = await self.unless_stopped(lambda: validator.get_batch(step_request(step), -1))
-            finally:
-                await validator.shutdown()
+        self._validating = step
+        self._validation = asyncio.get_running_loop().create_task(self._run_validation(step), name="validation")
+        if last or not settings.beside:
+            with self.timed("validate"):
+                await self._finish_validation()
+
+    async def _run_validation(self, step: int) -> tuple[int, DataProto]:
+        """The batch of a validation, and the step whose weights it began with."""
+        validator = scheduler_for("val", self.config, self.inference, beside=self.rollouts)
+        try:
+            with named_as_validation():
+                batch = await validator.get_batch(step_request(step), -1)
+        finally:
+            await validator.shutdown()
         if batch is None:
             raise NoEpisodes
+        return step, batch
+
+    async def _finish_validation(self) -> None:
+        """Wait for the validation under way, and book what it found."""
+        task = self._validation
+        assert task is not None
+        step, batch = await self.unless_stopped(lambda: asyncio.shield(task))
+        self._validation = None
         episodes: EpisodeStats = batch.meta_info["episodes"]
         self.write_samples(step, "val", episodes)
         self.log(step, episodes.metrics("val"))
         self.progress.validated = step
-        self.record_success(episodes.success)
+        self.record_episodes(episodes)
+
+    def record_episodes(self, episodes: EpisodeStats, *, choose: bool = True) -> None:
+        """Remember how good the policy is, in each domain and in all; see `record_success`."""
+        for name, own in episodes.domains.items():
+            self.progress.domain(name).record_success(own.success)
+        self.record_success(episodes.success, choose=choose)
 
     async def lend(self) -> None:
         """Let the shared devices generate until the batch is there, if that pays."""
@@ -110,5 +156,5 @@ class RolloutPipeline(Pipeline):
 
     @classmethod
     async def check_checkpoint(cls, config: RunConfig, checkpoint: Path) -> None:
-        assert isinstance(config, AgenticConfig)
+        assert isinstance(config, RolloutRunConfig)
         await check_rollouts(config, checkpoint)

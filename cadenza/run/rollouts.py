@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -14,16 +15,18 @@ from cadenza.rollout import snapshot
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
+from cadenza.rollout.model import prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.trace import RunStep, trace_groups
-from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.episodes import EpisodeStats, RolloutMode
 from cadenza.run.inference import Inference
 from cadenza.run.role_names import ACTOR
 from cadenza.run.roles import absolute_path
+from cadenza.run.rollout_config import RolloutRunConfig
+from cadenza.run.tokenizer import load_run_codec
 from cadenza.training.checkpoint import CheckpointError, step_of
 
 
@@ -31,12 +34,24 @@ class NoEpisodes(RolloutError):
     """Every task of a validation was given up."""
 
     def __str__(self) -> str:
-        return "validation has no episode: every task of it was given up, see the errors above"
+        return "the validation has no episode: all of its tasks were given up, see the errors above"
 
 
-def scheduler_for(mode: RolloutMode, config: AgenticConfig, inference: Inference) -> RolloutScheduler:
+@contextmanager
+def named_as_validation() -> Iterator[None]:
+    """Errors of the scheduler raised within say that it was the validation's, which has tasks of its own."""
+    try:
+        yield
+    except RolloutError as error:
+        raise type(error)(f"in the validation: {error}") from error
+
+
+def scheduler_for(
+    mode: RolloutMode, config: RolloutRunConfig, inference: Inference, *, beside: RolloutScheduler | None = None
+) -> RolloutScheduler:
     """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`, and those of the training
-    how long everything in them took in `meta_info["trace"]`."""
+    how long everything in them took in `meta_info["trace"]`. What user code raises is shown once by it and by the one
+    `beside` it."""
     rollout, envs = (train_configs if mode == "train" else validation_configs)(config)
 
     def collator(trajectories: list[Trajectory]) -> DataProto:
@@ -46,7 +61,10 @@ def scheduler_for(mode: RolloutMode, config: AgenticConfig, inference: Inference
             batch.meta_info["trace"] = trace_groups(trajectories)
         return batch
 
-    return RolloutScheduler(rollout, envs, inference.resources, inference, mode, collator)
+    scheduler = RolloutScheduler(rollout, envs, inference.resources, inference, mode, collator)
+    if beside is not None:
+        scheduler.queue.errors.share_log(beside.queue.errors)
+    return scheduler
 
 
 def step_request(step: int) -> DataProto:
@@ -54,35 +72,26 @@ def step_request(step: int) -> DataProto:
     return DataProto(meta_info={"global_step": step})
 
 
-def train_configs(config: AgenticConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
-    return config.rollout.model_copy(update={"seed": config.seed}), config.envs
+def train_configs(config: RolloutRunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
+    return config.rollout.model_copy(update={"seed": config.seed}), config.env_manager
 
 
-def validation_configs(config: AgenticConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
-    """Tasks that are not trained; every episode counts, alone."""
+def validation_configs(config: RolloutRunConfig) -> tuple[RolloutConfig, EnvManagerConfig]:
+    """Tasks that are not trained, each tried `validation.samples` times; a group is the tries at one of them."""
     settings = config.validation
     assert settings is not None
-    domains = settings.domains or config.envs.domains
-    share, rest = divmod(settings.episodes, len(domains))
-    domains = {
-        name: domain
-        if isinstance(domain.tasks, (list, tuple)) or (settings.domains and domain.tasks is not None)
-        else domain.model_copy(update={"tasks": max(1, share + (number < rest))})
-        for number, (name, domain) in enumerate(domains.items())
-    }
-    envs = config.envs.model_copy(
-        update={
-            "domains": domains,
-            "first_seed": settings.first_seed,
-            "sampling": settings.sampling or config.envs.sampling,
-        }
-    )
     patience = config.rollout.model_dump(include={"stall_seconds", "error_budget", "max_attempts"})
-    slice_tokens = config.rollout.tokens_per_slice  # turns of both wait in one queue
-    return RolloutConfig(batch_size=1, seed=config.seed + 1, slice_tokens=slice_tokens, **patience), envs
+    rollout = RolloutConfig(
+        batch_size=settings.samples,
+        group_size=settings.samples,
+        seed=config.seed + 1,
+        slice_tokens=config.rollout.tokens_per_slice,  # turns of both wait in one queue
+        **patience,
+    )
+    return rollout, config.validation_env_manager(settings)
 
 
-async def validate_checkpoint(config: AgenticConfig, checkpoint: Path) -> tuple[DataProto, int]:
+async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tuple[DataProto, int]:
     """The batch of a validation with the weights of a checkpoint, and their version."""
     version = int(step_of(checkpoint))
     async with AgenticRoles(config) as roles:
@@ -92,7 +101,8 @@ async def validate_checkpoint(config: AgenticConfig, checkpoint: Path) -> tuple[
                 await inference.sampler.load_weights(version, await inference.deliver_weights())
             scheduler = scheduler_for("val", config, inference)
             try:
-                batch = await scheduler.get_batch(step_request(version), -1)
+                with named_as_validation():
+                    batch = await scheduler.get_batch(step_request(version), -1)
             finally:
                 await scheduler.shutdown()
     if batch is None:
@@ -104,9 +114,10 @@ async def validate_checkpoint(config: AgenticConfig, checkpoint: Path) -> tuple[
 # -- snapshots ---------------------------------------------------------------------------------------------------------
 
 
-async def check_rollouts(config: AgenticConfig, checkpoint: Path) -> None:
+async def check_rollouts(config: RolloutRunConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
-    snapshot.restore(checkpoint / "rollouts", GroupQueueManager(*train_configs(config), "train"))
+    queue = GroupQueue(*train_configs(config), "train", count_tokens=prompt_tokens(load_run_codec(config)))
+    snapshot.restore(checkpoint / "rollouts", queue)
 
 
 class RolloutSnapshots:
@@ -158,7 +169,7 @@ def discarded_tokens(stats: Iterable[ReplicaStats]) -> dict[str, float]:
 
 
 def step_trace(
-    config: AgenticConfig,
+    config: RolloutRunConfig,
     step: int,
     metrics: Mapping[str, float],
     chunks: Sequence[DataProto],
@@ -183,7 +194,7 @@ def step_trace(
     ).encode()
 
 
-def _devices_in_use(config: AgenticConfig, generating: int) -> int:
+def _devices_in_use(config: RolloutRunConfig, generating: int) -> int:
     """Devices that work at the same time."""
     actor = config.devices.get(ACTOR)
     training = len(actor.device_numbers) if actor else 1

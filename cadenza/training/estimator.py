@@ -10,7 +10,7 @@ rows of one trajectory are one trajectory: it counts once, and time runs on from
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from cadenza.training.estimators import (
 )
 from cadenza.training.estimators.grpo import Grpo
 from cadenza.training.token_rows import Array
+from cadenza.user_code import named_user_code
 
 
 class EstimatorConfig(ScoreConfig):
@@ -64,6 +65,10 @@ class EstimatorConfig(ScoreConfig):
             return common | {"method": kind.model_validate(given)}
         _check_settings(name, (), settings)
         return common | {"method": FunctionEstimator(function=kind)}
+
+    @classmethod
+    def key_names(cls) -> Sequence[str]:
+        return [key for key in cls.model_fields if key != "method"] + list(setting_owners())
 
     @field_validator("name")
     @classmethod
@@ -158,8 +163,9 @@ class Estimator:
         seen = self._score_moments.merge(moments) if self.config.score_norm == "running" else self._score_moments
         if self.config.score_norm != "none":
             inputs.normalise(moments if self.config.score_norm == "batch" else seen)
-        result = self.config.method.with_advantages(inputs)
-        _check_finite(inputs.rows.read(result, "advantages"), inputs)
+        with named_user_code("estimator.name", self.config.name):
+            result = self.config.method.with_advantages(inputs)
+            _check_finite(inputs.rows.read(result, "advantages"), inputs)
         self._score_moments = seen  # only now: a batch that is given a second time after an error counts once
         return result, self._metrics(inputs, moments, result)
 

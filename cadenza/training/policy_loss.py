@@ -36,6 +36,7 @@ from cadenza.training.packing import PackedRows
 from cadenza.training.settings import refuse_unused
 from cadenza.training.token_rows import Array, TokenRows
 from cadenza.training.update_metrics import UpdateMetrics
+from cadenza.user_code import named_user_code
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor], TokenLoss]
 """From logprobs, old logprobs, advantages and mask [n, R]: a row's trained tokens side by side."""
@@ -174,10 +175,9 @@ class PolicyObjective:
         """The share of some rows in the loss of the update, before it is divided by the count of all."""
         config = self._config
         mask, old = inputs.mask, inputs.old
-        policy = self._token_loss(logprobs, old, inputs.advantages, mask)
-        if not isinstance(policy, TokenLoss):
-            kind = type(policy).__name__
-            raise TypeError(f"actor.loss must return a TokenLoss(values, metrics, tokens), got {kind}")
+        with named_user_code("actor.loss", config.loss):
+            policy = self._token_loss(logprobs, old, inputs.advantages, mask)
+            _check_token_loss(policy, mask)
         values = policy.values
         metrics = dict(policy.metrics)
         trainer = logprobs.detach() if config.old_logprobs == "infer" else old
@@ -204,3 +204,15 @@ class PolicyObjective:
         samples = correction.weights[:, 0] if level == "sequence" else correction.weights[mask]
         update_metrics.add(metrics, policy.tokens, float(pg_loss.detach()), samples)
         return loss_sum(values, inputs.weights)
+
+
+def _check_token_loss(policy: object, mask: Tensor) -> None:
+    """Raise unless a loss returned what it must: one value for each token."""
+    if not isinstance(policy, TokenLoss):
+        kind = type(policy).__name__
+        raise TypeError(f"actor.loss must return a TokenLoss(values, metrics, tokens), got {kind}")
+    if policy.values.shape != mask.shape:
+        raise ValueError(
+            f"actor.loss must return values of the shape of its mask, {list(mask.shape)}, got "
+            f"{list(policy.values.shape)}: do not sum them up, actor.aggregation does that"
+        )

@@ -116,6 +116,17 @@ def test_a_caller_that_falls_silent_is_lost_and_refused_when_it_calls_again() ->
     simulate(main)
 
 
+def test_a_caller_that_was_given_up_is_told_so_by_a_new_mailbox() -> None:
+    async def main() -> None:
+        ends = Ends()
+        with pytest.raises(InfrastructureError, match="its first call is missing"):
+            await ends.mailbox.exchange(1000, ["from an earlier life"])
+        assert ends.received == []
+        assert ends.caller_lost == [POLL_SECONDS]
+
+    simulate(main)
+
+
 def test_an_end_that_does_not_answer_is_lost() -> None:
     async def main() -> None:
         ends = Ends(delays=(1e9,), seconds=5.0)

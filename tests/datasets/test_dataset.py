@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cadenza.datasets import DataConfig, DataError, Dataset, RowError, open_dataset
+from cadenza.datasets import DataConfig, DataError, Dataset, RowError, jsonl, open_dataset
 from cadenza.datasets.order import EpochOrder
 
 
@@ -124,6 +124,7 @@ def test_a_source_says_the_same_as_long_as_its_rows_and_its_order_are_the_same(t
         ({}, {"prompt": [{"role": "user", "content": "Hi", "name": None}]}, [("user", "Hi")]),
         ({"fields": {"prompt": "q"}}, {"q": "Hi", "messages": "other"}, [("user", "Hi")]),
         ({"fields": {"prompt": "extra.q.0"}}, {"extra": {"q": ["Hi"]}}, [("user", "Hi")]),
+        ({"fields": {"prompt": "q.-1.content"}}, {"q": [{"content": "Hi"}]}, [("user", "Hi")]),
         ({"fields": {"prompt": "a.b"}}, {"a.b": "Hi"}, [("user", "Hi")]),
         ({"template": "{a} + {b}? {{}}"}, {"a": 1, "b": [2]}, [("user", "1 + [2]? {}")]),
         ({"template": "{q}: {o[1]}", "fields": {"q": "text"}}, {"text": "Hi", "o": "AB"}, [("user", "Hi: B")]),
@@ -272,6 +273,7 @@ def test_a_source_that_cannot_be_read_is_an_error_that_names_it(
     ("settings", "said"),
     [
         ({"path": ""}, "names no source"),
+        ({"max_tokens": 5}, "has no path; where the path stands alone in the file, write it as {path: ...}"),
         ({"path": "a.jsonl", "filds": {}}, "did you mean 'fields'"),
         ({"path": "a.jsonl", "template": "no fields"}, "must name the fields"),
         ({"path": "a.jsonl", "template": "{} + {}"}, "must name the fields"),
@@ -287,6 +289,44 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], said: 
         DataConfig.model_validate(settings)
 
 
+def test_a_config_is_read_back_as_it_was_written() -> None:
+    config = DataConfig(path=("a.jsonl", "b.jsonl"), fields={"prompt": "q"}, split="train[:90%]", max_tokens=9)
+    assert DataConfig.model_validate(config.model_dump(mode="json")) == config
+    config = DataConfig(path="reasoning_gym:chain_sum", args={"max_terms": 2}, size=3)
+    assert DataConfig.model_validate(config.model_dump(mode="json")) == config
+
+
 def test_a_path_alone_is_a_config() -> None:
     assert DataConfig.model_validate("a.jsonl") == DataConfig(path="a.jsonl")
     assert DataConfig.model_validate(["a.jsonl", "b.jsonl"]).paths == ("a.jsonl", "b.jsonl")
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+Lines = st.lists(
+    st.sampled_from(['{"prompt": "%d"}', ' {"prompt": "%d"} ', "", "  ", "\t", '{"prompt": "%dé"}']), max_size=12
+)
+
+
+@given(lines=Lines, piece=st.integers(1, 40), end=st.sampled_from(["", "\n", "\r\n", "\n\n", "\n "]))
+def test_rows_are_the_lines_that_are_not_blank_wherever_the_file_is_cut_into_pieces(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], piece: int, end: str
+) -> None:
+    lines = [line % number if "%" in line else line for number, line in enumerate(lines)]
+    path = tmp_path_factory.mktemp("lines") / "a.jsonl"
+    path.write_bytes(("\n".join(lines) + end).encode())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jsonl, "_PIECE", piece)
+        source = jsonl.JsonLines([path])
+    found = [(source[n]["prompt"], source.place(n)) for n in range(len(source))]
+    source.close()
+    rows = [(json.loads(line)["prompt"], f"{path} line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    assert found == rows
+
+
+def test_a_file_that_is_cut_during_a_run_costs_its_rows_and_not_the_process(tmp_path: Path) -> None:
+    path = sums(tmp_path, 10)
+    dataset = opened(path)
+    path.write_text("", encoding="utf-8")
+    with pytest.raises(RowError, match="line 4: the line is no JSON"):
+        dataset.row(3)

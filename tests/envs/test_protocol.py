@@ -40,10 +40,11 @@ import cadenza
 from cadenza import envs
 from cadenza.errors import InfrastructureError
 from cadenza.off_loop import with_deadline
+from cadenza.rewards import Sample
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import NothingFinished, SchedulerClosed
 from cadenza.rollout.model import Model
-from cadenza.rollout.records import Fate, Task, Trajectory
+from cadenza.rollout.records import Fate, Task
 from cadenza.testing import FakeReplica
 
 T = TypeVar("T")
@@ -640,9 +641,9 @@ def test_a_row_of_a_dataset_reaches_the_rollout_and_the_reward() -> None:
         assert isinstance(task.data, dict)
         await model.chat(task.data["question"])
 
-    async def reward(trajectory: Trajectory) -> float:
-        assert isinstance(trajectory.task.data, dict)
-        return float(trajectory.task.data["answer"])
+    async def reward(sample: Sample) -> float:
+        assert sample.prompt == sample.row["question"]
+        return float(sample.answer)
 
     async def main() -> None:
         questions = [{"question": "1+1", "answer": 2}, {"question": "2+2", "answer": 4}]

@@ -7,7 +7,6 @@ this process trains, as in a run.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import socket
@@ -45,6 +44,7 @@ from cadenza.inference.replica import (  # noqa: E402
     StaleEpoch,
 )
 from cadenza.inference.server import Server, ServerConfig  # noqa: E402
+from cadenza.model_store import fetch  # noqa: E402
 from cadenza.observe.run import read_lines  # noqa: E402
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig  # noqa: E402
 from cadenza.run.engines import EngineConfig  # noqa: E402
@@ -71,14 +71,8 @@ LORA = (8, 16.0)
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    """The model, converted once."""
-    spec = importlib.util.spec_from_file_location("smollm2", ROOT / "examples" / "smollm2.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Path = module.convert(ROOT / "models" / "smollm2")
-    return found
+    """The model, fetched once."""
+    return fetch("smollm2-135m", ROOT / "models" / "smollm2")
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ from cadenza.inference.torch_engine import TorchReplica
 from cadenza.observe.run import RunDirectory
 from cadenza.pipelines.agentic import AgenticPipeline
 from cadenza.rollout.scheduler import RolloutScheduler
-from cadenza.run.agentic_config import PRESETS
+from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config_file import build_config, dump_config, read_config
 from cadenza.simulation.comparison.traces import read_run
 from cadenza.training import Actor
@@ -417,9 +417,9 @@ def test_what_a_run_cannot_become(tmp_path: Path, overrides: list[str], said: li
 
 def test_resume_of_what_is_no_run(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    refused(cadenza("resume", tmp_path / "empty"), "empty is no run: it has no config.yaml")
-    refused(cadenza("resume", tmp_path / "nowhere"), "nowhere is no run")
-    shutil.copy(config_file(tmp_path), tmp_path / "empty")
+    refused(cadenza("resume", tmp_path / "empty"), "empty: it has no config.yaml")
+    refused(cadenza("resume", tmp_path / "nowhere"), "there is no run in ")
+    (tmp_path / "empty" / "config.yaml").write_text(cadenza("train", config_file(tmp_path), "--dry-run").out)
     refused(cadenza("resume", tmp_path / "empty"), "has no checkpoint", "cadenza train")
     refused(cadenza("eval", tmp_path / "empty"), "has no checkpoint")
     refused(cadenza("play", tmp_path / "empty"), "has no checkpoint")
@@ -538,13 +538,15 @@ def test_a_run_whose_every_attempt_raised_fails_and_names_the_first_error(tmp_pa
     envs = {**TINY["envs"], "domains": {"lake": {"env": "raising_lake:Raising", "tasks": 3}}}
     done = cadenza("train", config_file(tmp_path, envs=envs, cold_start=None))
     assert done.code == 1
-    assert "The first error was reset of domain 'lake': ValueError: no board" in done.err.splitlines()[-1]
+    message = done.err.splitlines()[-1]
+    assert message.startswith("cadenza: the tasks ran out")
+    assert "The first error was reset of domain 'lake': ValueError: no board" in message
 
 
 # -- what can be trained -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", AgenticConfig.presets)
 def test_every_preset_trains(tmp_path: Path, preset: str) -> None:
     done = trained(tmp_path, preset=preset)
     assert list(steps(done.run)) == [1, 2]
@@ -801,7 +803,9 @@ def test_a_validation_without_episodes(tmp_path: Path) -> None:
     envs = {**TINY["envs"], "domains": {"lake": {"env": "ended_lake:Ended"}}}
     done = cadenza("train", config_file(tmp_path, envs=envs, cold_start=None, validation={"episodes": 2}))
     assert done.code == 1
-    assert "The first error was reset of domain 'lake': ValueError: no board" in done.err.splitlines()[-1]
+    message = done.err.splitlines()[-1]
+    assert "in the validation: the tasks ran out" in message
+    assert "The first error was reset of domain 'lake': ValueError: no board" in message
     assert not (tmp_path / "runs" / "tiny").exists(), "a run that never began leaves nothing behind"
 
 
@@ -871,8 +875,9 @@ def test_a_run_that_breaks_before_its_first_checkpoint_keeps_what_it_wrote(tmp_p
         "    found = policy_gradient(logprobs, old, advantages, mask)\n"
         "    return found if calls < 3 else found.values\n"
     )
-    with pytest.raises(TypeError, match=r"actor.loss must return a TokenLoss\(values, metrics, tokens\), got Tensor"):
-        cadenza("train", config_file(tmp_path), "steps=9", "actor.loss=odd_loss:loss", "checkpoint.every=100")
+    done = cadenza("train", config_file(tmp_path), "steps=9", "actor.loss=odd_loss:loss", "checkpoint.every=100")
+    assert done.code == 1
+    assert "actor.loss must return a TokenLoss(values, metrics, tokens), got Tensor" in done.err
     assert list(steps(tmp_path / "runs" / "tiny")) == [1, 2]
     assert (tmp_path / "runs" / "tiny" / "report.html").exists()
 

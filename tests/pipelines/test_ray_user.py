@@ -75,7 +75,7 @@ def test_without_ray_the_install_command_is_named(commands: Commands, tmp_path: 
 
 @contextmanager
 def deaf() -> Iterator[str]:
-    """The address of somebody who listens and never speaks."""
+    """The address of a server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -98,6 +98,26 @@ def stranger() -> Iterator[str]:
 
 
 @contextmanager
+def guarded() -> Iterator[str]:
+    """The address of a head that wants a token: what Ray 2.60 answers to a call without one."""
+    settings = b"\0\0\0\4\0\0\0\0\0"
+    fields = b"\x88@\x0ccontent-type\x10application/grpc\0\x0bgrpc-status\x0216\0\x0cgrpc-message\x10InvalidAuthToken"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(settings + bytes([0, 0, len(fields), 1, 5, 0, 0, 0, 1]) + fields)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join()
+
+
+@contextmanager
 def named(address: str) -> Iterator[str]:
     yield address
 
@@ -108,16 +128,18 @@ def named(address: str) -> Iterator[str]:
         (named("127.0.0.1:1"), "the Ray head at 127.0.0.1:1 does not answer"),
         (deaf(), "does not answer: timed out"),
         (stranger(), "is no Ray head: is that the port of another program?"),
+        (guarded(), "wants a token, and this process has none or another one: set RAY_AUTH_MODE=token"),
         (named("nowhere"), "there is no Ray cluster at nowhere: Invalid address"),
         (named("ray://127.0.0.1:1"), "is an address of Ray Client: run the controller on a node of the cluster"),
     ],
-    ids=["closed", "deaf", "stranger", "no address", "client"],
+    ids=["closed", "deaf", "stranger", "guarded", "no address", "client"],
 )
 def test_an_address_without_a_head_is_an_error_of_one_line(
     there: Iterator[str], message: str, commands: Commands, tmp_path: Path
 ) -> None:
     with there as address:  # type: ignore[attr-defined]
-        done = commands.run(tmp_path, "train", config_file(tmp_path), "backend=ray", "--json", RAY_ADDRESS=address)
+        environment = {"RAY_ADDRESS": address, "HOME": str(tmp_path)}  # a token at home would be tried
+        done = commands.run(tmp_path, "train", config_file(tmp_path), "backend=ray", "--json", **environment)
     assert done.code == 1
     assert message in json.loads(done.out)["error"]
     (said,) = (line for line in done.err.splitlines() if line.startswith("cadenza: "))

@@ -39,7 +39,14 @@ from pydantic import ValidationError
 from cadenza import DataProto, GroupQueueManager, ResourceManager, RolloutScheduler, env
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import ErrorBudget, FilterLimit, NothingFinished, SchedulerClosed, StalenessError
+from cadenza.rollout.failures import (
+    ErrorBudget,
+    FilterLimit,
+    NothingFinished,
+    SchedulerClosed,
+    StalenessError,
+    UserErrors,
+)
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Task
@@ -670,6 +677,20 @@ def test_an_async_env_without_reset_ends_the_run_with_the_name_of_the_method() -
     simulate(main)
 
 
+def test_what_user_code_raises_is_shown_once_in_the_schedulers_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    train, validation = UserErrors(budget=10), UserErrors(budget=10)
+    validation.share_log(train)
+    for errors in (train, validation, train):
+        errors.add("step of domain 'toy'", ValueError("no board"))
+    validation.add("reset of domain 'toy'", ValueError("no seed"))
+    assert [record.message.partition(" raised")[0] for record in caplog.records] == [
+        "step of domain 'toy'",
+        "reset of domain 'toy'",
+    ]
+    assert (train.total, validation.total) == (2, 2)
+    assert train.first == validation.first == "step of domain 'toy': ValueError: no board"
+
+
 def test_a_sync_env_that_raises_in_init_is_shown_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         made = 0
@@ -745,10 +766,20 @@ def test_user_code_that_raises_too_often_ends_the_run_with_the_worst_place_and_t
             message = r"raised 8 times since the last batch, error_budget allows 7; most often step of domain 'toy'"
             with pytest.raises(ErrorBudget, match=message):
                 await get(scheduler, 4)
-            with pytest.raises(ErrorBudget, match="or raise error_budget"):
+            with pytest.raises(ErrorBudget, match=r"ValueError: broken \(8 times\).*or raise error_budget"):
                 await get(scheduler, 4)
 
     simulate(main)
+
+
+def test_the_error_budget_tells_the_text_of_the_first_error_and_of_the_most_frequent_one() -> None:
+    errors = UserErrors(budget=2)
+    errors.add("reset of domain 'toy'", ValueError("no board"))
+    for text in ("no move", "no other move"):
+        errors.add("step of domain 'toy'", KeyError(text))
+    said = str(errors.exceeded())
+    assert "most often step of domain 'toy': KeyError: 'no move' (2 times)" in said
+    assert "the first error was reset of domain 'toy': ValueError: no board" in said
 
 
 def test_a_lease_that_expires_does_not_draw_on_the_budget_for_exceptions() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from cadenza.inference.replica import Request
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.prefix_routing import PrefixRouting
-from cadenza.rollout.router import HOLD_SECONDS, MAX_FILL, ReplicaEntry, Router, RouteRequest
+from cadenza.rollout.router import HOLD_SECONDS, MAX_FILL, ReplicaEntry, Router, RouteRequest, WaitReason
+from cadenza.rollout.sampler import GrantRequest
 from cadenza.rollout.wait_queue import RETRY_SECONDS, WaitQueue
 from cadenza.simulation.virtual_cluster.cost import CostModel
 
@@ -36,7 +37,7 @@ def test_a_session_that_is_away_keeps_its_room() -> None:
         router, [entry] = entries()
         router.keep_context(entry, session=1, context=USABLE // 2, group_number=1, now=0.0)
         assert router.admit(RouteRequest(2, 2, USABLE // 2, group_number=2), None, 0, 1.0) is entry
-        assert router.admit(RouteRequest(2, 2, USABLE // 2 + 10, group_number=2), None, 0, 1.0) is None
+        assert router.admit(RouteRequest(2, 2, USABLE // 2 + 10, group_number=2), None, 0, 1.0) is WaitReason.CAPACITY
         assert router.admit(RouteRequest(1, 1, USABLE, group_number=1), entry, USABLE // 2, 1.0) is entry  # it grew
         assert router.drop_context(entry, 1)
         assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, 1.0) is entry
@@ -49,7 +50,7 @@ def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_f
         router, [entry] = entries()
         for age in (5, 7, 6):
             router.keep_context(entry, session=age, context=USABLE // 3, group_number=age, now=0.0)
-        assert router.admit(RouteRequest(9, 9, 1_000, group_number=9), None, 0, 1.0) is None
+        assert router.admit(RouteRequest(9, 9, 1_000, group_number=9), None, 0, 1.0) is WaitReason.CAPACITY
         assert set(entry.cached_contexts) == {5, 6, 7}
         assert router.admit(RouteRequest(1, 1, 1_000, group_number=1), None, 0, 1.0) is entry
         assert set(entry.cached_contexts) == {5, 6}
@@ -62,7 +63,7 @@ def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
     async def main() -> None:
         router, [entry] = entries()
         router.keep_context(entry, session=1, context=USABLE, group_number=1, now=0.0)
-        assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, HOLD_SECONDS) is None
+        assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, HOLD_SECONDS) is WaitReason.CAPACITY
         assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, HOLD_SECONDS + 1) is entry
 
     simulate(main)
@@ -73,7 +74,7 @@ def test_a_replica_without_work_takes_a_context_of_any_size() -> None:
         router, [entry] = entries()
         assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, group_number=1), None, 0, 0.0) is entry
         router.add(entry, 10)
-        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, group_number=1), None, 0, 0.0) is None
+        assert router.admit(RouteRequest(1, 1, 5 * CAPACITY, group_number=1), None, 0, 0.0) is WaitReason.CAPACITY
 
     simulate(main)
 
@@ -96,7 +97,7 @@ def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[i
         for now, (kind, session, context) in enumerate(story):
             if kind == 0 and session not in where:
                 entry = router.admit(RouteRequest(session, session, context, session), None, 0, float(now))
-                if entry is not None:
+                if isinstance(entry, ReplicaEntry):
                     assert entry.inflight_tokens + entry.cached_tokens + context <= USABLE
                     router.add(entry, context)
                     router.keep_context(entry, session, context, session, float(now))
@@ -180,15 +181,15 @@ def test_nobody_waits_behind_one_who_has_left() -> None:
     async def main() -> None:
         sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        entry = (await sampler.grant(RouteRequest(1, 1, 5_000, group_number=1))).entry
-        oldest = asyncio.ensure_future(sampler.grant(RouteRequest(0, 0, USABLE, group_number=0)))
+        entry = (await sampler.grant(GrantRequest(RouteRequest(1, 1, 5_000, group_number=1)))).entry
+        oldest = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(0, 0, USABLE, group_number=0))))
         await asyncio.sleep(0.1)
-        behind = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 10, group_number=2)))
+        behind = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(2, 2, 10, group_number=2))))
         await asyncio.sleep(0.1)
         oldest.cancel()
         await asyncio.sleep(0.1)
         assert behind.result().entry is entry
-        assert (await sampler.grant(RouteRequest(3, 3, 10, group_number=3))).entry is entry
+        assert (await sampler.grant(GrantRequest(RouteRequest(3, 3, 10, group_number=3)))).entry is entry
         assert asyncio.get_running_loop().time() < 1.0
         await sampler.close()
 
@@ -208,9 +209,9 @@ def test_a_turn_without_room_waits_for_the_one_that_has_it() -> None:
     async def main() -> None:
         sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        grant = await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
-        behind = asyncio.ensure_future(sampler.grant(RouteRequest(3, 3, 10, group_number=3)))
+        grant = await sampler.grant(GrantRequest(RouteRequest(1, 1, USABLE, group_number=1)))
+        waiting = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(2, 2, 1_000, group_number=2))))
+        behind = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(3, 3, 10, group_number=3))))
         await asyncio.sleep(2 * RETRY_SECONDS)
         assert not waiting.done()
         assert not behind.done()  # small as it is, it does not overtake
@@ -229,8 +230,8 @@ def test_a_replica_that_comes_back_is_seen_at_once() -> None:
         )
         await sampler.resume()
         await sampler.shrink([1])
-        await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
+        await sampler.grant(GrantRequest(RouteRequest(1, 1, USABLE, group_number=1)))
+        waiting = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(2, 2, 1_000, group_number=2))))
         await asyncio.sleep(0.1)
         await sampler.expand([1], skip_load=True)
         await asyncio.wait([waiting], timeout=0.1)
@@ -244,8 +245,8 @@ def test_closing_the_sampler_ends_the_wait_queue() -> None:
     async def main() -> None:
         sampler = LocalSampler([fake(name="r0", kv_capacity=CAPACITY)])
         await sampler.resume()
-        await sampler.grant(RouteRequest(1, 1, USABLE, group_number=1))
-        waiting = asyncio.ensure_future(sampler.grant(RouteRequest(2, 2, 1_000, group_number=2)))
+        await sampler.grant(GrantRequest(RouteRequest(1, 1, USABLE, group_number=1)))
+        waiting = asyncio.ensure_future(sampler.grant(GrantRequest(RouteRequest(2, 2, 1_000, group_number=2))))
         await asyncio.sleep(0)
         await sampler.close()
         await asyncio.wait([waiting], timeout=1.0)

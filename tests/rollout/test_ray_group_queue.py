@@ -22,8 +22,9 @@ SECONDS = 120.0
 """For anything on a busy machine."""
 
 
-def queue_of(tasks: int, **options: Any) -> Any:
-    envs = EnvManagerConfig(domains={"lake": {"env": FrozenLake, "tasks": tasks}}, slots=2)
+def queue_of(tasks: int, lease_seconds: float = 600.0, **options: Any) -> Any:
+    domains = {"lake": {"env": FrozenLake, "tasks": tasks}}
+    envs = EnvManagerConfig(domains=domains, slots=2, lease_seconds=lease_seconds)
     return (
         ray.remote(GroupQueueManager)
         .options(num_cpus=0)
@@ -63,3 +64,23 @@ def test_the_error_of_a_queue_that_is_an_actor_arrives_as_it_is() -> None:
     ray.get(queue.fail.remote(attempt, "env: crashed"), timeout=SECONDS)
     with pytest.raises(NothingFinished, match="env: crashed"):
         ray.get(queue.take.remote(1), timeout=SECONDS)
+
+
+@ray.remote
+class VanishingWorker:
+    """Takes an attempt and is killed."""
+
+    def take(self, queue: Any) -> int:
+        attempt: int = ray.get(queue.next_attempt.remote()).number
+        return attempt
+
+
+def test_the_attempt_of_a_worker_that_was_killed_is_issued_anew() -> None:
+    queue = queue_of(tasks=1, group_size=1, batch_size=1, lease_seconds=2.0)
+    worker = VanishingWorker.options(num_cpus=0).remote()
+    assert ray.get(worker.take.remote(queue), timeout=SECONDS) == 0
+    ray.kill(worker)
+    retry = work.remote(queue)
+    (group,) = ray.get(queue.take.remote(1), timeout=SECONDS)
+    assert [trajectory.attempt for trajectory in group] == [1]
+    assert ray.get(retry, timeout=SECONDS) == 1

@@ -68,8 +68,8 @@ class Echo:
         return f"{action[:3]} again", float(len(action)), self.turn == 3, False, {"pid": os.getpid()}
 
 
-def score(trajectory: Any) -> float:
-    return float(sum(len(turn.response) for turn in trajectory.turns))
+def score(sample: Any) -> float:
+    return float(sum(len(turn.response) for turn in sample.trajectory.turns))
 
 
 def processes(trajectories: list[Any]) -> DataProto:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 
 import pytest
 from builders import client, fake, get, got, now, playing, pool, publish, simulate, site, timed
@@ -105,6 +106,33 @@ def test_a_sampler_without_devices_is_no_stall_and_get_batch_says_what_it_waits_
             ]
             await scheduler.expand_sampler([0, 1])
             assert len((await waiting)[0]) == 4
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("where", ["here", "far"])
+@pytest.mark.parametrize("order", ["shrink", "suspend, shrink, resume"])
+def test_a_get_batch_that_waits_already_says_that_all_devices_were_shrunk(
+    where: str, order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            if where == "here":
+                scheduler = await stack.enter_async_context(playing(pool(2, 100.0)))
+            else:
+                scheduler = (await stack.enter_async_context(site(pool(2, 100.0)))).scheduler(batch_size=4)
+            waiting = asyncio.ensure_future(got(scheduler, 4))
+            await asyncio.sleep(10.0)
+            with caplog.at_level(logging.WARNING):
+                for call in order.split(", "):
+                    await (scheduler.shrink_sampler([0, 1]) if call == "shrink" else getattr(scheduler, call)())
+                await asyncio.sleep(1.0)
+            told = [record.getMessage() for record in caplog.records]
+            assert told == [
+                "get_batch waits for an expand: all devices of the sampler were shrunk ({0: 'asleep', 1: 'asleep'})"
+            ]
+            await scheduler.expand_sampler([0, 1])
+            assert len(await waiting) == 4
 
     simulate(main)
 

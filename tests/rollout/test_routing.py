@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from typing import Any
 
 import pytest
-from builders import fake, get, got, playing, pool, simulate
+from builders import fake, get, got, playing, pool, simulate, timed
 
 from cadenza import RolloutScheduler
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.router import ReplicaEntry, ReplicaState, Router, RouteRequest
 from cadenza.rollout.sampler import NoReplicas, SamplerConfig
+from cadenza.rollout.wait_queue import RETRY_SECONDS
 
 
 class RoundRobin:
@@ -39,6 +41,26 @@ class Stubborn(RoundRobin):
     def choose(self, *args: Any) -> ReplicaEntry | None:
         self.first = self.first or super().choose(*args)
         return self.first
+
+
+class Picky(RoundRobin):
+    """Lets the requests of the first group wait while another one runs."""
+
+    def choose(self, route_request: RouteRequest, *args: Any) -> ReplicaEntry | None:
+        entry = super().choose(route_request, *args)
+        return None if entry is not None and route_request.group_number == 0 and entry.inflight else entry
+
+
+class Undecided(RoundRobin):
+    """Says None to every request the first time."""
+
+    def __init__(self, config: SamplerConfig) -> None:
+        super().__init__(config)
+        self.asked: list[int] = []
+
+    def choose(self, route_request: RouteRequest, *args: Any) -> ReplicaEntry | None:
+        self.asked.append(route_request.session)
+        return super().choose(route_request, *args) if self.asked.count(route_request.session) > 1 else None
 
 
 async def take_batches(scheduler: RolloutScheduler, count: int) -> None:
@@ -70,6 +92,31 @@ def test_a_rule_sees_only_the_replicas_that_are_active() -> None:
             await scheduler.shrink_sampler([1])
             assert [entry.index for entry in scheduler.sampler.router.active] == [0, 2]
             await got(scheduler, 4)
+
+    simulate(main)
+
+
+def test_a_request_that_the_rule_lets_wait_holds_up_no_other() -> None:
+    async def main() -> None:
+        replica = fake(lambda request: 1.0 + request.session)
+        async with playing([replica], sampler=here("Picky"), batch_size=8, slots=8, alpha=0) as scheduler:
+            await scheduler.sampler.refresh()
+            (entry,) = scheduler.sampler.entries
+            scheduler.sampler.router.add(entry, 1)  # a request that runs for long
+            waiting = asyncio.ensure_future(timed(got(scheduler, 8)))
+            await asyncio.sleep(8.5)
+            assert sorted(request.session for request in replica.requests) == list(range(1, 8))
+            scheduler.sampler.router.remove(entry, 1)
+            assert len((await waiting)[0]) == 8
+
+    simulate(main)
+
+
+def test_a_request_that_the_rule_lets_wait_is_asked_for_again_though_nothing_happens() -> None:
+    async def main() -> None:
+        async with playing(pool(1), sampler=here("Undecided"), batch_size=4, slots=4) as scheduler:
+            _, when = await timed(got(scheduler, 4))
+            assert when == pytest.approx(RETRY_SECONDS + 1.0)
 
     simulate(main)
 

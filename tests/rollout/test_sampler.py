@@ -34,7 +34,7 @@ from cadenza.inference.replica import Finish, Generation, PauseMode, ReplicaLost
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.prefix_routing import MAX_HOMES, PrefixRouting
 from cadenza.rollout.router import SEQUENCE_WEIGHT, ReplicaEntry, Router, RouteRequest
-from cadenza.rollout.sampler import NoReplicas, SamplerConfig
+from cadenza.rollout.sampler import GrantRequest, NoReplicas, SamplerConfig
 from cadenza.simulation.virtual_cluster.cost import CostModel
 from cadenza.testing import FakeReplica
 
@@ -44,7 +44,7 @@ SAMPLING = Sampling()
 async def ask(sampler: LocalSampler, *, group: int = 0, context: int = 10, limit: int = 10_000) -> Generation:
     """A client: one request, whatever comes back."""
     route_request = RouteRequest(group, group, context)
-    grant = await sampler.grant(route_request)
+    grant = await sampler.grant(GrantRequest(route_request))
     entry, id = grant.entry, grant.request_id
     request = Request(id, (np.zeros(context, np.int32),), context, limit, SAMPLING, id, 0, id, group, grant.epoch)
     try:

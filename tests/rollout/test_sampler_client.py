@@ -10,12 +10,13 @@ import pytest
 from builders import FOREVER, client, column, fake, get, got, publish, simulate, site
 
 from cadenza import Cluster, ResourceManager
-from cadenza.cluster.remote_replica import ReplicaWorker
+from cadenza.cluster.remote_replica import SILENT_SECONDS, ReplicaWorker
 from cadenza.cluster.worker_handle import LocalWorkerHandle
 from cadenza.errors import InfrastructureError
+from cadenza.inference.replica import Generation, ReplicaLost, Request
 from cadenza.rollout.failures import SchedulerClosed
 from cadenza.rollout.router import RouteRequest
-from cadenza.rollout.sampler import NoReplicas
+from cadenza.rollout.sampler import GrantRequest, NoReplicas
 from cadenza.rollout.sampler_client import InferenceService
 from cadenza.rollout.sampler_process import FORGET_SECONDS
 from cadenza.testing import ByteCodec, FakeReplica
@@ -161,7 +162,23 @@ def test_who_asks_after_the_end_is_not_left_waiting() -> None:
             here.process.kill()
             await asyncio.sleep(1.0)
             with pytest.raises(InfrastructureError, match="the sampler is gone"):
-                await sampler.grant(RouteRequest(0, 0, 10))
+                await sampler.grant(GrantRequest(RouteRequest(0, 0, 10)))
+
+    simulate(main)
+
+
+def test_an_error_that_ends_a_grant_that_waits_is_told_to_the_client() -> None:
+    async def main() -> None:
+        async with site() as here:
+            sampler = here.service.sampler
+            await sampler.refresh()
+
+            async def broken(*args: Any) -> Any:
+                raise RuntimeError("a bug")
+
+            here.sampler.grant = broken  # type: ignore[method-assign]
+            with pytest.raises(InfrastructureError, match=r"the sampler raised RuntimeError\('a bug'\)"):
+                await asyncio.wait_for(sampler.grant(GrantRequest(RouteRequest(0, 0, 10))), 60.0)
 
     simulate(main)
 
@@ -201,6 +218,47 @@ def test_a_scheduler_that_is_gone_before_it_said_anything_does_not_keep_the_gate
             await gone.suspend()
             client(gone)._channel.close()  # type: ignore[union-attr]
             assert await asyncio.wait_for(get(other, 4), 2 * FORGET_SECONDS) is not None
+
+    simulate(main)
+
+
+def test_a_scheduler_that_is_gone_with_its_grants_costs_no_replica() -> None:
+    async def main() -> None:
+        replica = fake(1.0)
+        async with site([replica]) as here:
+            gone = here.scheduler(batch_size=4)
+            getting = asyncio.ensure_future(get(gone, 4))
+            await asyncio.sleep(0.5)
+            assert here.sampler.entries[0].inflight
+            client(gone)._channel.close()  # type: ignore[union-attr]
+            await asyncio.sleep(2 * FORGET_SECONDS)
+            assert here.sampler.lost == {}
+            assert here.sampler.entries[0].inflight == 0
+            getting.cancel()
+            assert await get(here.scheduler(batch_size=4), 4) is not None
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("seconds", [2.0, 10.0])
+def test_a_replica_that_swallows_the_requests_of_a_scheduler_that_lives_is_given_up(seconds: float) -> None:
+    class Swallowing(FakeReplica):
+        def generate(self, request: Request) -> asyncio.Future[Generation]:
+            swallowed.append(asyncio.get_running_loop().create_future())
+            return swallowed[-1]
+
+        def kill(self, cause: str) -> None:
+            for future in swallowed:
+                future.set_exception(ReplicaLost(cause))
+
+    swallowed: list[asyncio.Future[Generation]] = []
+
+    async def main() -> None:
+        replicas = [Swallowing(name="bad"), fake(1.0, name="good", devices=(1,))]
+        async with site(replicas, heartbeat_seconds=seconds) as here:
+            batch = await asyncio.wait_for(get(here.scheduler(batch_size=4, slots=4), 4), 100.0)
+            assert batch is not None
+            assert list(here.sampler.lost) == ["bad"]
 
     simulate(main)
 
@@ -254,6 +312,28 @@ def test_the_sampler_and_the_env_workers_reach_replicas_by_their_handles(workers
             for step in range(2):
                 assert column(await got(scheduler, 4, step), "attempt") == [0] * 4
                 await publish(scheduler, step + 1)
+
+    simulate(main)
+
+
+def test_a_client_that_was_closed_calls_neither_the_sampler_nor_the_replicas() -> None:
+    async def main() -> None:
+        placement = ResourceManager(2).place({"inference": "0-1"})["inference"]
+        async with (
+            Cluster("inference", FakeReplicaWorker, placement) as cluster,
+            site(cluster.worker_handles) as here,  # type: ignore[arg-type]
+        ):
+            scheduler = here.scheduler(batch_size=4)
+            await got(scheduler, 4)
+            workers: list[Any] = [handle._worker_host._worker for handle in cluster.worker_handles]  # type: ignore[attr-defined]
+            name = client(scheduler).name
+            assert all(name in mailbox for worker in workers for mailbox in worker._mailboxes)
+            sampler_process = here.process._worker_host._worker
+            await scheduler.shutdown()
+            await client(scheduler).close()
+            await asyncio.sleep(SILENT_SECONDS + 1.0)
+            assert not any(name in mailbox for worker in workers for mailbox in worker._mailboxes)
+            assert sampler_process._clients == {}
 
     simulate(main)
 

@@ -44,6 +44,7 @@ from cadenza import DataProto, RolloutScheduler
 from cadenza.data.schema import TRAIN_BATCH
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Request
+from cadenza.rewards import Sample
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import FilterLimit, NothingFinished, RolloutError, SchedulerClosed, Stalled
 from cadenza.rollout.model import Model
@@ -502,8 +503,8 @@ def test_groups_that_lose_the_race_are_cancelled_when_the_batch_is_cut() -> None
 
 
 def test_a_member_that_loses_the_race_while_its_reward_runs_is_surplus() -> None:
-    async def reward(trajectory: Trajectory) -> float:
-        await asyncio.sleep(50.0 if trajectory.member == 0 else 0.0)
+    async def reward(sample: Sample) -> float:
+        await asyncio.sleep(50.0 if sample.trajectory.member == 0 else 0.0)
         return 1.0
 
     async def main() -> None:
@@ -1051,7 +1052,7 @@ def test_metrics_travel_with_the_batch() -> None:
 
 
 def test_a_reward_runs_after_the_slot_is_freed() -> None:
-    async def slow(trajectory: Trajectory) -> float:
+    async def slow(sample: Sample) -> float:
         await asyncio.sleep(5.0)
         return 0.5
 
@@ -1066,12 +1067,38 @@ def test_a_reward_runs_after_the_slot_is_freed() -> None:
     simulate(main)
 
 
+def test_a_slow_reward_holds_no_slot_and_no_replica_but_its_place_in_the_reserve() -> None:
+    """Batches of one group, alpha 1: the first task has a reward of 30 s, the others have one of none."""
+
+    async def reward(trajectory: Trajectory) -> float:
+        await asyncio.sleep(0.0 if trajectory.group else 30.0)
+        return 1.0
+
+    async def main() -> None:
+        async with playing(reward=reward, batch_size=1, alpha=1, slots=4) as scheduler:
+            batch, when = await timed(got(scheduler, 1))
+            assert (column(batch, "task_id"), when) == (["toy/1"], 1.0)  # a younger one goes first
+            await publish(scheduler, 1)
+            await scheduler.resume()
+            waiting = asyncio.ensure_future(got(scheduler, 1))
+            await asyncio.sleep(10.0)
+            metrics = scheduler.metrics()
+            assert metrics["slots/busy"] == 0
+            assert [entry.inflight for entry in scheduler.sampler.entries] == [0]
+            assert metrics["groups/opened"] == 3  # the two of version 0, and one: no batch could take a second
+            batch, when = await timed(waiting)
+            assert (column(batch, "task_id"), when) == (["toy/0"], 31.0)  # at its last chance
+            assert scheduler.metrics()["staleness/max"] == 1
+
+    simulate(main)
+
+
 def test_a_reward_that_is_late_is_asked_again_and_nothing_is_generated_again() -> None:
     calls: Counter[int] = Counter()
 
-    async def flaky(trajectory: Trajectory) -> float:
-        calls[trajectory.id] += 1
-        if calls[trajectory.id] < 3:
+    async def flaky(sample: Sample) -> float:
+        calls[sample.trajectory.id] += 1
+        if calls[sample.trajectory.id] < 3:
             await asyncio.sleep(FOREVER)
         return 1.0
 
@@ -1089,9 +1116,9 @@ def test_a_reward_that_is_late_is_asked_again_and_nothing_is_generated_again() -
 def test_a_reward_that_never_answers_costs_the_attempt_and_is_no_reward_of_zero() -> None:
     calls: Counter[int] = Counter()
 
-    async def dead(trajectory: Trajectory) -> float:
-        calls[trajectory.id] += 1
-        if trajectory.id == 0:
+    async def dead(sample: Sample) -> float:
+        calls[sample.trajectory.id] += 1
+        if sample.trajectory.id == 0:
             await asyncio.sleep(FOREVER)
         return 1.0
 
@@ -1415,8 +1442,8 @@ def test_a_close_that_ignores_its_cancellation_costs_close_seconds_and_not_the_s
 
 
 def test_a_reward_that_ignores_its_cancellation_is_given_up_at_its_deadline() -> None:
-    async def stubborn(trajectory: Trajectory) -> float:
-        if trajectory.id == 0:
+    async def stubborn(sample: Sample) -> float:
+        if sample.trajectory.id == 0:
             await undisturbed(1_000.0)
         return 1.0
 
@@ -1480,9 +1507,11 @@ def test_a_rollout_that_swallows_its_cancellation_gets_no_new_lease_and_delays_n
 # -- tasks that always fail, and how often they may --------------------------------------------------------------------
 
 
-def test_a_task_whose_reward_never_answers_is_retired_and_nobody_is_to_blame() -> None:
-    async def dead(trajectory: Trajectory) -> float:
-        await asyncio.sleep(FOREVER if trajectory.task.seed == 1 else 0.0)
+def test_a_task_whose_reward_never_answers_is_retired_and_the_reward_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def dead(sample: Sample) -> float:
+        await asyncio.sleep(FOREVER if sample.trajectory.task.seed == 1 else 0.0)
         return 1.0
 
     async def main() -> None:
@@ -1491,10 +1520,12 @@ def test_a_task_whose_reward_never_answers_is_retired_and_nobody_is_to_blame() -
             assert set(column(batch, "task_id")) == {"toy/0", "toy/2"}
             assert when <= 2 * (1.0 + 2 * 10) + 1.0
             assert "task retired, member" in scheduler.why("toy/1")
-            assert "no answer within reward_seconds" in scheduler.why("toy/1")
+            assert "of domain 'toy' did not return within reward_seconds" in scheduler.why("toy/1")
             assert scheduler.metrics()["errors/user_code"] == 0
 
     simulate(main)
+    told = [message for message in caplog.messages if "did not return within" in message]
+    assert told[0].endswith("of domain 'toy' did not return within reward_seconds (10 s), asked 2 times")
 
 
 def test_a_task_whose_infrastructure_always_fails_is_retired_after_four_times_as_many_tries() -> None:
@@ -1516,9 +1547,9 @@ def test_a_task_whose_infrastructure_always_fails_is_retired_after_four_times_as
 def test_a_timeout_error_that_a_reward_raises_is_its_error_and_no_deadline() -> None:
     calls: Counter[int] = Counter()
 
-    async def client(trajectory: Trajectory) -> float:
-        calls[trajectory.id] += 1
-        if trajectory.id == 0:
+    async def client(sample: Sample) -> float:
+        calls[sample.trajectory.id] += 1
+        if sample.trajectory.id == 0:
             raise TimeoutError("the judge did not answer")
         return 1.0
 
@@ -1666,7 +1697,7 @@ def test_a_validation_can_be_asked_again_for_the_same_tasks() -> None:
     simulate(main)
 
 
-def test_finite_tasks_can_be_trained_for_several_epochs() -> None:
+def test_finite_tasks_can_be_trained_in_several_passes() -> None:
     async def main() -> None:
         async with playing(tasks=3, batch_size=4, group_size=2, alpha=1) as scheduler:
             seen: list[str] = []
@@ -1687,7 +1718,7 @@ def test_reset_is_refused_while_groups_are_open() -> None:
     async def main() -> None:
         async with playing(tasks=6, batch_size=2, alpha=1) as scheduler:
             await got(scheduler, 2)
-            with pytest.raises(RolloutError, match="2 groups of this epoch are open, the oldest is g2 of task"):
+            with pytest.raises(RolloutError, match="2 groups of this pass over them are open, the oldest is g2"):
                 await scheduler.reset()
             await publish(scheduler, 1)
             assert column(await got(scheduler, 2), "task_id") == ["toy/2", "toy/3"]
@@ -1704,7 +1735,7 @@ def test_reset_awaits_the_batch_that_is_being_taken() -> None:
     simulate(main)
 
 
-def test_an_epoch_that_fails_as_a_whole_is_an_error_also_after_one_that_was_trained() -> None:
+def test_a_pass_that_fails_as_a_whole_is_an_error_also_after_one_that_was_trained() -> None:
     async def step(seed: int, number: int) -> Any:
         if number:
             raise ValueError("worn out")

@@ -36,7 +36,7 @@ from builders import (
 
 from cadenza import DataProto, RolloutScheduler
 from cadenza.inference.replica import Request
-from cadenza.rollout.failures import SchedulerClosed
+from cadenza.rollout.failures import NothingFinished, SchedulerClosed
 from cadenza.rollout.ledger import GroupState
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.snapshot import SnapshotError
@@ -769,6 +769,31 @@ def test_the_saved_version_is_published_before_the_first_batch(
                 await call(scheduler)
             await scheduler.sampler.load_weights(2)
             await steps(scheduler, 2, 3)
+
+    simulate(first)
+    simulate(second)
+
+
+def test_a_pass_that_fails_as_a_whole_is_an_error_also_over_a_restart(tmp_path: Path) -> None:
+    async def step(seed: int, number: int) -> Any:
+        if number:
+            raise ValueError("worn out")
+
+    options: dict[str, Any] = {"env": stepping(step), "tasks": 2, "batch_size": 2, "slots": 1, "max_attempts": 1}
+
+    async def first() -> None:
+        async with playing(**options) as scheduler:
+            assert len(await got(scheduler, 2)) == 2
+            await scheduler.reset()
+            await publish(scheduler, 1)
+            scheduler.save(tmp_path)
+
+    async def second() -> None:
+        async with playing(**options) as scheduler:
+            scheduler.restore(tmp_path)
+            await scheduler.sampler.load_weights(1)
+            with pytest.raises(NothingFinished, match=r"2 attempts failed.*ValueError: worn out"):
+                await get(scheduler, 2)
 
     simulate(first)
     simulate(second)

@@ -26,7 +26,7 @@ def test_a_dry_run_with_json_prints_the_config_as_json(tmp_path: Path) -> None:
     [
         (["train", "config.yaml", "stepz=1", "--json"], 1, "did you mean 'steps'?"),
         (["train", "nowhere.yaml", "--json"], 1, "there is no config file"),
-        (["eval", "nowhere", "--json"], 1, "nowhere is no run"),
+        (["eval", "nowhere", "--json"], 1, "there is no run in nowhere"),
         (["train", "--json"], 2, "--config requires an argument"),
         (["plan", "--nodes", "2", "--json"], 2, "--nodes is for the plan of a config"),
         (["simulate", "--workload", "W99", "--json"], 2, "W99"),
@@ -72,6 +72,21 @@ def test_a_second_run_of_one_name_shows_the_directory_that_it_uses(tmp_path: Pat
     trained(tmp_path, "steps=1")
     again = cadenza("train", config_file(tmp_path), f"out={tmp_path}", "steps=1")
     assert again.out.splitlines()[0].startswith("tiny-2")
+
+
+@pytest.mark.parametrize("command", ["resume", "eval", "play"])
+def test_a_run_whose_config_was_cut_off_says_so_and_the_way_out_works(tmp_path: Path, command: str) -> None:
+    run = trained(tmp_path, "steps=1").run
+    config, more = run / "config.yaml", ["steps=2"] if command == "resume" else []
+    whole = config.read_text(encoding="utf-8")
+    config.write_text("".join(whole.splitlines(keepends=True)[:12]), encoding="utf-8")
+    done = cadenza(command, run, *more)
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert f"{config} was cut off" in done.err
+    assert f"--dry-run > {config}" in done.err
+    config.write_text(cadenza("train", tmp_path / "config.yaml", f"out={tmp_path}", "steps=1", "--dry-run").out)
+    assert config.read_text(encoding="utf-8") == whole
+    assert cadenza(command, run, *more).code == 0
 
 
 def test_ten_steps_without_signal_are_told_once_with_what_to_look_at() -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pipeline_cases import TINY, cadenza, config_file, steps, trained
 
-from cadenza.run.agentic_config import PRESETS
+from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.config_file import build_config, dump_config, read_config
 
@@ -143,7 +143,7 @@ def test_an_override_whose_value_is_no_yaml() -> None:
     assert len(said.splitlines()) == 1
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", AgenticConfig.presets)
 def test_a_preset_is_resolved_in_what_is_written(preset: str) -> None:
     config = build_config({**TINY, "preset": preset})
     written = dump_config(config)
@@ -203,9 +203,19 @@ def test_what_a_preset_sets_is_in_nobodys_way(overrides: list[str]) -> None:
         ("model.lora.rr=4", "model.lora: LoraConfig has no key 'rr'; known keys: r, alpha"),
         ("actor.lerning_rate=1", "actor: ActorConfig has no key 'lerning_rate'; did you mean 'lr'?"),
         ("actor.lernrate=1", "actor: ActorConfig has no key 'lernrate'; known keys: "),
-        ("lr=1", "AgenticConfig has no key 'lr'; known keys: pipeline, name, "),
+        ("lr=1", "AgenticConfig has no key 'lr'; did you mean 'actor.lr', 'critic.lr' or 'cold_start.trainer.lr'?"),
+        ("group_size=4", "AgenticConfig has no key 'group_size'; did you mean 'rollout.group_size'?"),
+        ("groupsize=4", "AgenticConfig has no key 'groupsize'; did you mean 'rollout.group_size'?"),
+        ("max_tokens=4", "'envs.sampling.max_tokens' or"),
+        ("env=frozenlake", "'envs.domains.NAME.env'?"),
+        ("lam=0.9", "did you mean 'estimator.lam'?"),
+        (
+            "envs.temperature=1",
+            "envs: EnvManagerConfig has no key 'temperature'; did you mean 'sampling.temperature' or",
+        ),
+        ("xyz=1", "AgenticConfig has no key 'xyz'; known keys: pipeline, name, "),
         ("cold_start.trainer.batchsize=4", "SupervisedConfig has no key 'batchsize'; did you mean 'batch_size'?"),
-        ("validation.episode=4", "validation: ValidationConfig has no key 'episode'; did you mean 'episodes'?"),
+        ("validation.episode=4", "validation: AgenticValidationConfig has no key 'episode'; did you mean 'episodes'?"),
         ("checkpoint.keeps=4", "checkpoint: CheckpointConfig has no key 'keeps'; did you mean 'keep'?"),
         ("engine.kv_token=4", "engine: EngineConfig has no key 'kv_token'; did you mean 'kv_tokens'?"),
         ("tokenizer.systems=x", "tokenizer: TokenizerConfig has no key 'systems'; did you mean 'system'?"),
@@ -239,6 +249,17 @@ def test_an_unknown_name_gets_the_nearest_known_one(override: str, said: str) ->
         ("validation=true", "validation: ", "True"),
         ("name=null", "name: ", "None"),
         ("actor.lr=.nan", "actor.lr: ", "nan"),
+        ("name=../evil", "name: must be the name of one directory below out", "'../evil'"),
+        ("name=a/b", "name: must be", "'a/b'"),
+        ("name=/tmp/evil", "name: must be", "'/tmp/evil'"),
+        ("name=..", "name: must be", "'..'"),
+        ("name=.", "name: must be", "'.'"),
+        ("name=''", "name: must be", "''"),
+        (r"name=a\b", "name: must be", r"'a\\b'"),
+        ("threads=1000000", "threads: Input should be less than or equal to 1024", "1000000"),
+        ("engine.threads=1000000", "engine.threads: Input should be less than or equal to 1024", "1000000"),
+        (f"seed={2**64}", f"seed: Input should be less than or equal to {2**62}", str(2**64)),
+        (f"validation.first_seed={2**64}", "validation.first_seed: Input should be less", str(2**64)),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place(override: str, place: str, value: str) -> None:
@@ -246,6 +267,17 @@ def test_a_wrong_value_is_named_with_its_place(override: str, place: str, value:
     assert place in text
     assert f"(got {value})" in text
     assert len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize("override", ["envs.domains={}", "envs={domains: {}}"])
+def test_an_empty_mapping_replaces_what_the_file_says(override: str) -> None:
+    assert "envs.domains: Dictionary should have at least 1 item" in refusal([override])
+    lake = build_config(TINY, ["envs.domains.lake.env_args={}"]).envs.domains["lake"]
+    assert lake.env_args == {}
+
+
+def test_an_empty_section_leaves_what_a_preset_sets() -> None:
+    assert build_config({**TINY, "preset": "gigpo", "estimator": {}}).estimator.name == "gigpo"
 
 
 def test_all_wrong_values_are_told_at_once() -> None:
@@ -264,7 +296,7 @@ def test_what_must_be_there() -> None:
         (["estimator.name=gae"], "estimator 'gae' needs a critic: add 'critic: {}'"),
         (["critic={}"], "critic does nothing for the estimator 'grpo': remove it"),
         (["reference={}"], "reference does nothing while no kl_coef is set"),
-        (["actor.temperature=0.5"], "actor.temperature 0.5 is not that of envs.sampling, 1.0: leave it out"),
+        (["actor.temperature=0.5"], "actor.temperature 0.5 is not that of sampling, 1.0: leave it out"),
         (["seed=1", "rollout.seed=2"], "rollout.seed 2 differs from seed 1: set seed alone"),
         (["rollout.batch_size=6"], "batch_size must be a multiple of group_size 4, got 6; take 4 or 8"),
         (["rollout.group_size=1"], "compares the members of a group: set rollout.group_size to 2 or more, got 1"),
@@ -277,7 +309,7 @@ def test_what_must_be_there() -> None:
         (["preset=ppo", "critic.mini_batches=9"], "critic.mini_batches must be at most rollout.batch_size 8, got 9"),
         (
             ["actor.kl_coef=0.1", "reference.temperature=0.5"],
-            "reference.temperature 0.5 is not that of envs.sampling, 1.0: leave it out",
+            "reference.temperature 0.5 is not that of sampling, 1.0: leave it out",
         ),
         (["model.path=x"], "model: layers=1 does nothing with the path 'x'"),
         (["critic.aggregation=sequence_sum", "preset=ppo"], "'sequence_sum' needs constant_length"),

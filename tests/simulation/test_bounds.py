@@ -117,11 +117,11 @@ def test_a_replica_that_runs_a_set_takes_exactly_its_steps_and_the_sum_of_w() ->
     assert simulated([(300, 700)]) == pytest.approx(bounds.alone_seconds(lone, COST), rel=1e-9)
 
 
-def test_an_episode_alone_takes_its_turns_and_its_env() -> None:
+def test_an_episode_alone_takes_its_turns_its_env_and_its_reward() -> None:
     episode = TraceEpisode((10, 20), (100, 7), (1.5, 2.5), reset=4.0, reward=9.0)
     first = 10 * (8e-3 + 5e-6) + 90e-9 * sum(range(100, 110)) + 30e-6 * 100
     second = 20 * (8e-3 + 5e-6) + 90e-9 * sum(range(117, 137)) + 30e-6 * 7
-    assert bounds.alone_seconds(episode, COST) == pytest.approx(first + second + 8.0, rel=1e-12)
+    assert bounds.alone_seconds(episode, COST) == pytest.approx(first + second + 8.0 + 9.0, rel=1e-12)
 
 
 def test_the_limit_is_the_work_or_the_share_of_the_longest() -> None:

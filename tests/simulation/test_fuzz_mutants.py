@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
@@ -12,13 +13,14 @@ import pytest
 
 from cadenza.inference.replica import Finish, Generation, PauseMode
 from cadenza.rollout.env_worker import EnvWorker
-from cadenza.rollout.group_queue import GroupQueueManager
+from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, Ledger
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
 from cadenza.rollout.records import Fate
 from cadenza.rollout.replica_health import HealthCheck
+from cadenza.rollout.staleness_bound import StalenessBound
 from cadenza.simulation.fuzzing.fuzz import examine
 from cadenza.simulation.fuzzing.scenario import Scenario
 
@@ -90,15 +92,15 @@ def test_tokens_that_are_not_booked_are_found(monkeypatch: Patch) -> None:
 
 @pytest.mark.parametrize("doubled", [False, True])
 def test_a_group_with_a_member_missing_or_doubled_is_found(monkeypatch: Patch, doubled: bool) -> None:
-    consume = GroupQueueManager._consume
+    consume = GroupQueue._consume
 
-    def sloppy(self: GroupQueueManager, group: Group, now: float) -> None:
+    def sloppy(self: GroupQueue, group: Group, now: float) -> None:
         consume(self, group, now)
         if len(group.finished) > 1:
             group.finished.pop()
             group.finished += group.finished[:1] if doubled else []
 
-    monkeypatch.setattr(GroupQueueManager, "_consume", sloppy)
+    monkeypatch.setattr(GroupQueue, "_consume", sloppy)
     assert "different members of one task" in hunt(2)
 
 
@@ -106,12 +108,12 @@ def test_a_group_with_a_member_missing_or_doubled_is_found(monkeypatch: Patch, d
 
 
 def test_a_cut_without_its_rule_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(GroupQueueManager, "_may_cut", lambda self, groups, **options: True)
+    monkeypatch.setattr(StalenessBound, "may_cut", lambda self, groups, **options: True)
     hunt(3)
 
 
 def test_admission_without_a_reservation_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(GroupQueueManager, "_limit", lambda self: self.consumed + 40)
+    monkeypatch.setattr(StalenessBound, "limit", lambda self: self.consumed + 40)
     hunt(3)
 
 
@@ -119,25 +121,26 @@ def test_admission_without_a_reservation_is_found(monkeypatch: Patch) -> None:
 
 
 def test_waiting_for_the_oldest_group_is_found(monkeypatch: Patch) -> None:
-    may_cut = GroupQueueManager._may_cut
+    cut = GroupQueue.cut
 
-    def patient(self: GroupQueueManager, groups: float, *, if_all_were_ready: bool = False) -> bool:
-        oldest = self.ledger.open_groups()[: int(groups)]
-        waits = not if_all_were_ready and any(group.state.value != "ready" for group in oldest)
-        return not waits and may_cut(self, groups, if_all_were_ready=if_all_were_ready)
+    def patient(self: GroupQueue) -> list[Group] | None:
+        groups = self.bound.demand
+        oldest = self.ledger.open_groups()[: None if groups is None or groups == math.inf else int(groups)]
+        waits = self.end_error is None and any(group.state.value != "ready" for group in oldest)
+        return None if waits else cut(self)
 
-    monkeypatch.setattr(GroupQueueManager, "_may_cut", patient)
+    monkeypatch.setattr(GroupQueue, "cut", patient)
     assert "was possible at" in hunt(4)
 
 
 def test_the_youngest_first_is_found(monkeypatch: Patch) -> None:
-    make_ready = GroupQueueManager._make_ready
+    make_ready = GroupQueue.make_ready
 
-    def upside_down(self: GroupQueueManager, group: Group) -> None:
+    def upside_down(self: GroupQueue, group: Group) -> None:
         make_ready(self, group)
         self._ready[:] = sorted((-group.id, group) for _, group in self._ready)
 
-    monkeypatch.setattr(GroupQueueManager, "_make_ready", upside_down)
+    monkeypatch.setattr(GroupQueue, "make_ready", upside_down)
     assert "was left behind" in hunt(4)
 
 

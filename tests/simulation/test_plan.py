@@ -12,8 +12,15 @@ from cadenza.cli import main
 from cadenza.simulation.comparison.cli_args import InvalidArgument, with_cost
 from cadenza.simulation.comparison.experiment import Trial, TrialPool
 from cadenza.simulation.comparison.figures import RunFigures
-from cadenza.simulation.comparison.workloads import LogNormal, SingleTurnSpec, Workload, find_workload, w4
-from cadenza.simulation.planning.plan import ENVS, KV, LONGEST, TRAINER, WORK, StepLimits, make_plan
+from cadenza.simulation.comparison.workloads import (
+    LogNormal,
+    RewardLatency,
+    SingleTurnSpec,
+    Workload,
+    find_workload,
+    w4,
+)
+from cadenza.simulation.planning.plan import ENVS, KV, LONGEST, REWARDS, TRAINER, WORK, StepLimits, make_plan
 from cadenza.simulation.virtual_cluster.cost import A100_QWEN25_7B
 
 SMALL = replace(
@@ -97,6 +104,7 @@ def test_a_real_plan_is_the_same_twice_and_keeps_the_bound() -> None:
         (replace(SMALL, groups=600, train_seconds=1e-6), 8.0, 4, WORK),
         (replace(find_workload("W2"), gpus=8), 8.0, 2, KV),
         (replace(w4(10.0), groups=4), 1.0, 4, ENVS),
+        (replace(SMALL, rewards=RewardLatency(LogNormal(0.5, 0.8), 0.5, 300.0)), 1.0, 4, REWARDS),
     ],
 )
 def test_what_limits_a_step_has_a_name(workload: Workload, alpha: float, train_gpus: int, reason: str) -> None:

@@ -18,7 +18,7 @@ from cadenza.observe.run import RunDirectory
 from cadenza.rollout.trace import RunStep, TraceGroup, TraceMember
 from cadenza.simulation.comparison import calibration
 from cadenza.simulation.comparison.baselines import BarrierStrategy, GroupQueueStrategy
-from cadenza.simulation.comparison.bounds import Demand
+from cadenza.simulation.comparison.bounds import Demand, alone_seconds
 from cadenza.simulation.comparison.episodes import trace_of
 from cadenza.simulation.comparison.experiment import (
     STRATEGIES,
@@ -151,6 +151,23 @@ def test_a_batch_waits_for_its_rewards(strategy: str) -> None:
     assert trial(strategy, 0.0, slow).run().wait_seconds > trial(strategy, 0.0, quick).run().wait_seconds + 5
 
 
+def test_the_limit_counts_the_reward_of_the_longest_trajectory() -> None:
+    """The longest answer has a quick reward, and another one is longer with its reward."""
+    groups = ((TraceEpisode((900,), (5,), reward=0.5), TraceEpisode((300,), (5,), reward=60.0)),)
+    workload = replace(SMALL, groups=1, group_size=2, responses=None, recorded=groups)
+    figures = Trial(workload, "cadenza", 1.0, 0, StrategySettings(1), steps=6, warm_up=2).run()
+    assert figures.limit_seconds == alone_seconds(groups[0][1], SMALL.cost) / 2
+    assert figures.limit_seconds <= figures.step_seconds < 1.1 * figures.limit_seconds
+
+
+def test_the_tail_of_slow_rewards_costs_no_more_than_the_bound_makes_it() -> None:
+    settings = TUNED_SETTINGS["W6", "cadenza", 4.0]
+    figures = Trial(find_workload("W6"), "cadenza", 4.0, 0, settings, steps=20, warm_up=12).run()
+    assert figures.step_seconds <= 1.12 * figures.limit_seconds
+    assert (figures.staleness_max, figures.waste) == (4, {})
+    assert figures.length_bias == pytest.approx(1, abs=0.02)
+
+
 def test_the_longest_alone_is_what_a_single_sample_takes() -> None:
     """One GPU, one sample in a batch: nothing can overlap, so the step is the sum of its parts."""
     lone = replace(SMALL, gpus=1, groups=1, group_size=1, recorded=((TraceEpisode((500,), (100,)),),), responses=None)
@@ -232,6 +249,13 @@ def test_a_search_finds_nothing_worse_than_the_first_guess() -> None:
         )
     assert best.efficiency >= first.efficiency
     assert 1 <= found.train_gpus < SMALL.gpus
+
+
+def test_a_search_leaves_given_settings_as_they_are() -> None:
+    given = {"extra_members": 3, "train_gpus": 2}
+    with trial_pool(1) as pool:
+        found = search(pool, SMALL, "group-queue", 1.0, given)
+    assert (found.extra_members, found.train_gpus) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,9 @@ def test_what_a_run_records_comes_back_as_its_workload(tmp_path: Path) -> None:
 
     task = Task("t/0", 0)
     first = Trajectory(0, task, 0, 0, 0, 0, 1, [turn(7, 3, 1.0, 2.0), turn(4, 5, 2.5, 4.0)], started=0.5, ended=4.75)
-    second = Trajectory(1, task, 0, 1, 0, 0, 1, [turn(7, 9, 0.5, 3.0)], started=0.5, ended=3.0)
+    second = Trajectory(1, task, 0, 1, 0, 0, 1, [turn(7, 9, 0.5, 3.0)], started=0.5, ended=3.0, scored=4.5)
     recorder = TraceRecorder(collate)
     assert len(recorder([first, second])) == 2
     recorder.save(tmp_path / "run.json", gpus=2, groups=1)
     recorded = read_trace(tmp_path / "run.json").recorded
-    assert recorded == ((TraceEpisode((3, 5), (7, 4), (0.5, 0.75), 0.5), TraceEpisode((9,), (7,), (0.0,))),)
+    assert recorded == ((TraceEpisode((3, 5), (7, 4), (0.5, 0.75), 0.5), TraceEpisode((9,), (7,), (0.0,), reward=1.5)),)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from cadenza.cluster import Cluster, Placement, RoleConfig
-from cadenza.config import Config, load_object
+from cadenza.config import Config, Threads, load_object
 from cadenza.inference.replica import Replica
 from cadenza.inference.server import ServerConfig
+from cadenza.user_code import named_user_code
 
 if TYPE_CHECKING:
     from cadenza.run.inference import InferenceSpec, WeightDelivery
@@ -78,7 +79,8 @@ def find_engine(kind: str) -> EngineKind:
     found = load_object(ENGINES.get(kind, kind))
     if not isinstance(found, type) or not issubclass(found, EngineKind):
         raise ValueError(f"'{kind}' is {found!r}: name a subclass of cadenza.run.engines.EngineKind")
-    return found()
+    with named_user_code("engine.kind", kind, passes=(ValueError,)):
+        return found()
 
 
 class EngineConfig(Config):
@@ -95,7 +97,7 @@ class EngineConfig(Config):
     """Prompt tokens computed in one step."""
     keep_kv: bool = False
     """Go on with what was cached under older weights. Faster, but the logprobs are of a mixture."""
-    threads: int | None = Field(default=None, gt=0)
+    threads: Threads | None = None
     python: str | None = None
     """The interpreter of the environment that vLLM is installed in; None is the one of this process."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -123,5 +125,6 @@ class EngineConfig(Config):
             if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                 kinds = " or ".join(f"'{kind}'" for kind in ENGINES if name in find_engine(kind).settings)
                 raise ValueError(f"{name} does nothing with kind '{self.kind}', it is for {kinds}: remove it")
-        engine.check(self)
+        with named_user_code("engine.kind", self.kind, passes=(ValueError,)):
+            engine.check(self)
         return self

@@ -1,4 +1,4 @@
-"""Lower bounds of the time of a step, which no schedule can beat, and the bound of a work-conserving one.
+"""Lower limits of the time of a step, and the bound of a work-conserving schedule.
 
 The symbols are those of docs/simulation.md: K GPUs; a batch of N samples; alpha, the asynchronous ratio; a sample
 writes L tokens behind a prompt of P tokens. Each turn of a longer episode counts as a sample: its prompt is the whole
@@ -91,9 +91,10 @@ def marginal_seconds(demand: Demand, cost: CostModel) -> float:
 
 
 def alone_seconds(episode: TraceEpisode, cost: CostModel) -> float:
-    """Return T1: the seconds of an episode that has a replica to itself, its env included."""
+    """Return T1: the seconds of an episode that has a replica to itself, until its reward is known."""
     demand = Demand.of([[episode]])
-    return cost.a * demand.written + marginal_seconds(demand, cost) + episode.env_seconds
+    generation = cost.a * demand.written + marginal_seconds(demand, cost)
+    return generation + episode.env_seconds + episode.reward
 
 
 def balanced_seconds(demand: Demand, cost: CostModel, replicas: int) -> float:
@@ -104,7 +105,11 @@ def balanced_seconds(demand: Demand, cost: CostModel, replicas: int) -> float:
 def limit_seconds(
     demand: Demand, cost: CostModel, seconds_per_token: float, gpus: int, longest_alone: float, alpha: float
 ) -> float:
-    """Return the shortest possible step that drops nothing: the work, or the share of the longest sample."""
+    """Return the work of a step, or the share of the longest sample: what a schedule that drops nothing can reach.
+
+    The longest sample holds the alpha + 1 steps of its own life up and no others. So the mean step of a run can be
+    shorter than this where so long a sample is rare, and never shorter than the work.
+    """
     work = generation_seconds(demand, cost) + training_seconds(demand, seconds_per_token)
     return max(work / gpus, longest_alone / (alpha + 1))
 

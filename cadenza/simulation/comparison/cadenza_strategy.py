@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import PauseMode, Replica, Request, Sampling, Tokens
+from cadenza.rewards import Sample
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.model import Model
@@ -160,7 +161,8 @@ class CadenzaStrategy(ScheduleStrategy):
     def _length(self, request: Request) -> int:
         return self._lengths[request.session]
 
-    async def _reward(self, trajectory: Trajectory) -> float:
+    async def _reward(self, sample: Sample) -> float:
+        trajectory: Trajectory = sample.trajectory
         await asyncio.sleep(self.trace.episode(trajectory.task.seed, trajectory.member).reward)
         return 0.0
 

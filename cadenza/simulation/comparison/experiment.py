@@ -173,7 +173,7 @@ def evaluate(
     if settings is None and not search_anew:
         settings = TUNED_SETTINGS.get((workload.name, strategy, alpha))
     if settings is None:
-        settings = search(pool, workload, strategy, alpha)
+        settings = search(pool, workload, strategy, alpha, given)
     settings = replace(settings, **(given or {}))
     figures = pool.run(Trial(workload, strategy, alpha, seed, settings, steps, warm_up) for seed in seeds)
     return StrategyResult(workload.name, strategy, alpha, settings, tuple(figures))
@@ -182,9 +182,13 @@ def evaluate(
 # -- the best settings -------------------------------------------------------------------------------------------------
 
 
-def search(pool: TrialPool, workload: Workload, strategy: str, alpha: float) -> StrategySettings:
-    """Return the settings with the highest efficiency, found by coordinate search until no axis improves them."""
-    best = first_guess(workload, strategy, alpha)
+def search(
+    pool: TrialPool, workload: Workload, strategy: str, alpha: float, given: Mapping[str, Any] | None = None
+) -> StrategySettings:
+    """Return the settings with the highest efficiency, found by coordinate search until no axis improves them. The
+    fields of `given` stay as they are."""
+    held = dict(given or {})
+    best = replace(first_guess(workload, strategy, alpha), **held)
     known: dict[StrategySettings, float] = {}
 
     def measure(candidates: list[StrategySettings]) -> None:
@@ -198,7 +202,8 @@ def search(pool: TrialPool, workload: Workload, strategy: str, alpha: float) -> 
     while True:
         before = best
         for candidates in _axes(workload, strategy, alpha):
-            here = [best, *(settings for settings in candidates(best) if _fits(settings, workload, strategy, alpha))]
+            others = [replace(settings, **held) for settings in candidates(best)]
+            here = [best, *(settings for settings in others if _fits(settings, workload, strategy, alpha))]
             measure(here)
             best = max(here, key=lambda settings: known[settings])
         if best == before:

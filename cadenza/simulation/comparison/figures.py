@@ -160,6 +160,4 @@ class FiguresBuilder:
         """Return T1 of the longest trajectory among the first groups of the trace."""
         cost, members = self.workload.cost, range(self.workload.group_size)
         episodes = (self.trace.episode(group, member) for group in range(groups) for member in members)
-        if self.workload.responses is not None:  # one turn: the longest answer takes longest
-            return bounds.alone_seconds(max(episodes, key=lambda episode: episode.lengths), cost)
         return max(bounds.alone_seconds(episode, cost) for episode in episodes)

@@ -16,6 +16,7 @@ import numpy as np
 
 from cadenza.envs.protocol import Outcome
 from cadenza.inference.replica import Tokens
+from cadenza.rewards import Sample
 from cadenza.rollout.records import Trajectory
 from cadenza.simulation.fuzzing.keyed_random import hash64, latency
 from cadenza.simulation.fuzzing.scenario import DomainSpec, Scenario
@@ -150,20 +151,20 @@ class _RewardFunction:
             return FOREVER
         return latency(self.domain.reward_seconds, self.domain.grid, self.world.scenario.seed, number, 2)
 
-    async def asynchronous(self, trajectory: Trajectory) -> float:
+    async def asynchronous(self, sample: Sample) -> float:
         seconds = self.seconds()
         fault = self._fault
         if seconds:
             await asyncio.sleep(seconds)
-        return self._score(trajectory, fault)
+        return self._score(sample, fault)
 
-    def __call__(self, trajectory: Trajectory) -> float:
-        return self._score(trajectory, self._fault)
+    def __call__(self, sample: Sample) -> float:
+        return self._score(sample, self._fault)
 
-    def _score(self, trajectory: Trajectory, fault: Fault | None) -> float:
+    def _score(self, sample: Sample, fault: Fault | None) -> float:
         if fault is not None and fault.kind == "reward_exception":
             raise SimulatedFault("the reward was told to raise")
-        return self.world.score(self.scheduler, trajectory)
+        return self.world.score(self.scheduler, sample.trajectory)
 
 
 class SimEnv:

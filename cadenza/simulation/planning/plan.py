@@ -43,7 +43,8 @@ CLOSE = 0.05
 SAMPLED = 8
 """Batches of the trace from which bounds are computed."""
 
-WORK, KV, TRAINER, LONGEST, ENVS = "rollout work", "KV cache", "trainer", "longest trajectory", "envs"
+WORK, KV, TRAINER = "rollout work", "KV cache", "trainer"
+LONGEST, ENVS, REWARDS = "longest trajectory", "envs", "rewards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +283,15 @@ class StepLimits:
         generation = generation / generators + workload.sync_seconds
         training += workload.sync_seconds
         alone = bounds.alone_seconds(self.longest, workload.cost)
-        waits = self.longest.env_seconds > alone / 2
+        longest = LONGEST
+        if self.longest.env_seconds > alone / 2:
+            longest = ENVS
+        elif self.longest.reward > alone / 2:
+            longest = REWARDS
         return {
             KV if bounds.is_bound_by_memory(demand, workload.cost) else WORK: generation,
             TRAINER: training,
-            ENVS if waits else LONGEST: alone / (alpha + 1),
+            longest: alone / (alpha + 1),
         }
 
 
@@ -325,6 +330,7 @@ def _limit(chosen: Prediction) -> str:
         TRAINER: "training",
         LONGEST: f"the longest trajectory over alpha + 1 = {chosen.alpha + 1:g} steps",
         ENVS: f"the envs of the longest trajectory over alpha + 1 = {chosen.alpha + 1:g} steps",
+        REWARDS: f"the reward of the longest trajectory over alpha + 1 = {chosen.alpha + 1:g} steps",
     }
     return f"{reasons[chosen.limited_by]} takes {chosen.explained:.0%} of a step"
 

@@ -45,5 +45,8 @@ class LengthCodec:
     def encode(self, observation: object, *, first: bool, last: int | None = None) -> Tokens:
         raise TypeError(f"simulated envs observe tokens, got {observation!r}")
 
+    def encode_text(self, text: str) -> Tokens:
+        raise TypeError(f"simulated rollouts speak in tokens, got {text!r}")
+
     def decode(self, tokens: Tokens) -> str:
         return "x" * len(tokens)

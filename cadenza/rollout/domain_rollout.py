@@ -1,0 +1,100 @@
+"""What an env worker runs for one domain: its env, its rollout function, its sampling, its reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cadenza import envs
+from cadenza.envs.protocol import EnvType
+from cadenza.rewards import DomainReward, RewardConfig, Sample, Scored
+from cadenza.rollout import rollout_functions
+from cadenza.rollout.config import DomainConfig, EnvManagerConfig
+from cadenza.rollout.model import Codec, RolloutContext
+from cadenza.rollout.records import Trajectory
+from cadenza.rollout.reward_pool import PooledReward
+from cadenza.rollout.rollout_functions import RolloutFunction
+
+
+@dataclass(frozen=True, slots=True)
+class DomainRollout:
+    """How the attempts of one domain run."""
+
+    env_type: EnvType | None
+    """None where the rollout asks the model and nothing else."""
+    rollout_function: RolloutFunction
+    context: RolloutContext
+    """What its attempts share, with the sampling of this domain."""
+    reward: DomainReward | PooledReward | None
+    """None where the score is the sum of what the env paid."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        domain: DomainConfig,
+        config: EnvManagerConfig,
+        shared: RolloutContext,
+        reward: DomainReward | PooledReward | None,
+    ) -> DomainRollout:
+        type = None
+        if domain.env is not None:
+            type = EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
+        function = domain.rollout or (config.rollout if type is not None else "single_turn")
+        context = shared if domain.sampling is None else replace(shared, sampling=domain.sampling)
+        return cls(type, rollout_functions.make(function), context, reward)
+
+
+def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, RewardConfig]]:
+    """The rewards of each domain that has any, by name. Where a reward does not say it itself, one call may take
+    `reward_seconds`, and one that is late is asked again up to so many `tries`."""
+    patience = {"seconds": config.reward_seconds, "tries": tries}
+    found: dict[str, dict[str, RewardConfig]] = {}
+    for domain, settings in config.domains.items():
+        rewards = settings.rewards or ({settings.reward.short_name: settings.reward} if settings.reward else {})
+        if rewards:
+            found[domain] = {
+                name: reward.model_copy(
+                    update={key: value for key, value in patience.items() if key not in reward.model_fields_set}
+                )
+                for name, reward in rewards.items()
+            }
+    return found
+
+
+def sample_of(trajectory: Trajectory, codec: Codec) -> Sample:
+    """What a reward sees of a finished episode. The response is the last one."""
+    row: Mapping[str, Any] = trajectory.task.data if isinstance(trajectory.task.data, Mapping) else {}
+    last = trajectory.turns[-1]
+    asked = row.get("messages")
+    messages: list[Mapping[str, Any]] = []
+    for number, turn in enumerate(trajectory.turns):
+        if number == 0 and isinstance(asked, (list, tuple)):
+            messages.extend(asked)
+        else:
+            messages.append({"role": "user", "content": codec.decode(turn.prompt)})
+        messages.append({"role": "assistant", "content": codec.decode(turn.response)})
+    return Sample(
+        response=messages[-1]["content"],
+        prompt=str(messages[-2]["content"]),
+        row=row,
+        messages=tuple(messages),
+        domain=trajectory.task.domain,
+        finish=last.finish.value,
+        prompt_tokens=last.prompt,
+        response_tokens=last.response,
+        trajectory=trajectory,
+    )
+
+
+def add_score(trajectory: Trajectory, scored: Scored) -> None:
+    """Book what the reward said of an episode."""
+    trajectory.score = scored.value
+    said: dict[str, object] = {}
+    if scored.success is not None:
+        said["success"] = scored.success
+    if len(scored.parts) > 1:  # one alone is the score
+        said["rewards"] = dict(scored.parts)
+    if said:
+        trajectory.info = {**(trajectory.info or {}), **said}

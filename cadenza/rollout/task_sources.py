@@ -1,0 +1,119 @@
+"""Where the tasks of a domain come from: seeds, rows that are given, or the rows of a dataset."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cadenza.datasets import Dataset, RowError, open_dataset
+from cadenza.rollout.config import DomainConfig
+from cadenza.rollout.records import Task
+
+CountTokens = Callable[[Any], int]
+"""The tokens of a prompt, given as chat messages."""
+
+
+class TaskSource:
+    """The tasks of a domain in one order, which does not change over a restart."""
+
+    count: int | None
+    """Tasks there are; None when they never run out."""
+    description: str
+    """The source in words: a resumed run must say the same."""
+
+    def at(self, position: int) -> Task | None:
+        """The task at a position of the order, None behind the last one."""
+        raise NotImplementedError
+
+    def record(self, task: Task, scores: Sequence[float]) -> None:
+        """What came of the group of a task: what a curriculum follows."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs besides its position."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` returned."""
+
+
+class Seeds(TaskSource):
+    """Tasks that are only a seed."""
+
+    def __init__(self, name: str, count: int | None, first: int) -> None:
+        if count is not None and count <= 0:
+            raise ValueError(f"domains.{name}.tasks must be positive, got {count}; None means an endless stream")
+        self.count = count
+        self.description = f"{'endless' if count is None else count} seeds from {first}"
+        self._name, self._first = name, first
+
+    def at(self, position: int) -> Task | None:
+        if self.count is not None and position >= self.count:
+            return None
+        seed = self._first + position
+        return Task(id=f"{self._name}/{seed}", seed=seed, domain=self._name)
+
+
+class Rows(TaskSource):
+    """Rows that the config holds; each passes once."""
+
+    def __init__(self, name: str, rows: Sequence[Any]) -> None:
+        if not rows:
+            raise ValueError(f"domains.{name}.tasks is empty")
+        ids = [task.id for task in rows if isinstance(task, Task)]
+        if twice := next((id for id, count in Counter(ids).items() if count > 1), None):
+            raise ValueError(f"domains.{name}.tasks has two tasks with the id '{twice}'; ids must be unique")
+        self.count = len(rows)
+        self.description = f"{len(rows)} rows"
+        self._name, self._rows = name, rows
+
+    def at(self, position: int) -> Task | None:
+        if position >= len(self._rows):
+            return None
+        row = self._rows[position]
+        if not isinstance(row, Task):
+            return Task(id=f"{self._name}/{position}", seed=position, domain=self._name, data=row, row=position)
+        if row.domain != self._name:
+            raise ValueError(f"task '{row.id}' says domain '{row.domain}', but stands under domains.{self._name}")
+        return row
+
+
+class DatasetRows(TaskSource):
+    """The rows of a dataset, in the order of its epochs."""
+
+    def __init__(self, name: str, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.count = dataset.count
+        self.description = dataset.source
+        self._name = name
+
+    def at(self, position: int) -> Task | None:
+        try:
+            found = self.dataset.at(position)
+        except RowError as error:  # its attempt fails with it, as data, and the ledger says so
+            return Task(id=f"{self._name}/bad@{position}", seed=0, domain=self._name, data=error)
+        if found is None:
+            return None
+        row, epoch, data = found
+        id = f"{self._name}/{row}" if epoch == 0 else f"{self._name}/{row}@{epoch}"
+        return Task(id=id, seed=row, domain=self._name, data=data, row=row, epoch=epoch)
+
+    def record(self, task: Task, scores: Sequence[float]) -> None:
+        self.dataset.record(task.row, min(max(sum(scores) / len(scores), 0.0), 1.0))
+
+    def state(self) -> dict[str, Any]:
+        return self.dataset.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.dataset.load_state(state)
+
+
+def open_tasks(
+    key: str, name: str, config: DomainConfig, first_seed: int, seed: int, count_tokens: CountTokens | None
+) -> TaskSource:
+    """The tasks that a domain's config names. Datasets of the same rows under other keys have other orders."""
+    if config.data is not None:
+        return DatasetRows(name, open_dataset(config.data, key=key, seed=seed, count_tokens=count_tokens))
+    if config.tasks is None or isinstance(config.tasks, int):
+        return Seeds(name, config.tasks, first_seed)
+    return Rows(name, config.tasks)

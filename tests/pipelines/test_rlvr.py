@@ -1,0 +1,308 @@
+"""Whole runs on datasets: `pipeline: rlvr` over small files of sums, spelling and choices."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pipeline_cases import Commands, Done, cadenza, column, lines, until
+
+from cadenza.datasets.jsonl import JsonLines
+
+KILLS = int(os.environ.get("CADENZA_KILLS", "3"))
+"""How often the run that is killed is killed; `CADENZA_KILLS=20` for all that an issue asks."""
+
+COUNTING_PIPELINE = """
+import json
+from cadenza.pipelines.rlvr import RlvrPipeline
+
+class Counting(RlvrPipeline):
+    async def finish_step(self):
+        rows = [id for chunk in self._trained_chunks for id in chunk.non_tensor_batch["task_id"]]
+        await super().finish_step()
+        path = self.run.path / "trained"
+        path.mkdir(exist_ok=True)
+        (path / f"{self.progress.step}.json").write_text(json.dumps(list(rows)))
+"""
+
+
+def rows_file(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path.name
+
+
+def sums(count: int, first: int = 0) -> list[dict[str, Any]]:
+    return [{"prompt": f"{n % 10}+{n // 10 % 10}=", "answer": str(n % 10)} for n in range(first, first + count)]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with rows for training and for validation, which is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    rows_file(tmp_path / "sums.jsonl", sums(40))
+    rows_file(tmp_path / "held.jsonl", sums(6, 40))
+    return tmp_path
+
+
+TINY: dict[str, Any] = {
+    "pipeline": "rlvr",
+    "name": "tiny",
+    "steps": 2,
+    "preset": "grpo",
+    "model": {"layers": 1, "hidden": 32, "heads": 2},
+    "domains": {"sums": {"data": "sums.jsonl", "reward": "exact", "validation": "held.jsonl"}},
+    "sampling": {"max_tokens": 2},
+    "rollout": {"batch_size": 16, "group_size": 4},
+    "trackers": [],
+}
+
+
+def written(directory: Path, **changes: Any) -> Path:
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump({**TINY, **changes}))
+    return path
+
+
+def trained(directory: Path, *overrides: str, **changes: Any) -> Done:
+    done = cadenza("train", written(directory, **changes), *overrides, "--json")
+    assert done.code == 0, done.err
+    return done
+
+
+def refused(directory: Path, *overrides: str, **changes: Any) -> str:
+    """What a run that must not begin says."""
+    done = cadenza("train", written(directory, **changes), *overrides)
+    assert done.code != 0
+    assert "Traceback" not in done.err
+    return " ".join(done.err.split())
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_of_prompts_and_a_reward_are_enough_for_a_run(here: Path) -> None:
+    done = trained(here)
+    assert done.figures["domains"].keys() == {"sums"}
+    assert done.figures["domains"]["sums"]["samples"] == done.figures["samples"] == 32
+    assert done.figures["domains"]["sums"]["share"] == 1.0
+    assert column(done.run, "val/episodes")[0] == 6
+
+
+def test_the_rows_that_are_trained_are_chat_messages_and_reach_the_samples_as_text(here: Path) -> None:
+    done = trained(here, samples=16)
+    sample = next(sample for sample in lines(done.run, "samples") if sample["mode"] == "train")
+    asked = {row["prompt"] for row in sums(40)}
+    assert sample["turns"][0]["prompt"] in asked
+    assert sample["task"].startswith("sums/")
+
+
+def test_a_run_ends_with_its_epochs(here: Path) -> None:
+    done = trained(
+        here,
+        steps=100,
+        domains={"sums": {"data": {"path": "sums.jsonl", "epochs": 2}, "reward": "exact"}},
+        validation=None,
+    )
+    assert done.figures["ended"] == "the tasks ran out"
+    assert done.figures["samples"] == 40 * 2 * 4
+
+
+def test_domains_share_the_samples_by_weight_and_each_has_its_own_reward_rollout_and_sampling(here: Path) -> None:
+    (here / "domains_code.py").write_text(
+        "async def twice(task, env, model):\n"
+        "    await model.chat(task.data['messages'])\n"
+        "    await model.chat('again')\n\n"
+        "def turns(sample):\n"
+        "    return len(sample.trajectory.turns)\n\n"
+        "def short(sample):\n"
+        "    return float(len(sample.response_tokens))\n"
+    )
+    done = trained(
+        here,
+        steps=5,
+        domains={
+            "sums": {"data": "sums.jsonl", "reward": "exact", "weight": 2},
+            "twice": {"data": "sums.jsonl", "reward": "domains_code:turns", "rollout": "domains_code:twice"},
+            "short": {"data": "sums.jsonl", "reward": "domains_code:short", "sampling": {"max_tokens": 1}},
+        },
+        validation=None,
+    )
+    shares = {name: domain["share"] for name, domain in done.figures["domains"].items()}
+    assert shares == {"sums": 0.5, "twice": 0.25, "short": 0.25}
+    assert set(column(done.run, "train/twice/score").values()) == {2.0}
+    assert set(column(done.run, "train/twice/turns").values()) == {2.0}
+    assert set(column(done.run, "train/short/response_tokens").values()) == {1.0}
+
+
+def test_rewards_are_combined_and_each_is_a_metric(here: Path) -> None:
+    (here / "parts.py").write_text("def one(sample):\n    return 1.0\n\ndef half(sample):\n    return 0.5\n")
+    done = trained(
+        here,
+        domains={
+            "sums": {
+                "data": "sums.jsonl",
+                "rewards": {"a": "parts:one", "b": {"name": "parts:half", "weight": -1.0}},
+            }
+        },
+        validation=None,
+    )
+    assert set(column(done.run, "train/score").values()) == {0.5}
+    assert set(column(done.run, "train/reward/a").values()) == {1.0}
+    assert set(column(done.run, "train/reward/b").values()) == {0.5}
+
+
+# -- validation --------------------------------------------------------------------------------------------------------
+
+
+def test_a_validation_with_k_samples_gives_avg_and_pass_at_k(here: Path) -> None:
+    done = trained(here, validation={"every": 2, "samples": 4})
+    first = next(line for line in lines(done.run) if "val/success" in line)
+    assert first["val/episodes"] == 6 * 4
+    assert first["val/avg@4"] == first["val/pass@1"] == first["val/success"]
+    assert first["val/pass@1"] <= first["val/pass@2"] <= first["val/pass@4"]
+
+
+def test_a_validation_beside_the_training_gives_its_figures_at_the_step_it_began(here: Path) -> None:
+    done = trained(here, steps=4, validation={"every": 2, "beside": True})
+    assert sorted(column(done.run, "val/success")) == [0, 2, 4]
+    order = [("val" if "val/success" in line else "train", line["step"]) for line in lines(done.run)]
+    assert order.index(("val", 0)) > order.index(("train", 1)), "the first step did not wait for it"
+
+
+# -- dynamic sampling --------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_always_or_never_solved_rest_and_the_books_say_so(here: Path) -> None:
+    (here / "resting_code.py").write_text(
+        "def some(sample):\n"
+        "    number = int(sample.prompt[0])\n"
+        "    return sample.trajectory.member % 2 if number < 5 else float(number == 9)\n"
+    )
+    done = trained(
+        here,
+        steps=30,
+        domains={"sums": {"data": "sums.jsonl", "reward": "resting_code:some", "rest": 2, "difficulty": [0.1, 0.9]}},
+        validation=None,
+    )
+    last = lines(done.run)[-1]
+    assert last["tasks/resting"] == 20, "those that begin with 5 and more"
+    assert last["tasks/rested"] > 0
+    assert set(column(done.run, "train/score").values()) == {0.5}
+    assert last["fate/filtered"] > 0
+
+
+# -- a run that is killed ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[Commands]:
+    with Commands() as commands:
+        yield commands
+
+
+def test_every_row_is_trained_once_per_epoch_however_often_the_run_is_killed(here: Path, commands: Commands) -> None:
+    """Counted over the updates that the last weights come from: a step that is trained again counts with its last
+    life."""
+    (here / "counting.py").write_text(COUNTING_PIPELINE)
+    names = ("first", "second", "third")
+    for name in names:
+        rows_file(here / f"{name}.jsonl", sums(200))
+    written(
+        here,
+        pipeline="counting:Counting",
+        steps=10_000,
+        domains={name: {"data": {"path": f"{name}.jsonl", "epochs": 2}, "reward": "exact"} for name in names},
+        rollout={"batch_size": 24, "group_size": 2, "alpha": 1.0},
+        checkpoint={"every": 3},
+        validation=None,
+    )
+    draw = random.Random(7)
+    run = here / "runs" / "tiny"
+    arguments: tuple[str, ...] = ("train", "config.yaml")
+    for _ in range(KILLS):
+        running = commands.start(here, *arguments, "--json")
+        if arguments[0] == "train":
+            until(lambda: any((run / "checkpoints").glob("step-*")))
+        target = sum(1 for _ in (run / "trained").glob("*.json")) + draw.randint(1, 6) if run.exists() else 3
+        until(lambda target=target: sum(1 for _ in (run / "trained").glob("*.json")) >= min(target, 99))
+        running.signal(signal.SIGKILL)
+        assert running.wait().code == -signal.SIGKILL
+        arguments = ("resume", "runs/tiny")
+    done = commands.run(here, *arguments, "--json")
+    assert done.code == 0, done.err
+    assert done.figures["ended"] == "the tasks ran out"
+    ids = [
+        id
+        for step in range(1, done.figures["steps"] + 1)
+        for id in json.loads((run / "trained" / f"{step}.json").read_text())
+    ]
+    wanted = {f"{name}/{row}{epoch}": 2 for name in names for row in range(200) for epoch in ("", "@1")}
+    assert Counter(ids) == wanted, "two members of each group"
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_without_its_answer_is_named_with_file_row_and_field(here: Path) -> None:
+    rows_file(here / "sums.jsonl", [*sums(3), {"prompt": "2+2="}])
+    said = refused(here)
+    assert "sums.jsonl" in said
+    assert "'answer'" in said
+    assert "4" in said, "the line"
+
+
+def test_a_malformed_line_is_named(here: Path) -> None:
+    with (here / "sums.jsonl").open("a") as file:
+        file.write('{"prompt": "2+2=", \n')
+    assert "sums.jsonl" in refused(here)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"domains": {"sums": {"data": "nowhere.jsonl", "reward": "exact"}}, "validation": None},
+            "no file nowhere.jsonl",
+        ),
+        ({"domains": {"sums": {"data": "sums.jsonl"}}}, "the answers need a reward"),
+        ({"domains": {"sums": {"reward": "exact"}}}, "domains.sums.data: Field required"),
+        ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exact", "weight": 0}}}, "domains.sums.weight"),
+        ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exat"}}}, "did you mean 'exact'?"),
+        ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exact", "env": "guess"}}}, "pipeline: agentic"),
+        ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exact"}}}, "no domain has rows to validate with"),
+        ({"cold_start": {"source": "format"}}, "give it rows with cold_start.data"),
+    ],
+)
+def test_a_domain_that_cannot_be_trained_is_refused(here: Path, changes: dict[str, Any], said: str) -> None:
+    assert said in refused(here, **changes)
+
+
+def test_a_dataset_that_is_shorter_than_a_batch_fills_it_with_its_next_epochs(here: Path) -> None:
+    rows_file(here / "sums.jsonl", sums(3))
+    assert trained(here).figures["samples"] == 32
+
+
+def test_a_bad_row_behind_those_that_are_checked_costs_its_own_attempts_and_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(JsonLines, "checked_rows", 10)
+    rows = sums(100)
+    del rows[50]["answer"]
+    rows_file(here / "sums.jsonl", rows)
+    done = trained(
+        here,
+        steps=1000,
+        rollout={"batch_size": 50, "group_size": 2},
+        domains={"sums": {"data": {"path": "sums.jsonl", "epochs": 1}, "reward": "exact"}},
+        validation=None,
+    )
+    assert done.figures["samples"] == 99 * 2
+    assert "a row is left out: sums.jsonl line 51: the field 'answer' is missing" in caplog.text

@@ -1,0 +1,141 @@
+"""Rollouts that branch, ask side by side, and change the sampling of a call. Every row is exact, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from builders import build, column, fates, got, playing, rows, simulate, timed
+
+from cadenza.inference.replica import Request
+from cadenza.rollout.model import Model
+from cadenza.rollout.records import Task
+from cadenza.testing import FakeReplica
+
+
+def words(request: Request) -> list[int]:
+    draw = random.Random(request.seed)
+    return [draw.randrange(65, 91) for _ in range(6)]
+
+
+def replica(seconds: float = 1.0) -> FakeReplica:
+    return FakeReplica(words, seconds=seconds)
+
+
+def said(batch: Any) -> list[tuple[str, str]]:
+    """Of each row, all tokens as text, and under those that train a '^'."""
+    masks = rows(batch, "response_mask")
+    return [
+        (bytes(ids.tolist()).decode(), "".join(".^"[int(bit)] for bit in mask))
+        for ids, mask in zip(rows(batch, "input_ids"), masks, strict=True)
+    ]
+
+
+def test_branches_are_rows_that_begin_with_the_tokens_before_and_train_their_own() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        await model.chat("think. ")
+        other = model.branch()
+        await asyncio.gather(model.chat("short "), other.chat("long "))
+        await other.chat("more ")
+
+    async def main() -> None:
+        async with playing([replica()], rollout=play, batch_size=1, group_size=1) as scheduler:
+            batch, when = await timed(got(scheduler, 1))
+            assert when == 3.0, "the branches are asked side by side"
+            assert column(batch, "traj_id") == [0, 0]
+            (root, root_mask), (branch, branch_mask) = said(batch)
+            thought = root[7:13]
+            assert root == f"think. {thought}short {root[-6:]}"
+            assert root_mask == "......." + "^" * 6 + "......" + "^" * 6
+            assert branch.startswith(f"think. {thought}long ")
+            assert branch_mask == "." * (7 + 6 + 5) + "^" * 6 + "." * 5 + "^" * 6
+            assert column(batch, "turns") == [4, 4]
+
+    simulate(main)
+
+
+def test_the_tokens_of_branches_do_not_depend_on_which_one_is_faster() -> None:
+    def outcome(slow: str) -> list[tuple[str, str]]:
+        async def play(task: Task, env: Any, model: Model) -> None:
+            await model.chat("begin ")
+            branches = {"a": model.branch(), "b": model.branch()}
+
+            async def ask(name: str) -> None:
+                await asyncio.sleep(5.0 if name == slow else 0.0)
+                await branches[name].chat(f"{name} ")
+
+            await asyncio.gather(ask("a"), ask("b"))
+
+        found: list[tuple[str, str]] = []
+
+        async def main() -> None:
+            async with playing([replica()], rollout=play, batch_size=1, group_size=1) as scheduler:
+                found.extend(said(await got(scheduler, 1)))
+
+        simulate(main)
+        return found
+
+    assert outcome("a") == outcome("b")
+
+
+def test_a_suspension_in_the_middle_changes_no_token_of_a_branch() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        await model.chat("begin ")
+        await asyncio.gather(*[model.branch().chat(f"{name} ") for name in "abc"])
+
+    def outcome(suspended: bool) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+
+        async def main() -> None:
+            async with playing([replica(6.0)], rollout=play, batch_size=2, group_size=2) as scheduler:
+                taking = asyncio.ensure_future(got(scheduler, 2))
+                if suspended:
+                    for pause in (2.5, 7.0):
+                        await asyncio.sleep(pause)
+                        await scheduler.suspend()
+                        await asyncio.sleep(1.0)
+                        await scheduler.resume()
+                found.extend(said(await taking))
+                assert fates(scheduler) == {"trained": 2}
+
+        simulate(main)
+        return found
+
+    assert outcome(suspended=True) == outcome(suspended=False)
+
+
+def test_a_second_call_on_one_branch_is_refused_and_names_the_way() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        await asyncio.gather(model.chat("one "), model.chat("two "))
+
+    async def main() -> None:
+        scheduler = build([replica()], rollout=play, batch_size=1, error_budget=0)
+        with pytest.raises(Exception, match=r"`model\.branch\(\)` is a conversation beside it"):
+            await got(scheduler, 1)
+        await scheduler.shutdown()
+
+    simulate(main)
+
+
+def test_a_call_may_change_its_sampling_and_an_unknown_key_is_refused() -> None:
+    budgets: list[int] = []
+
+    async def play(task: Task, env: Any, model: Model) -> None:
+        reply = await model.chat("think ", sampling={"max_tokens": 3, "temperature": 0.5})
+        budgets.append(len(reply.tokens))
+        await model.generate(model.encode("so "))
+        with pytest.raises(ValueError, match="max_token"):
+            await model.chat("x", sampling={"max_token": 3})
+
+    async def main() -> None:
+        fake = replica()
+        async with playing([fake], rollout=play, batch_size=1) as scheduler:
+            await got(scheduler, 1)
+            first, second = list(fake.requests)[:2]
+            assert (first.sampling.temperature, first.max_tokens) == (0.5, 3)
+            assert second.sampling.temperature == 1.0
+
+    simulate(main)
+    assert budgets[0] == 3
