@@ -101,6 +101,17 @@ time.sleep(1000)
         ("memory",),
     ),
     Hostile(
+        "memory in many children that hide it",
+        """
+for _ in range(10):
+    if os.fork() == 0:
+        libc.prctl(4, 0)
+        held = os.urandom(40 << 20); time.sleep(1000)
+time.sleep(1000)
+""",
+        ("memory",),
+    ),
+    Hostile(
         "shared memory in many children",
         """
 for _ in range(10):
@@ -140,6 +151,18 @@ while True:
 """,
         ("cpu_time",),
         "short_cpu",
+    ),
+    Hostile(
+        "CPU time of children that nobody waits for",
+        """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:
+    if works(os.fork) and os.getppid() != 1:
+        sum(range(10 ** 6))
+        os._exit(0)
+""",
+        ("wall_time", "cpu_time"),
+        "short_wall",
     ),
     Hostile(
         "endless output",

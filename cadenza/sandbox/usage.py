@@ -59,8 +59,12 @@ class JailFiles:
 
     def exact_memory(self) -> int:
         """Bytes of memory, where what processes share counts once; costs more to find out than `usage`."""
-        rollups = [self._read(f"{pid}/smaps_rollup") for pid in self._pids()]
-        return sum(_kilobytes(text, (b"Pss_Anon:", b"Pss_Shmem:")) for text in rollups) * 1024 + self._stored()[0]
+        total = 0
+        for pid in self._pids():
+            shared_out = _kilobytes(self._read(f"{pid}/smaps_rollup"), (b"Pss_Anon:", b"Pss_Shmem:"))
+            # A program may close this file to us, and then all of its memory counts.
+            total += shared_out or _kilobytes(self._read(f"{pid}/status"), (b"RssAnon:", b"RssShmem:"))
+        return total * 1024 + self._stored()[0]
 
     def _stored(self) -> tuple[int, int]:
         """Bytes and files in /tmp and /dev/shm."""
