@@ -125,6 +125,22 @@ time.sleep(1000)
         ("memory",),
     ),
     Hostile(
+        "memory in the buffers of connections",
+        """
+server = socket.create_server(('127.0.0.1', 0))
+held = []
+for _ in range(10):
+    works(os.fork)
+    held += [socket.create_connection(server.getsockname()), server.accept()[0]]
+    for connection in held[-2:]:
+        connection.setblocking(False)
+        while works(connection.send, bytes(1 << 16)):
+            pass
+time.sleep(1000)
+""",
+        ("memory",),
+    ),
+    Hostile(
         "System V memory, which nobody's size includes",
         """
 call(29 if os.uname().machine == 'x86_64' else 194, 0, 1 << 30, 0o600)
