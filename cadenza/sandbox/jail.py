@@ -100,6 +100,8 @@ class Jail:
         """Runs a program to its end, or to its limits. The jail cannot be used again."""
         assert self._files is not None
         try:
+            if self._bwrap.ended.done():
+                raise SandboxUnavailable("a jail was killed while it waited for a program")
             for name, content in program.files.items():
                 self._files.write(name, content)
             fill(self._stdin, program.stdin)
