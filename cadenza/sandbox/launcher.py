@@ -44,12 +44,18 @@ class JailPool:
     async def execute(self, program: Program) -> SandboxResult:
         """Runs a program, in a jail of its own, as soon as there is a place."""
         async with self._places:
-            waiting = self._waiting.popleft()
-            self._start_one()
-            jail = await waiting
+            jail = await self._take()
             if isinstance(jail, SandboxUnavailable):
                 raise jail
             return await jail.execute(program)
+
+    async def _take(self) -> Jail | SandboxUnavailable:
+        """The next jail that is there. A call that is cancelled here leaves it to others."""
+        while not (ready := [task for task in self._waiting if task.done()]):
+            await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+        self._waiting.remove(ready[0])
+        self._start_one()
+        return ready[0].result()
 
     async def close(self) -> None:
         """Ends the jails that have no program."""

@@ -116,6 +116,12 @@ def test_files_stay_in_the_directory_of_their_program(name: str) -> None:
         inputs.checked_files({name: "x"}, SandboxLimits())
 
 
+@pytest.mark.parametrize("names", [("a", "./a"), ("a/b", "a"), ("a/b/c", "a")])
+def test_files_that_cannot_be_together_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"twice|directory of"):
+        inputs.checked_files(dict.fromkeys(names, "x"), SandboxLimits())
+
+
 def test_files_larger_than_tmp_are_refused_before_they_are_sent() -> None:
     with pytest.raises(ValueError, match="tmp_mb is 1"):
         inputs.checked_files({"a": bytes(1 << 20), "b": b"x"}, SandboxLimits(tmp_mb=1))
