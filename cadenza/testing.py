@@ -30,7 +30,6 @@ from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Codec
 from cadenza.rollout.sampler import SamplerConfig
 
-
 KEPT_REQUESTS = 1_000
 """A `FakeReplica` keeps so many requests, and at most twice as many: a program may run for days with it."""
 

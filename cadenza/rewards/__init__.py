@@ -6,7 +6,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cadenza.config import load_object
+from cadenza.config import load_callable
 from cadenza.errors import RewardError
 from cadenza.off_loop import as_async
 from cadenza.scalars import as_number
@@ -17,7 +17,7 @@ Reward = Callable[[Any], Awaitable[float]]
 
 def as_reward(spec: str | Callable[..., Any]) -> Reward:
     """The reward that 'module:name' or a function means; a plain function runs off the loop."""
-    return as_async(load_object(spec) if isinstance(spec, str) else spec)
+    return as_async(load_callable(spec) if isinstance(spec, str) else spec)
 
 
 def check_reward(value: Any, domain: str) -> float:

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from cadenza import envs, rewards
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config, Seed, load_object
+from cadenza.config import Config, Seed, load_callable
 from cadenza.inference.replica import Sampling
 from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
@@ -136,7 +136,20 @@ class AgenticConfig(RunConfig):
             ("actor.loss", self.actor.loss),
         ):
             if isinstance(named, str) and ":" in named:
-                check_name(key, load_object, named)
+                check_name(key, load_callable, named)
+
+    @model_validator(mode="after")
+    def _domains_have_tasks(self) -> AgenticConfig:
+        validation = (self.validation and self.validation.domains) or {}
+        for where, domains in (("envs", self.envs.domains), ("validation", validation)):
+            for name, domain in domains.items():
+                tasks = domain.tasks
+                if tasks is not None and (tasks if isinstance(tasks, int) else len(tasks)) < 1:
+                    raise ValueError(
+                        f"{where}.domains.{name}.tasks must be at least one, got {tasks}: leave it out for an "
+                        "endless stream of seeds"
+                    )
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> AgenticConfig:
