@@ -105,6 +105,14 @@ def load_object(path: str) -> Any:
     return found
 
 
+def load_callable(path: str) -> Any:
+    """The function or class that 'package.module:name' means."""
+    found = load_object(path)
+    if not callable(found):
+        raise ValueError(f"'{path}' is of type {type(found).__name__}; name a function or a class")
+    return found
+
+
 def _place(error: Exception, path: str) -> str:
     """A `SyntaxError` says its place itself."""
     return "" if isinstance(error, SyntaxError) else place_of(error, path)

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
-from cadenza.config import load_object
+from cadenza.config import load_callable
 from cadenza.errors import USER_CODE_ERRORS, InfrastructureError, raise_if_cancelled
 from cadenza.off_loop import as_async, with_deadline
 from cadenza.rollout import token_bundles
@@ -134,7 +134,7 @@ class GroupFilterRunner:
 
 
 def _load(chosen: str | Callable[..., Any]) -> GroupFilter:
-    return as_async(load_object(chosen) if isinstance(chosen, str) else chosen)
+    return as_async(load_callable(chosen) if isinstance(chosen, str) else chosen)
 
 
 def _why_no_signal(scores: list[float], lowest: float, highest: float) -> str:

@@ -528,6 +528,21 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     assert "did you mean 'steps'?" in done.err
 
 
+@pytest.mark.parametrize(
+    "key", ["envs.domains.lake.reward", "rollout.group_filter", "sampler.routing", "actor.loss", "trackers"]
+)
+def test_what_cannot_be_called_is_refused_before_a_run_begins(key: str) -> None:
+    config = build_config(TINY, [f"{key}=math:pi"])
+    with pytest.raises(ConfigError, match=rf"{key}.*: 'math:pi' is of type float; name a function or a class"):
+        config.check_names()
+
+
+@pytest.mark.parametrize("tasks", ["0", "-1", "[]"])
+def test_a_domain_without_tasks_is_refused(tasks: str) -> None:
+    said = f"envs.domains.lake.tasks must be at least one, got {tasks}: leave it out"
+    assert said in refusal([f"envs.domains.lake.tasks={tasks}"])
+
+
 def test_a_routing_rule_that_cannot_be_loaded_is_found_before_a_run_begins() -> None:
     config = build_config(TINY, ["sampler.routing=nowhere:Rule"])
     with pytest.raises(ConfigError, match=r"sampler\.routing: 'nowhere:Rule' cannot be loaded"):
