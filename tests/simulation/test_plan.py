@@ -12,7 +12,14 @@ from cadenza.cli import main
 from cadenza.simulation.comparison.cli_args import InvalidArgument, with_cost
 from cadenza.simulation.comparison.experiment import Trial, TrialPool
 from cadenza.simulation.comparison.figures import RunFigures
-from cadenza.simulation.comparison.workloads import LogNormal, RewardLatency, SingleTurnSpec, Workload, find_workload, w4
+from cadenza.simulation.comparison.workloads import (
+    LogNormal,
+    RewardLatency,
+    SingleTurnSpec,
+    Workload,
+    find_workload,
+    w4,
+)
 from cadenza.simulation.planning.plan import ENVS, KV, LONGEST, REWARDS, TRAINER, WORK, StepLimits, make_plan
 from cadenza.simulation.virtual_cluster.cost import A100_QWEN25_7B
 
