@@ -113,7 +113,7 @@ def simulate(
     gates
         Check instead whether the simulation reproduces published figures, on at most 3 seeds.
     search
-        Search the best settings of each strategy anew.
+        Search the best settings of each strategy anew, but for those of --settings.
     settings
         Some of them as you want them: train_gpus, shared, concurrency, extra_members, extra_after, extra_groups, parts,
         balance_seconds, slice_tokens; key=value with commas.
