@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 from collections import deque
 
@@ -138,6 +139,9 @@ def jail_spec(setup: Setup) -> JailSpec:
 
 async def main() -> None:
     """Serve on standard input and output."""
+    # A jail takes eleven of them.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     while os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) < STANDARD_FDS:
         pass
     adopt_orphans()
