@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -119,6 +120,20 @@ def test_memory_that_processes_share_counts_once(run, sandbox: Sandbox) -> None:
         "for child in children: os.waitpid(child, 0)"
     )
     assert run(sandbox.run(["python3", "-c", code])).ok
+
+
+def test_many_jails_fit_where_few_files_may_be_open(runner: asyncio.Runner) -> None:
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def programs() -> list[bool]:
+        async with Sandbox(LIMITS, concurrency=16) as sandbox:
+            return [result.ok for result in await asyncio.gather(*(sandbox.run(["true"]) for _ in range(16)))]
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, most))
+    try:
+        assert all(runner.run(programs()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
 
 
 def test_limits_are_those_that_a_program_finds(runner: asyncio.Runner) -> None:
