@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from cadenza.cli import app
 from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config_file import build_config, read_config
+from cadenza.run.pipeline import PIPELINES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
