@@ -22,6 +22,7 @@ from sandbox_cases import needs_bwrap
 from cadenza.cli import app
 from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config_file import build_config, read_config
+from cadenza.run.pipeline import PIPELINES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

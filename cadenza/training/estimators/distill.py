@@ -13,6 +13,7 @@ class Distill(AdvantageEstimator):
     the policy gradient is that of the reverse KL at each token: scores are metrics, and no group is compared."""
 
     needs_reference: ClassVar[bool] = True
+    needs_teacher: ClassVar[bool] = True
 
     @property
     def cross_group_setting(self) -> str | None:
