@@ -25,6 +25,8 @@ from cadenza.run.pipeline import find_pipeline
 def read_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a file, with `key=value` overrides."""
     path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory: name a config file, or go on with a run by `cadenza resume {path}`")
     if not path.is_file():
         raise ConfigError(f"there is no config file {path}")
     try:
