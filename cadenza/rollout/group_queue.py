@@ -473,7 +473,7 @@ class GroupQueueManager:
         often = max(causes, key=lambda cause: causes[cause])
         reason = f"The first error was {self.errors.first}" if self.errors.first else f"Most often: {often}"
         raise NothingFinished(
-            f"the tasks ran out without one whole group: {failed} attempts failed. {reason}; mend it and run again "
+            f"the tasks ran out without one whole group: {failed} attempts failed. {reason}; correct it and run again "
             "(the log has more of it, `why` tells of the attempts of a task)"
         )
 
