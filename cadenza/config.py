@@ -99,7 +99,9 @@ def load_object(path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"'{path}' cannot be loaded: {error}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        where = f"; it is looked for in the working directory, {Path.cwd()}, and on PYTHONPATH" if is_missing else ""
+        raise ValueError(f"'{path}' cannot be loaded: {error}{where}") from error
     except Exception as error:  # importing a module runs its code
         raise ValueError(f"'{path}' cannot be loaded: {type(error).__name__}: {error}{_place(error, path)}") from error
     return found

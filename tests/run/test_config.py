@@ -134,12 +134,12 @@ def test_an_override_is_yaml_at_its_place(override: str, place: str, value: obje
 
 @pytest.mark.parametrize("text", ["steps", "=5", "a..b=1", ".steps=5", "steps.=5"])
 def test_an_override_without_key_or_value(text: str) -> None:
-    assert refusal([text]) == f"'{text}' is no override; write key=value, as in rollout.alpha=1"
+    assert refusal([text]) == f"'{text}' is not an override; write key=value, as in rollout.alpha=1"
 
 
 def test_an_override_whose_value_is_no_yaml() -> None:
     said = refusal(["actor={lr: "])
-    assert "the value of 'actor={lr: ' is no YAML" in said
+    assert "the value of 'actor={lr: ' is not YAML" in said
     assert len(said.splitlines()) == 1
 
 
@@ -481,8 +481,8 @@ def test_words_that_yaml_takes_for_booleans_are_words(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, "there is no config file"),
-        (b"a: [1, 2", "is no YAML"),
-        (b"\xff\xfe\x00", "is no YAML"),
+        (b"a: [1, 2", "is not YAML"),
+        (b"\xff\xfe\x00", "is not YAML"),
         (b"- 1\n- 2\n", "must be a mapping of keys to values, got list"),
         (b"", "must be a mapping of keys to values, got NoneType"),
         (b"hello", "must be a mapping of keys to values, got str"),
