@@ -264,10 +264,10 @@ class Model:
 
     def _route_request(self, length: int, done: int) -> RouteRequest:
         attempt, namespace, size = self._attempt, self._shared.namespace, self._shared.slice_tokens
-        return RouteRequest(
-            attempt.id + namespace, attempt.group.id + namespace, length, attempt.group.id,
-            done // size if size else 0, size,
-        )  # fmt: skip
+        session, group = attempt.id, attempt.group.id
+        if namespace:  # else no new numbers, of which a hundred thousand turns would each keep two
+            session, group = session + namespace, group + namespace
+        return RouteRequest(session, group, length, attempt.group.id, done // size if size else 0, size)
 
     def _give_up(self, entry: ReplicaEntry, request: Request, answer: asyncio.Future[Generation] | None) -> None:
         """The attempt was cancelled: end its request. An answer that came at the same moment is booked."""
