@@ -263,7 +263,10 @@ class Model:
     @property
     def _session(self) -> int:
         """What caches know the conversation by."""
-        return self._attempt.id + self._shared.namespace + self._number * BRANCH_SESSIONS
+        session, namespace = self._attempt.id, self._shared.namespace
+        if namespace or self._number:  # else no new number, as in `_route_request`
+            session += namespace + self._number * BRANCH_SESSIONS
+        return session
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
@@ -341,10 +344,10 @@ class Model:
 
     def _route_request(self, length: int, done: int) -> RouteRequest:
         attempt, namespace, size = self._attempt, self._shared.namespace, self._shared.slice_tokens
-        return RouteRequest(
-            self._session, attempt.group.id + namespace, length, attempt.group.id,
-            done // size if size else 0, size,
-        )  # fmt: skip
+        group = attempt.group.id
+        if namespace:  # else no new number, of which a hundred thousand turns would each keep one
+            group += namespace
+        return RouteRequest(self._session, group, length, attempt.group.id, done // size if size else 0, size)
 
     def _give_up(self, entry: ReplicaEntry, request: Request, answer: asyncio.Future[Generation] | None) -> None:
         """The attempt was cancelled: end its request. An answer that came at the same moment is booked."""
