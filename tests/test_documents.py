@@ -17,6 +17,7 @@ from typing import NamedTuple, get_args, get_origin
 import pytest
 import yaml
 from pydantic import BaseModel
+from sandbox_cases import needs_bwrap
 
 from cadenza.cli import app
 from cadenza.run.agentic_config import AgenticConfig
@@ -31,6 +32,7 @@ RUNNABLE = [
         ROOT / "docs" / name
         for name in ("datasets.md", "rewards.md", "scheduler.md", "training.md", "writing-environments.md")
     ),
+    pytest.param(ROOT / "docs" / "sandbox.md", marks=needs_bwrap),
 ]
 """Documents whose Python blocks are programs."""
 PACKAGE, TESTS = (

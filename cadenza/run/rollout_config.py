@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config, load_object
+from cadenza.config import Config, load_callable
 from cadenza.inference.replica import Sampling
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
@@ -124,7 +124,7 @@ class RolloutRunConfig(RunConfig):
             ("actor.loss", self.actor.loss),
         ):
             if isinstance(named, str) and ":" in named:
-                check_name(key, load_object, named)
+                check_name(key, load_callable, named)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

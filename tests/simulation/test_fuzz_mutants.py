@@ -124,7 +124,7 @@ def test_waiting_for_the_oldest_group_is_found(monkeypatch: Patch) -> None:
     cut = GroupQueue.cut
 
     def patient(self: GroupQueue) -> list[Group] | None:
-        groups = self.bound.demand
+        groups = self.bound.wanted
         oldest = self.ledger.open_groups()[: None if groups is None or groups == math.inf else int(groups)]
         waits = self.end_error is None and any(group.state.value != "ready" for group in oldest)
         return None if waits else cut(self)

@@ -1,0 +1,60 @@
+"""Writes the files in examples/data, the same ones every time: python examples/make_data.py
+
+Rows stand in a random order, so that `split` in a config can hold some of them out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import reasoning_gym
+
+DATA = Path(__file__).parent / "data"
+WORKED = slice(200, 400)
+"""The rows of each domain that a cold start is shown with their answers; those before are held out."""
+
+Row = dict[str, str]
+
+
+def write(name: str, rows: Iterable[Row]) -> None:
+    """The rows as a file of JSON lines."""
+    (DATA / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def sums(rng: random.Random) -> list[Row]:
+    """All sums of a number below 100 and a digit."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(10)]
+    rng.shuffle(rows)
+    return rows
+
+
+def choices(rng: random.Random) -> list[Row]:
+    """Which of three numbers is the largest, by its letter."""
+    rows: dict[str, Row] = {}
+    while len(rows) < 1000:
+        numbers = rng.sample(range(10, 100), 3)
+        prompt = " ".join(f"{letter}{number}" for letter, number in zip("ABC", numbers, strict=True)) + " largest:"
+        rows[prompt] = {"prompt": prompt, "answer": "ABC"[numbers.index(max(numbers))]}
+    return list(rows.values())
+
+
+def words() -> list[Row]:
+    """Words of four letters to spell backward, from another seed than those that a run makes for itself."""
+    tasks = reasoning_gym.create_dataset("spell_backward", size=200, seed=2026, min_word_len=4, max_word_len=4)
+    return [{"prompt": f"{task['metadata']['word']} backward:", "answer": task["answer"]} for task in tasks]
+
+
+def main() -> None:
+    added, largest = sums(random.Random(0)), choices(random.Random(1))
+    write("sums.jsonl", added)
+    write("largest.jsonl", largest)
+    worked = [*added[WORKED], *largest[WORKED], *words()]
+    write("three-domains-worked.jsonl", ({"prompt": row["prompt"], "response": row["answer"]} for row in worked))
+
+
+if __name__ == "__main__":
+    DATA.mkdir(exist_ok=True)
+    main()
