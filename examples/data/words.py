@@ -17,5 +17,5 @@ with Path(__file__).with_name("words.jsonl").open("w") as file:
         right = word[::-1]
         at, foreign = rng.randrange(len(word)), rng.choice(sorted(set(LETTERS) - set(word)))
         wrong = right[:at] + foreign + right[at + 1 :]
-        row = {"prompt": f"{word} backwards: ", "response": right, "rejected": wrong}
+        row = {"word": word, "prompt": f"{word} backwards: ", "response": right, "rejected": wrong}
         file.write(json.dumps(row) + "\n")
