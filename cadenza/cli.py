@@ -325,6 +325,7 @@ def fetch(name: str, *, to: Path | None = None, json: Json = False) -> int:
 BENCHMARKS = {
     "control-plane": "CPU time and memory of the scheduler per trajectory, route and batch.",
     "engine": "Tokens per CPU second of the embedded engine, against transformers.",
+    "rewards": "Steps of real runs with a tail of slow rewards: computed sample by sample, and batch by batch.",
     "sandbox": "Programs per second in the sandbox, and CPU time of the isolation beside the start-up of Python.",
     "simulator": "The simulation against real runs of a tiny policy: what one run says of another; takes minutes.",
     "ray": "CPU time of rollouts on Ray, of the whole process tree, per trajectory and turn; takes two minutes.",
