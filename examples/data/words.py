@@ -1,6 +1,6 @@
 """Writes words.jsonl: words to say backwards, with an answer that is right and one that has a wrong letter.
 
-    python examples/data/words.py
+python examples/data/words.py
 """
 
 import json

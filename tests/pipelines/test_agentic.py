@@ -547,8 +547,9 @@ def test_a_run_whose_every_attempt_raised_fails_and_names_the_first_error(tmp_pa
 
 
 @pytest.mark.parametrize("preset", AgenticConfig.presets)
-def test_every_preset_trains(tmp_path: Path, preset: str) -> None:
-    done = trained(tmp_path, preset=preset)
+def test_every_preset_trains(tmp_path: Path, base: Path, preset: str) -> None:
+    teacher = {"reference": {"path": str(base)}} if preset == "distill" else {}
+    done = trained(tmp_path, preset=preset, **teacher)
     assert list(steps(done.run)) == [1, 2]
     assert any(column(done.run, "train/grad_norm").values())
     assert ("train/critic_value_loss" in steps(done.run)[1]) is (preset == "ppo")

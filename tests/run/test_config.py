@@ -145,7 +145,8 @@ def test_an_override_whose_value_is_no_yaml() -> None:
 
 @pytest.mark.parametrize("preset", AgenticConfig.presets)
 def test_a_preset_is_resolved_in_what_is_written(preset: str) -> None:
-    config = build_config({**TINY, "preset": preset})
+    teacher = {"reference": {"path": "some/model"}} if preset == "distill" else {}
+    config = build_config({**TINY, "preset": preset, **teacher})
     written = dump_config(config)
     assert "preset" not in written
     assert build_config(written) == config.model_copy(update={"preset": None})
