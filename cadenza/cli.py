@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter, validators
+from cyclopts import App, CycloptsError, Parameter, UnknownOptionError, validators
 
 from cadenza import __version__
 
@@ -113,7 +113,7 @@ def simulate(
     gates
         Check instead whether the simulation reproduces published figures, on at most 3 seeds.
     search
-        Search the best settings of each strategy anew.
+        Search the best settings of each strategy anew, but for those of --settings.
     settings
         Some of them as you want them: train_gpus, shared, concurrency, extra_members, extra_after, extra_groups, parts,
         balance_seconds, slice_tokens; key=value with commas.
@@ -383,8 +383,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
     except CycloptsError as error:
-        command = " ".join(["cadenza", *(error.command_chain or ())])
-        return _print_error(str(error), 2, as_json, hint=f"Try: {command} --help")
+        chain = [str(name) for name in error.command_chain or ()]
+        hint = f"Try: {' '.join(['cadenza', *chain])} --help"
+        if isinstance(error, UnknownOptionError) and chain in (["train"], ["resume"], ["plan"]):
+            hint += ". Settings of a run are key=value, without dashes: steps=3"
+        return _print_error(str(error), 2, as_json, hint=hint)
     except KeyboardInterrupt:
         return _print_error("interrupted", 130, as_json)
     except BrokenPipeError:  # the reader of the output, `head` for one, has seen enough

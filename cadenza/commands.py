@@ -87,7 +87,8 @@ def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json:
     if as_json:
         print(json.dumps(figures))
         return 0
-    table = Table(title=f"{run_dir}, checkpoint '{which}'", show_header=False)
+    title = f"{run_dir}, checkpoint '{which}'"
+    table = Table(title=title, show_header=False, min_width=len(title))
     for name, value in figures.items():
         table.add_row(name, "-" if value is None else f"{value:.4g}")
     Console().print(table)

@@ -99,9 +99,19 @@ def load_object(path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"'{path}' cannot be loaded: {error}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        where = f"; it is looked for in the working directory, {Path.cwd()}, and on PYTHONPATH" if is_missing else ""
+        raise ValueError(f"'{path}' cannot be loaded: {error}{where}") from error
     except Exception as error:  # importing a module runs its code
         raise ValueError(f"'{path}' cannot be loaded: {type(error).__name__}: {error}{_place(error, path)}") from error
+    return found
+
+
+def load_callable(path: str) -> Any:
+    """The function or class that 'package.module:name' means."""
+    found = load_object(path)
+    if not callable(found):
+        raise ValueError(f"'{path}' is of type {type(found).__name__}; name a function or a class")
     return found
 
 

@@ -101,6 +101,17 @@ time.sleep(1000)
         ("memory",),
     ),
     Hostile(
+        "memory in many children that hide it",
+        """
+for _ in range(10):
+    if os.fork() == 0:
+        libc.prctl(4, 0)
+        held = os.urandom(40 << 20); time.sleep(1000)
+time.sleep(1000)
+""",
+        ("memory",),
+    ),
+    Hostile(
         "shared memory in many children",
         """
 for _ in range(10):
@@ -109,6 +120,22 @@ for _ in range(10):
         for i in range(0, 40 << 20, 4096):
             held[i] = 1
         time.sleep(1000)
+time.sleep(1000)
+""",
+        ("memory",),
+    ),
+    Hostile(
+        "memory in the buffers of connections",
+        """
+server = socket.create_server(('127.0.0.1', 0))
+held = []
+for _ in range(10):
+    works(os.fork)
+    held += [socket.create_connection(server.getsockname()), server.accept()[0]]
+    for connection in held[-2:]:
+        connection.setblocking(False)
+        while works(connection.send, bytes(1 << 16)):
+            pass
 time.sleep(1000)
 """,
         ("memory",),
@@ -140,6 +167,18 @@ while True:
 """,
         ("cpu_time",),
         "short_cpu",
+    ),
+    Hostile(
+        "CPU time of children that nobody waits for",
+        """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:
+    if works(os.fork) and os.getppid() != 1:
+        sum(range(10 ** 6))
+        os._exit(0)
+""",
+        ("wall_time", "cpu_time"),
+        "short_wall",
     ),
     Hostile(
         "endless output",

@@ -17,10 +17,12 @@ from typing import NamedTuple, get_args, get_origin
 import pytest
 import yaml
 from pydantic import BaseModel
+from sandbox_cases import needs_bwrap
 
 from cadenza.cli import app
 from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config_file import build_config, read_config
+from cadenza.run.pipeline import PIPELINES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,6 +32,7 @@ RUNNABLE = [
         ROOT / "docs" / name
         for name in ("datasets.md", "rewards.md", "rlvr.md", "scheduler.md", "training.md", "writing-environments.md")
     ),
+    pytest.param(ROOT / "docs" / "sandbox.md", marks=needs_bwrap),
 ]
 """Documents whose Python blocks are programs."""
 PACKAGE, TESTS = (
@@ -156,8 +159,13 @@ def test_the_settings_that_a_document_shows_are_accepted(document: Path) -> None
     base = yaml.safe_load((ROOT / "examples/guess.yaml").read_text(encoding="utf-8"))
     base |= {"cold_start": None, "backend": "ray"}
     for block in blocks(document):
-        if block.language == "yaml" and "pipeline:" not in block.text and document.name != "rlvr.md":  # with own tests
-            build_config(merged(base, yaml.safe_load(block.text)), source=of(document))
+        if block.language != "yaml" or document.name == "rlvr.md":  # its settings have tests of their own
+            continue
+        values = yaml.safe_load(block.text)
+        if "pipeline" not in values:
+            build_config(merged(base, values), source=of(document))
+        elif values["pipeline"] in PIPELINES:
+            build_config(values, source=of(document))
 
 
 def fields_below(annotation: object) -> dict[str, object] | None:

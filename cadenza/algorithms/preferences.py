@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -67,4 +68,4 @@ def pair_metrics(margin: Tensor) -> dict[str, float]:
 
 
 def _mean(values: Tensor) -> float:
-    return float(values.detach().mean())
+    return float(values.detach().mean(dtype=torch.float64))

@@ -221,7 +221,7 @@ class DeviceMap:
             below = len(numbers) // size * size
             counts = f"{below} or {below + size}" if below else f"{size}"
             yield (
-                f"{len(numbers)} devices are no whole number of replicas of {size} (devices_per_worker "
+                f"{len(numbers)} devices are not a whole number of replicas of {size} (devices_per_worker "
                 f"{config.devices_per_worker} x tensor_parallel {config.tensor_parallel}): use {counts}"
             )
             return
@@ -280,7 +280,7 @@ def format_devices(devices: Sequence[int]) -> str:
 def _range(item: str, whole: str) -> range:
     found = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", item, re.ASCII)
     if found is None:
-        raise ValueError(f"devices {whole!r}: {item!r} is no number and no range; write them as in '0-3,8-11'")
+        raise ValueError(f"devices {whole!r}: {item!r} is neither a number nor a range; write them as in '0-3,8-11'")
     first = int(found[1])
     last = first if found[2] is None else int(found[2])
     if last < first:

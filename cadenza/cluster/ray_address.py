@@ -44,7 +44,7 @@ def check_ray_address(address: str | None) -> bool:
     except OSError as error:
         raise HeadLost(f"the Ray head at {address} does not answer: {error}") from error
     if answer[3:4] != bytes([SETTINGS]):
-        raise HeadLost(f"what answers at {address} is no Ray head: is that the port of another program?")
+        raise HeadLost(f"what answers at {address} is not a Ray head: is that the port of another program?")
     wants_token = UNAUTHENTICATED in answer
     if wants_token and not _has_token():
         raise HeadLost(token_message(address))

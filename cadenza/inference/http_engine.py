@@ -91,7 +91,7 @@ class HttpReplica(TaskReplica):
         self._check_alive()
         if mode is PauseMode.KEEP:
             raise NotSupported(
-                f"{self.name}: requests cannot be frozen over HTTP, nobody could tell which version wrote the tokens "
+                f"{self.name}: requests cannot be frozen over HTTP: no answer says which version wrote the tokens "
                 "that are on their way; pause with 'abort' or 'drain'"
             )
         self.fence = max(self.fence, epoch)

@@ -179,7 +179,7 @@ def sentence(status: RunStatus) -> str:
     """Return the state of the run as one line of text."""
     words = [f"step {status.step:,}/{status.steps:,}"]
     words += [f"{name} {value}" for name, value in numbers(status.latest)]
-    words.append(f"{duration(status.seconds)} gone")
+    words.append(f"{duration(status.seconds)} elapsed")
     if status.left is not None and not status.over:
         words.append(f"{duration(status.left)} left")
     if (when := status.to_target()) is not None:
@@ -262,7 +262,7 @@ def terminal_text(status: RunStatus, width: int, ascii_only: bool = False) -> Te
 
 
 def _headline(status: RunStatus, width: int) -> Text:
-    times = f"{duration(status.seconds)} gone"
+    times = f"{duration(status.seconds)} elapsed"
     if status.left is not None and not status.over:
         times += f", {duration(status.left)} left"
     position = f"step {status.step:,} of {status.steps:,}"

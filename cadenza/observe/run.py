@@ -129,7 +129,7 @@ class RunDirectory:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. A step may be logged in several calls."""
         if taken := {"step", "time", "cpu"} & metrics.keys():
-            raise ValueError(f"'{taken.pop()}' is no name for a metric: the line of a step has it already")
+            raise ValueError(f"'{taken.pop()}' cannot be the name of a metric: the line of a step has it already")
         numbers = {name: float(value) for name, value in metrics.items()}
         head = {"step": step, "time": round(self.seconds, 3), "cpu": round(self.cpu_seconds, 3)}
         _append(self._metrics, head | numbers)

@@ -8,6 +8,8 @@ vocabulary when they are needed.
 
 from __future__ import annotations
 
+import numpy as np
+
 from cadenza.data import DataProto
 from cadenza.run.distill import DistillRoles, DistillRunConfig
 from cadenza.run.example_pipeline import ExamplePipeline
@@ -36,6 +38,6 @@ class DistillPipeline(ExamplePipeline):
     def held_out_metrics(self, rows: DataProto) -> dict[str, float]:
         """The KL by token; success is the share of rows whose answers greedy decoding would write, and agreement the
         share of tokens at which student and teacher find the same one likeliest."""
-        sums = {name: float(rows.batch.numpy(name).sum()) for name in ("loss", "differs", "tokens", "exact")}
-        agreement = 1 - sums["differs"] / sums["tokens"]
-        return {"loss": sums["loss"] / sums["tokens"], "success": sums["exact"] / len(rows), "agreement": agreement}
+        names = ("loss", "differs", "tokens", "exact")
+        loss, differs, tokens, exact = (float(rows.batch.numpy(name).sum(dtype=np.float64)) for name in names)
+        return {"loss": loss / tokens, "success": exact / len(rows), "agreement": 1 - differs / tokens}

@@ -7,6 +7,8 @@ A row has a `prompt` and a `response`, or `messages`, of which every message of 
 
 from __future__ import annotations
 
+import numpy as np
+
 from cadenza.data import DataProto
 from cadenza.run.example_pipeline import ExamplePipeline
 from cadenza.run.sft import SftConfig, SftRoles
@@ -34,5 +36,6 @@ class SftPipeline(ExamplePipeline):
 
     def held_out_metrics(self, rows: DataProto) -> dict[str, float]:
         """The loss by token; success is the share of rows whose answers greedy decoding would write."""
-        loss, tokens, exact = (rows.batch.numpy(name).sum() for name in ("loss", "tokens", "exact"))
-        return {"loss": float(loss / tokens), "success": float(exact / len(rows))}
+        names = ("loss", "tokens", "exact")
+        loss, tokens, exact = (float(rows.batch.numpy(name).sum(dtype=np.float64)) for name in names)
+        return {"loss": loss / tokens, "success": exact / len(rows)}

@@ -46,7 +46,8 @@ class RolloutConfig(Config):
     max_filtered: int = Field(default=1000, gt=0)
     """Groups that may be filtered in a row before the run ends with an error."""
     max_attempts: int = Field(default=3, gt=0)
-    """Tries at a trajectory before its task is retired."""
+    """Tries at a trajectory before its task is retired. A failure of the infrastructure counts as a quarter of one, a
+    prompt beyond `max_context` as all of them."""
     error_budget: int = Field(default=100, ge=0)
     """Exceptions of user code that are tolerated between two batches."""
     suspend_mode: PauseMode = PauseMode.ABORT

@@ -45,8 +45,8 @@ class AttemptQueue(Protocol):
     """Gives slots their attempts and takes the results: the group queue, or what stands for it in another
     process."""
 
-    stop: Callable[[Attempt], None]
-    refill: Callable[[], None]
+    on_stop: Callable[[Attempt], None]
+    on_work: Callable[[], None]
 
     @property
     def ledger(self) -> TokenCounter: ...
@@ -153,8 +153,8 @@ class EnvWorker:
             name: DomainRollout.of(name, domain, config, shared, rewards.get(name))
             for name, domain in config.domains.items()
         }
-        queue.stop = self.stop
-        queue.refill = self.fill
+        queue.on_stop = self.stop
+        queue.on_work = self.fill
 
     async def open(self) -> None:
         """Open the rewards."""

@@ -118,8 +118,8 @@ class RemoteQueue:
     events = None
 
     def __init__(self, send: Callable[[Any], None]) -> None:
-        self.stop: Callable[[Attempt], None] = lambda attempt: None
-        self.refill: Callable[[], None] = lambda: None
+        self.on_stop: Callable[[Attempt], None] = lambda attempt: None
+        self.on_work: Callable[[], None] = lambda: None
         self._send = send
         self._leases: deque[AttemptLease] = deque()
         self._attempts: dict[int, Attempt] = {}
@@ -136,12 +136,12 @@ class RemoteQueue:
     def receive(self, message: AttemptLease | StopAttempt) -> None:
         if isinstance(message, AttemptLease):
             self._leases.append(message)
-            self.refill()
+            self.on_work()
         elif (attempt := self._attempts.get(message.id)) is not None and attempt.fate is None:
             attempt.fate, attempt.cause = message.fate, message.cause
             if attempt.state is AttemptState.SCORING:
                 del self._attempts[attempt.id]
-            self.stop(attempt)
+            self.on_stop(attempt)
 
     def issue(self, slot: int) -> Attempt | None:
         if not self._leases:

@@ -120,8 +120,8 @@ class EnvFleet:
         self._is_closed = False
         self._draining = asyncio.Event()
         self._empty: asyncio.Future[None] | None = None
-        queue.stop = self.stop
-        queue.refill = self.fill
+        queue.on_stop = self.stop
+        queue.on_work = self.fill
 
     @property
     def leaked_envs(self) -> int:

@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
-from cadenza.config import load_object
+from cadenza.config import load_callable
 from cadenza.errors import USER_CODE_ERRORS, InfrastructureError, raise_if_cancelled
 from cadenza.off_loop import as_async, with_deadline
 from cadenza.rollout import token_bundles
@@ -32,7 +32,7 @@ class FilteredQueue(Protocol):
 
     errors: UserErrors
     ledger: Ledger
-    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
     def make_ready(self, group: Group) -> None: ...
 
@@ -69,7 +69,7 @@ class GroupFilterRunner:
                 return
         if self._filters[group.task.domain]:
             self._queue.ledger.advance(group, GroupState.FILTERING)
-            self._tasks[group] = self._queue.spawn(self._run(group))
+            self._tasks[group] = self._queue.start_task(self._run(group))
         else:
             self._filtered_in_a_row = 0
             self._queue.make_ready(group)
@@ -134,7 +134,7 @@ class GroupFilterRunner:
 
 
 def _load(chosen: str | Callable[..., Any]) -> GroupFilter:
-    return as_async(load_object(chosen) if isinstance(chosen, str) else chosen)
+    return as_async(load_callable(chosen) if isinstance(chosen, str) else chosen)
 
 
 def _why_no_signal(scores: list[float], lowest: float, highest: float) -> str:

@@ -5,7 +5,7 @@ groups may start and which batch may be cut is decided by counts (staleness_boun
 
     a free slot --issue()--> attempt runs --put()--> group whole --filter--> ready --take()--> batch
          ^                        |                     |
-         +---- refill() <---- fail(): next try    filtered: handed back to its domain
+         +---- on_work() <--- fail(): next try    filtered: handed back to its domain
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Mode = Literal["train", "val"]
 class GroupQueue:
     """Decides what runs next, assembles groups, and cuts batches: what a scheduler keeps of its groups.
 
-        with queue.demanding(groups=2):          # `get_batch` waits for two groups
+        with queue.awaiting(groups=2):          # `get_batch` waits for two groups
             attempt = queue.issue(slot=0)        # a slot is free: which attempt to run, None for none
             queue.slot_freed(attempt)            # its episode is over, another attempt may have the slot
             queue.await_reward(attempt)
@@ -66,11 +66,11 @@ class GroupQueue:
         """Trained trajectories by staleness."""
         self.last_end_time = 0.0
         """When an attempt last finished or failed."""
-        self.stop: Callable[[Attempt], None] = lambda attempt: None
-        """Set by the slot pool: ends the run of an attempt that has its fate."""
-        self.refill: Callable[[], None] = lambda: None
-        """Set by the owner of the slots: there may be work."""
-        self.spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
+        self.on_stop: Callable[[Attempt], None] = lambda attempt: None
+        """Called with an attempt that got its fate while it ran. Set by the slot pool, which ends its run."""
+        self.on_work: Callable[[], None] = lambda: None
+        """Called when there may be work. Set by the owner of the slots, which asks `issue` for free ones."""
+        self.start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]] = asyncio.create_task
         """Set by the scheduler: runs the coroutine of a filter in its task group."""
         self._filter = GroupFilterRunner(config, env_manager_config, self)
         self._group_size = config.group_size
@@ -138,7 +138,7 @@ class GroupQueue:
             for loser in group.live:
                 if loser not in group.finished:
                     self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end_time)
-                    self.stop(loser)
+                    self.on_stop(loser)
 
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
         """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
@@ -155,10 +155,10 @@ class GroupQueue:
             self.fatal(Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause} {detail}"))
         if group.state is not GroupState.OPEN or self._error is not None:
             return
-        group.tries = group.tries or {}
-        group.tries[member] = group.tries.get(member, 0.0) + weight
-        if group.tries[member] >= self.config.max_attempts:
-            given_up = sum(tries >= self.config.max_attempts for tries in group.tries.values())
+        group.weighted_tries = group.weighted_tries or {}
+        group.weighted_tries[member] = group.weighted_tries.get(member, 0.0) + weight
+        if group.weighted_tries[member] >= self.config.max_attempts:
+            given_up = sum(tries >= self.config.max_attempts for tries in group.weighted_tries.values())
             if self._members - given_up < self._group_size:
                 self.end_group(group, Fate.CANCELLED, "task retired")
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
@@ -167,7 +167,7 @@ class GroupQueue:
                 self._start_extra_members(group)  # no other member can replace it
             return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
-        self.refill()
+        self.on_work()
 
     # -- what the controller asks --------------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class GroupQueue:
         self.bound.advance(version)
         self._drop_stale()
         self._wake()
-        self.refill()
+        self.on_work()
 
     @property
     def version(self) -> int:
@@ -198,22 +198,22 @@ class GroupQueue:
         return self.bound.ready.total()
 
     @property
-    def is_demanded(self) -> bool:
+    def is_awaited(self) -> bool:
         """Whether a caller waits for a batch."""
-        return self.bound.demand is not None
+        return self.bound.wanted is not None
 
     @contextmanager
-    def demanding(self, groups: int | None) -> Iterator[None]:
+    def awaiting(self, groups: int | None) -> Iterator[None]:
         """While a caller waits for a batch of so many groups, or of all that the tasks give, admission counts it."""
-        if self.bound.demand is not None:
+        if self.bound.wanted is not None:
             raise RuntimeError("a batch is already being taken; await it first")
-        self.bound.demand = math.inf if groups is None else groups
+        self.bound.wanted = math.inf if groups is None else groups
         try:
-            self.refill()
+            self.on_work()
             yield
         finally:
-            self.bound.demand = None  # before the slots look for work: the limit falls with it
-            self.refill()
+            self.bound.wanted = None  # before the slots look for work: the limit falls with it
+            self.on_work()
 
     def refuse_endless_tasks(self) -> None:
         """Raise unless the tasks of all domains run out some time."""
@@ -230,13 +230,13 @@ class GroupQueue:
         return self._change
 
     def cut(self) -> list[Group] | None:
-        """Take the batch that is demanded, if it is there: the oldest whole groups. Fewer only when the tasks ran
+        """Take the batch that is wanted, if it is there: the oldest whole groups. Fewer only when the tasks ran
         out."""
         if self._error is not None:
             raise self._error
         bound = self.bound
-        assert bound.demand is not None
-        groups = bound.demand
+        assert bound.wanted is not None
+        groups = bound.wanted
         self._drop_stale()
         ready = bound.ready.total()
         bound.check(groups)
@@ -250,7 +250,7 @@ class GroupQueue:
             return None
         batch: list[Group] = []
         now = self._now()
-        bound.demand = None
+        bound.wanted = None
         while len(batch) < groups:
             _, group = heapq.heappop(self._ready)
             if group.state is GroupState.READY:
@@ -275,7 +275,7 @@ class GroupQueue:
         self.bound.begin_pass()
         self.domains.restart()
         self.pass_counts.begin(self.consumed)
-        self.refill()
+        self.on_work()
 
     def lose_group(self, group: Group) -> None:
         """End an open group whose finished trajectories were lost with their node; its task is drawn anew."""
@@ -292,7 +292,7 @@ class GroupQueue:
         for group in self.ledger.open_groups():
             self._filter.cancel(group)
             for attempt in self.ledger.close_group(group, Fate.CANCELLED, cause, now):
-                self.stop(attempt)
+                self.on_stop(attempt)
         self._ready.clear()
         self.bound.clear()
         self._wake()
@@ -304,12 +304,14 @@ class GroupQueue:
         """What ended the run."""
         return self._error
 
-    def restore(self, version: int, consumed: int, base: int, pass_start: PassStart, groups: list[Group]) -> None:
+    def restore(
+        self, version: int, consumed: int, in_earlier_batches: int, pass_start: PassStart, groups: list[Group]
+    ) -> None:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
         bound, self.started, self.pass_counts.start = self.bound, consumed, pass_start
-        bound.restore(version, consumed, base)
+        bound.restore(version, consumed, in_earlier_batches)
         now = self._now()
         for group in groups:
             self.ledger.readmit(group)
@@ -382,7 +384,7 @@ class GroupQueue:
             group.extra_begun = True
             pending = self.domains.all[group.task.domain].pending
             pending.extendleft((group, member) for member in range(self._members - 1, self._initial_members - 1, -1))
-            self.refill()
+            self.on_work()
 
     def _on_group_whole(self, group: Group) -> None:
         """The group is whole: to the filters."""
@@ -403,9 +405,9 @@ class GroupQueue:
         self.started -= 1
         self.domains.all[group.task.domain].started -= 1
         for attempt in self.ledger.close_group(group, fate, cause, self._now()):
-            self.stop(attempt)
+            self.on_stop(attempt)
         self._wake()
-        self.refill()
+        self.on_work()
 
     def _wake(self) -> None:
         if self._change is not None and not self._change.done():

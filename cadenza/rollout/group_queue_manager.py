@@ -51,18 +51,22 @@ class GroupQueueManager(GroupQueue):
         """In `next_attempt`."""
         self._given_out = RemoteAttempts(env_manager_config.lease_seconds, self._expire)
         """Attempts that `next_attempt` gave out and whose slots are not free yet."""
-        self.refill = self._workers.wake_next
+        self.on_work = self._workers.wake_next
 
     # -- what workers ask ----------------------------------------------------------------------------------------
 
     async def next_attempt(self, slot: int = 0) -> Attempt | None:
         """Waits for the next attempt to run, whose lease begins then. None when the tasks ran out, or the run has
         ended."""
+        has_waited = False
         while (attempt := self.issue(slot)) is None:
             if self._error is not None or (self.domains.exhausted and not self.bound.unconsumed):
                 self._workers.wake_next()
                 return None
-            await self._workers.wait()
+            if not has_waited:
+                self._workers.enter()
+            await self._workers.wait(as_first=has_waited)
+            has_waited = True
         self._workers.wake_next()
         self._given_out.begin(attempt)
         return attempt
@@ -95,7 +99,7 @@ class GroupQueueManager(GroupQueue):
         group. Fewer, or none, when the tasks ran out."""
         if groups is None:
             self.refuse_endless_tasks()
-        with self.demanding(groups):
+        with self.awaiting(groups):
             while (batch := self.cut()) is None:
                 await self.changed()
         taken: list[list[Trajectory]] = []

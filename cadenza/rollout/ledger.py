@@ -107,7 +107,7 @@ class Group:
         "state",
         "task",
         "trained",
-        "tries",
+        "weighted_tries",
     )  # fmt: skip
 
     def __init__(self, id: int, task: Task, begun: int, opened: float) -> None:
@@ -125,8 +125,9 @@ class Group:
         self.attempts: list[Attempt] = []
         self.finished: list[Attempt] = []
         """Members that count, in the order in which they finished."""
-        self.tries: dict[int, float] | None = None
-        """Failed tries per member, those that speak against the task."""
+        self.weighted_tries: dict[int, float] | None = None
+        """Failed tries per member, each as much as it speaks against the task: a failure of the infrastructure is a
+        part of a try."""
         self.extra_begun = False
         """Its extra members have begun, where they begin late (`extra_after`)."""
         self.trained = -1

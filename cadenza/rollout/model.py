@@ -140,8 +140,8 @@ class Model:
     """
 
     __slots__ = (
-        "_attempt", "_branches", "_busy", "_cached", "_chunks", "_context", "_entry", "_interrupted", "_is_new_row",
-        "_last_turn", "_number", "_shared", "_turns", "trajectory",
+        "_attempt", "_branches", "_busy", "_cached", "_chunks", "_entry", "_interrupted", "_is_new_row", "_last_turn",
+        "_length", "_number", "_shared", "_turns", "trajectory",
     )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
@@ -158,7 +158,9 @@ class Model:
         self._attempt = attempt
         self._shared = shared
         self._chunks: tuple[Tokens, ...] = ()
-        self._context = 0
+        """The context: prompts and answers in turn."""
+        self._length = 0
+        """Tokens of the context."""
         self._entry: ReplicaEntry | None = None
         self._cached = 0
         self._interrupted: int | None = None
@@ -168,14 +170,14 @@ class Model:
     @property
     def free_tokens(self) -> int:
         """Tokens that still fit into the context."""
-        return self._shared.max_context - self._context
+        return self._shared.max_context - self._length
 
     def branch(self) -> Model:
         """Another conversation that goes on from the tokens of this one. Its turns are a row of their own, in which
         what was said before is prompt and trains nothing. Branches may be asked side by side."""
         self._check_turn()
         branch = Model(self._attempt, self.trajectory, self._shared)
-        branch._chunks, branch._context = self._chunks, self._context
+        branch._chunks, branch._length = self._chunks, self._length
         self._branches = self._branches or [self]
         branch._branches, branch._number = self._branches, len(self._branches)
         self._branches.append(branch)
@@ -208,29 +210,29 @@ class Model:
             raise ContextFull(f"the episode had its max_turns {self._shared.max_turns}")
         if fresh:
             self._cached = 0
-        chunks, context = ((), 0) if fresh else (self._chunks, self._context)
+        chunks, length = ((), 0) if fresh else (self._chunks, self._length)
         prompt = np.ascontiguousarray(tokens, dtype=np.int32)
         if fresh and not len(prompt):
             raise ValueError("the first prompt of a context must hold at least one token, got none")
-        chunks, context = ((*chunks, prompt), context + len(prompt)) if len(prompt) else (chunks, context)
-        limit = min(self._shared.max_context - context, drawing.max_tokens)
+        chunks, length = ((*chunks, prompt), length + len(prompt)) if len(prompt) else (chunks, length)
+        limit = min(self._shared.max_context - length, drawing.max_tokens)
         if limit <= 0:
-            raise ContextFull(f"{context} tokens leave no room in max_context {self._shared.max_context}")
+            raise ContextFull(f"{length} tokens leave no room in max_context {self._shared.max_context}")
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._shared.leases.ask(attempt)  # from here to the answer the sampler keeps the deadlines
         self._busy = True
         try:
-            answer = await self._generate_once(chunks, context, limit, drawing, 0)
+            answer = await self._generate_once(chunks, length, limit, drawing, 0)
             if answer.finish is Finish.ABORT:
-                answer = await self._continue(chunks, context, limit, drawing, answer)
+                answer = await self._continue(chunks, length, limit, drawing, answer)
         finally:
             self._busy = False
             if self._branches is None or not any(branch._busy for branch in self._branches):
                 self._shared.leases.renew(attempt)
         self._check_turn()
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
-        self._context = context + len(answer.tokens)
+        self._length = length + len(answer.tokens)
         self._shared.sampler.observe_answer_length(len(answer.tokens))
         fresh = fresh or self._is_new_row
         if fresh and len(chunks) > 1:  # the first turn of a branch: its row begins with what was said before
@@ -261,7 +263,10 @@ class Model:
     @property
     def _session(self) -> int:
         """What caches know the conversation by."""
-        return self._attempt.id + self._shared.namespace + self._number * BRANCH_SESSIONS
+        session, namespace = self._attempt.id, self._shared.namespace
+        if namespace or self._number:  # else no new number, as in `_route_request`
+            session += namespace + self._number * BRANCH_SESSIONS
+        return session
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
@@ -274,7 +279,7 @@ class Model:
             )
 
     async def _continue(
-        self, chunks: tuple[Tokens, ...], context: int, limit: int, sampling: Sampling, answer: Generation
+        self, chunks: tuple[Tokens, ...], length: int, limit: int, sampling: Sampling, answer: Generation
     ) -> Generation:
         """Go on from the tokens of an interrupted answer, over as many interruptions as come."""
         while answer.finish is Finish.ABORT:
@@ -282,25 +287,18 @@ class Model:
             if done >= limit:
                 return Generation(answer.tokens, answer.logprobs, answer.spans, Finish.LENGTH)
             so_far = (*chunks, answer.tokens) if done else chunks
-            rest = await self._generate_once(so_far, context + done, limit - done, sampling, done)
+            rest = await self._generate_once(so_far, length + done, limit - done, sampling, done)
             answer = _concatenate(answer, rest)
         return answer
 
     async def _generate_once(
-        self, chunks: tuple[Tokens, ...], context: int, limit: int, sampling: Sampling, done: int
+        self, chunks: tuple[Tokens, ...], length: int, limit: int, sampling: Sampling, done: int
     ) -> Generation:
-        """One answer of one replica: whole, or the beginning of it."""
+        """One answer of one replica: whole, or the beginning of it. What one replica fails the next one gets."""
         attempt, shared = self._attempt, self._shared
-        sampler, namespace, size = shared.sampler, shared.namespace, shared.slice_tokens
+        sampler = shared.sampler
         seed = (self.trajectory.seed + GOLDEN * (self._turns + 1) + BRANCH_KEY * self._number) & MASK64
-        route_request = RouteRequest(
-            self._session,
-            attempt.group.id + namespace if namespace else attempt.group.id,
-            context,
-            attempt.group.id,
-            done // size if size else 0,
-            size,
-        )
+        route_request = self._route_request(length, done)
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
@@ -308,7 +306,7 @@ class Model:
             self._interrupted = None
             entry = grant.entry
             request = Request(  # by position: this is the hot path
-                grant.request_id, chunks, context, limit, sampling, seed, done,
+                grant.request_id, chunks, length, limit, sampling, seed, done,
                 route_request.session, route_request.group, grant.epoch,
             )  # fmt: skip
             self._emit("ask", entry.replica.name)
@@ -321,39 +319,19 @@ class Model:
                     generation.tokens
                 ):
                     raise ReplicaError("'generate' gave tokens, logprobs and spans of different lengths")
-                outcome, self._cached = RequestOutcome.SERVED, context + len(generation.tokens)
+                outcome, self._cached = RequestOutcome.SERVED, length + len(generation.tokens)
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
-                if not is_cancelled_from_outside(error):  # the engine's own
-                    self._emit("answer", "error")
-                    outcome, replica_error = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
-                    continue
-                if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
-                    shared.ledger.add_tokens(attempt, len(answer.result().tokens))  # it came too late
-                else:
-                    entry.replica.abort(request.id, attempt.cause or "cancelled")
-                raise
-            except RequestRefused:
-                self._emit("answer", "refused")
-                outcome = RequestOutcome.REFUSED
-                raise
-            except StaleEpoch:
-                self._emit("answer", "refused")
-                outcome = RequestOutcome.REFUSED
-                continue
-            except ReplicaError as error:
+                if is_cancelled_from_outside(error):
+                    self._give_up(entry, request, answer)
+                    raise
                 self._emit("answer", "error")
-                outcome, replica_error = (
-                    RequestOutcome.LOST if isinstance(error, ReplicaLost) else RequestOutcome.FAILED,
-                    error,
-                )
+                outcome, replica_error = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
                 continue
-            except Exception as error:  # noqa: BLE001 - an engine may raise whatever it likes; it is not the rollout's fault
-                self._emit("answer", "error")
-                outcome, replica_error = (
-                    RequestOutcome.FAILED,
-                    ReplicaError(f"'generate' raised {type(error).__name__}: {error}"),
-                )
+            except Exception as error:  # an engine may raise whatever it likes; it is not the rollout's fault
+                outcome, replica_error = self._outcome_of(error)
+                if isinstance(error, RequestRefused):
+                    raise
                 continue
             finally:
                 sampler.release(grant, outcome, replica_error, cached)
@@ -363,6 +341,32 @@ class Model:
             shared.ledger.add_tokens(attempt, len(generation.tokens))
             return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
+
+    def _route_request(self, length: int, done: int) -> RouteRequest:
+        attempt, namespace, size = self._attempt, self._shared.namespace, self._shared.slice_tokens
+        group = attempt.group.id
+        if namespace:  # else no new number, of which a hundred thousand turns would each keep one
+            group += namespace
+        return RouteRequest(self._session, group, length, attempt.group.id, done // size if size else 0, size)
+
+    def _give_up(self, entry: ReplicaEntry, request: Request, answer: asyncio.Future[Generation] | None) -> None:
+        """The attempt was cancelled: end its request. An answer that came at the same moment is booked."""
+        if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._shared.ledger.add_tokens(self._attempt, len(answer.result().tokens))
+        else:
+            entry.replica.abort(request.id, self._attempt.cause or "cancelled")
+
+    def _outcome_of(self, error: Exception) -> tuple[RequestOutcome, ReplicaError | None]:
+        """What the failure of a request says of its replica. A refusal says nothing."""
+        if isinstance(error, (RequestRefused, StaleEpoch)):
+            self._emit("answer", "refused")
+            return RequestOutcome.REFUSED, None
+        self._emit("answer", "error")
+        if isinstance(error, ReplicaLost):
+            return RequestOutcome.LOST, error
+        if not isinstance(error, ReplicaError):
+            error = ReplicaError(f"'generate' raised {type(error).__name__}: {error}")
+        return RequestOutcome.FAILED, error
 
     def _emit(self, kind: str, detail: str, tokens: int | None = None) -> None:
         if (events := self._shared.ledger.events) is not None:

@@ -43,7 +43,7 @@ class PassCounts:
         first = self._errors.first
         reason = f"The first error was {first}" if first else f"Most often: {often}"
         raise NothingFinished(
-            f"the tasks ran out without one whole group: {failed} attempts failed. {reason}; mend it and run again "
+            f"the tasks ran out without one whole group: {failed} attempts failed. {reason}; correct it and run again "
             "(the log has more of it, `why` tells of the attempts of a task)"
         )
 

@@ -83,23 +83,29 @@ class WaitingWorkers:
         self._limit = limit
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def wait(self) -> None:
-        """Until there may be an attempt."""
+    def enter(self) -> None:
+        """Refuse a worker beyond the limit."""
         if len(self._waiting) >= self._limit:
             raise RolloutError(
                 f"{self._limit} calls of next_attempt wait already, and the actor must also take those of put, take "
                 "and advance: ask with fewer workers, or make it with options(max_concurrency=N) and "
                 "GroupQueueManager(..., max_waiting=less than N)"
             )
+
+    async def wait(self, *, as_first: bool) -> None:
+        """Until there may be an attempt. A worker that was woken and found none waits on as the first."""
         woken = asyncio.get_running_loop().create_future()
-        self._waiting.append(woken)
+        if as_first:
+            self._waiting.appendleft(woken)
+        else:
+            self._waiting.append(woken)
         try:
             await woken
         except asyncio.CancelledError:
-            if woken.cancelled():
-                self._waiting.remove(woken)
-            else:
+            if not woken.cancelled():
                 self.wake_next()
+            elif woken in self._waiting:
+                self._waiting.remove(woken)
             raise
 
     def wake_next(self) -> None:

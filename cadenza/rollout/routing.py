@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from cadenza.config import load_object
 from cadenza.rollout.prefix_routing import PrefixRouting
 from cadenza.rollout.router import RoutingRule
+from cadenza.user_code import named_user_code
 
 if TYPE_CHECKING:
     from cadenza.rollout.sampler import SamplerConfig
@@ -40,7 +41,8 @@ def make_rule(config: SamplerConfig) -> RoutingRule:
     """The rule that `config.routing` names."""
     name = config.routing
     factory = ROUTING_RULES.get(name) or load_object(name)
-    rule: RoutingRule = factory(config)
+    with named_user_code("sampler.routing", name):
+        rule: RoutingRule = factory(config)
     if not callable(getattr(rule, "choose", None)):
         raise ValueError(f"sampler.routing '{name}' gave {rule!r}, which has no method 'choose'; see RoutingRule")
     return rule

@@ -112,7 +112,7 @@ class RolloutScheduler:
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
         )
-        self.queue.spawn = lambda coroutine: self._spawn(coroutine, "group filter")
+        self.queue.start_task = lambda coroutine: self._spawn(coroutine, "group filter")
         self._uncollated: list[Group] = []
         self._batch_lock = asyncio.Lock()
         self._suspensions = 0
@@ -335,7 +335,7 @@ class RolloutScheduler:
         assert self._run_task is not None
         loop = asyncio.get_running_loop()
         asked, stall_seconds = loop.time(), self.config.stall_seconds
-        with self.queue.demanding(groups):
+        with self.queue.awaiting(groups):
             self._has_told_of_expand = False
             while (batch := self.queue.cut()) is None:
                 left = stall_seconds - (loop.time() - max(asked, self.queue.last_end_time, self.sampler.opened_at))
@@ -354,7 +354,7 @@ class RolloutScheduler:
 
     def _say_that_all_are_shrunk(self) -> None:
         """Once for each `get_batch` that waits."""
-        if self.queue.is_demanded and not self._has_told_of_expand:
+        if self.queue.is_awaited and not self._has_told_of_expand:
             self._has_told_of_expand = True
             logger.warning(
                 "get_batch waits for an expand: all devices of the sampler were shrunk (%s)",

@@ -156,7 +156,7 @@ def save(directory: Path, queue: GroupQueue, uncollated: Sequence[Group] = ()) -
         asyncio.get_running_loop().time(),
         queue.version,
         queue.consumed,
-        queue.bound.base,
+        queue.bound.in_earlier_batches,
         {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
         [_saved_group(group, positions[group.task.domain], lost) for group in groups],
@@ -223,7 +223,7 @@ def _saved_group(group: Group, positions: dict[str, int], lost: set[str]) -> Sav
     ]
     return SavedGroup(
         group.id, group.task.domain, SavedTask(positions[group.task.id], group.task.id), group.begun, group.opened,
-        group.state, group.trained, attempts, finished, group.tries, group.extra_begun,
+        group.state, group.trained, attempts, finished, group.weighted_tries, group.extra_begun,
     )  # fmt: skip
 
 
@@ -375,7 +375,7 @@ def _find(domain: Domain, saved: SavedTask) -> Task:
 
 def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], clock_offset: float) -> Group:
     group = Group(saved.id, task, saved.begun, saved.opened + clock_offset)
-    group.tries, group.extra_begun = saved.tries, saved.extra_begun
+    group.weighted_tries, group.extra_begun = saved.tries, saved.extra_begun
     group.trained = saved.trained
     # A filter that ran is lost: the group is whole, and goes to it again.
     group.state = GroupState.OPEN if saved.state is GroupState.FILTERING else saved.state

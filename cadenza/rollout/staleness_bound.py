@@ -5,7 +5,7 @@ After the cut for v, of the groups that are started and not consumed,
 
     none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
 
-Batches taken ahead of their version move this along (`remaining_demand`). Then no group is ever trained more than A
+Batches taken ahead of their version move this along (`still_trainable`). Then no group is ever trained more than A
 versions after it began, and nothing has to be thrown away for it (docs/staleness.md has the proof). Two rules keep it:
 `limit` (reserve before a group starts) and `may_cut` (take the oldest whole groups, and only when what is left still
 fits). They know counts only; the groups are those of the queue (group_queue.py).
@@ -40,11 +40,11 @@ class StalenessBound:
         self.version = 0
         """Newest fully published version: what a batch is cut for."""
         self.consumed = 0
-        self.base = 0
+        self.in_earlier_batches = 0
         """Groups that the batches of all versions before this one hold."""
         self._consumed_before_version = 0
         """Groups consumed when this version was published."""
-        self.demand: float | None = None
+        self.wanted: float | None = None
         """Groups that a caller waits for."""
         self.unconsumed: Counter[int] = Counter()
         """Started and unconsumed groups by the version at which they began."""
@@ -90,29 +90,29 @@ class StalenessBound:
         larger batches than configured would count up for ever."""
         self.version = version
         self._consumed_before_version = self.consumed
-        ahead = max(1, self._max_staleness) * self._per_batch
-        self.base = min(self.consumed, max(self.base + self._per_batch, self.consumed - ahead))
+        least = self.consumed - max(1, self._max_staleness) * self._per_batch
+        self.in_earlier_batches = min(self.consumed, max(self.in_earlier_batches + self._per_batch, least))
 
-    def restore(self, version: int, consumed: int, base: int) -> None:
+    def restore(self, version: int, consumed: int, in_earlier_batches: int) -> None:
         """Count on from these."""
-        self.version, self.consumed, self.base = version, consumed, base
+        self.version, self.consumed, self.in_earlier_batches = version, consumed, in_earlier_batches
         self._consumed_before_version = consumed
 
     def begin_pass(self) -> None:
         """The tasks begin anew. The last batch may have been short. It counts as a whole one, or groups would begin in
         what is left of it, which no batch of this version takes."""
-        self.base -= (self.base - self.consumed) % self._per_batch
+        self.in_earlier_batches -= (self.in_earlier_batches - self.consumed) % self._per_batch
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def limit(self) -> float:
         """How many groups may have been started by now."""
         if not self._is_training:
-            return self.consumed + (self.demand or 0)
-        limit: float = self.base + self._reserved
-        if self.demand is not None:  # a batch of another size, or a second one for the same version
-            limit = max(limit, self.consumed + self.demand)
-        if self.demand is not None or self.remaining_demand(self.version, self.consumed):
+            return self.consumed + (self.wanted or 0)
+        limit: float = self.in_earlier_batches + self._reserved
+        if self.wanted is not None:  # a batch of another size, or a second one for the same version
+            limit = max(limit, self.consumed + self.wanted)
+        if self.wanted is not None or self.still_trainable(self.version, self.consumed):
             limit += self._extra_groups  # else they would begin after the last cut that could take them
         return limit
 
@@ -127,25 +127,25 @@ class StalenessBound:
             taken = min(groups, ready[begun])
             groups -= taken
             left += self.unconsumed[begun] - taken
-            if left > self.remaining_demand(begun, consumed) + self._extra_groups:
+            if left > self.still_trainable(begun, consumed) + self._extra_groups:
                 return False
         return True
 
-    def remaining_demand(self, begun: int, consumed: float) -> float:
+    def still_trainable(self, begun: int, consumed: float) -> float:
         """Groups that the batches to come can still take of those that began at or before a version, in time."""
         batches = begun + self._max_staleness - self.version + 1  # this version's own is the first of them
-        return max(batches * self._per_batch - (consumed - self.base), 0)
+        return max(batches * self._per_batch - (consumed - self.in_earlier_batches), 0)
 
     def is_surplus(self, begun: int) -> bool:
         """Whether no later batch can take a group that began at this version, in time: there were extra groups."""
-        return self._waits and self._extra_groups > 0 and not self.remaining_demand(begun, self.consumed)
+        return self._waits and self._extra_groups > 0 and not self.still_trainable(begun, self.consumed)
 
     def oldest_to_keep(self) -> int:
         """Under 'drop', groups that began before this version are too old for the one at which the next batch will be
         trained. None is too old under 'wait'."""
         if not self._drops:
             return 0
-        ahead = min((self.consumed - self.base) // self._per_batch, self._max_staleness)
+        ahead = min((self.consumed - self.in_earlier_batches) // self._per_batch, self._max_staleness)
         return self.version + ahead - self._max_staleness
 
     def check(self, groups: float) -> None:

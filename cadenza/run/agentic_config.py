@@ -94,6 +94,19 @@ class AgenticConfig(RolloutRunConfig):
         check_name("envs.rollout", rollout_functions.make, self.envs.rollout)
 
     @model_validator(mode="after")
+    def _domains_have_tasks(self) -> Self:
+        validation = (self.validation and self.validation.domains) or {}
+        for where, domains in (("envs", self.envs.domains), ("validation", validation)):
+            for name, domain in domains.items():
+                tasks = domain.tasks
+                if tasks is not None and (tasks if isinstance(tasks, int) else len(tasks)) < 1:
+                    raise ValueError(
+                        f"{where}.domains.{name}.tasks must be at least one, got {tasks}: leave it out for an "
+                        "endless stream of seeds"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _validation_has_its_own_rows(self) -> Self:
         rows = [name for name, domain in self.envs.domains.items() if domain.has_rows]
         if rows and self.validation is not None and self.validation.domains is None:

@@ -16,8 +16,9 @@ from cadenza.run.config import ConfigError
 from cadenza.run.engines import find_engine
 from cadenza.run.inference import Inference, InferenceSpec, open_inference
 from cadenza.run.role_names import ACTOR, CRITIC, REFERENCE
-from cadenza.run.roles import Roles
+from cadenza.run.roles import Roles, local_or_hub
 from cadenza.run.rollout_config import RolloutRunConfig
+from cadenza.run.tokenizer import check_vocabulary
 from cadenza.run.workers import ActorWorker, CriticWorker, ReferenceWorker
 from cadenza.training import Estimator, ReferenceConfig
 
@@ -32,6 +33,8 @@ class AgenticRoles(Roles):
     def __init__(self, config: RolloutRunConfig, *, failures: Path | None = None) -> None:
         super().__init__(config, failures=failures)
         self.estimator = Estimator(config.estimator)
+        if config.teacher is not None:
+            check_vocabulary("reference.path", config.teacher, self.codec)
 
     async def start(self) -> None:
         config = self.config
@@ -70,6 +73,16 @@ class AgenticRoles(Roles):
         examples = await cold_start_examples(self.config, settings, self.codec)
         metrics = await self.actor.cold_start(examples, settings)
         return {f"cold_start/{name}": value for name, value in metrics.items()}
+
+    async def freeze_reference(self, directory: Path) -> None:
+        """A teacher is not what the policy was at first."""
+        await (super().freeze_reference(directory) if self.config.teacher is None else self.load_reference(directory))
+
+    async def load_reference(self, directory: Path) -> None:
+        if self.reference is None or (teacher := self.config.teacher) is None:
+            await super().load_reference(directory)
+        else:
+            await self.reference.load(local_or_hub(teacher))
 
     async def advantages(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The batch with its advantages, and whatever columns they need."""

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config, Seed, Threads, load_object
+from cadenza.config import Config, Seed, Threads, load_callable
 from cadenza.observe.trackers import check_tracker
 from cadenza.run.role_names import ACTOR, INFERENCE
 from cadenza.training import ModelConfig
@@ -93,7 +93,7 @@ class RunConfig(Config):
         begins."""
         for number, tracker in enumerate(self.trackers):
             if ":" in tracker:
-                check_name(f"trackers.{number}", load_object, tracker)
+                check_name(f"trackers.{number}", load_callable, tracker)
 
     @field_validator("name")
     @classmethod

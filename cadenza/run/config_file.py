@@ -25,12 +25,14 @@ from cadenza.run.pipeline import find_pipeline
 def read_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config in a file, with `key=value` overrides."""
     path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a directory: name a config file, or go on with a run by `cadenza resume {path}`")
     if not path.is_file():
         raise ConfigError(f"there is no config file {path}")
     try:
         values = _parse(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from error
+        raise ConfigError(f"{path} is not YAML: {error}") from error
     return build_config(values, overrides, source=str(path))
 
 
@@ -73,11 +75,11 @@ def _override(text: str) -> dict[str, Any]:
     key, separator, value = text.partition("=")
     names = key.strip().split(".")
     if not separator or not all(names):
-        raise ConfigError(f"'{text}' is no override; write key=value, as in rollout.alpha=1")
+        raise ConfigError(f"'{text}' is not an override; write key=value, as in rollout.alpha=1")
     try:
         tree: Any = _parse(value)
     except ValueError as error:
-        raise ConfigError(f"the value of '{text}' is no YAML: {error}") from error
+        raise ConfigError(f"the value of '{text}' is not YAML: {error}") from error
     for name in reversed(names):
         tree = {name: tree}
     found: dict[str, Any] = tree

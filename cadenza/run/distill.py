@@ -10,11 +10,10 @@ from pydantic import model_validator
 from cadenza.cluster import dispatch
 from cadenza.config import Config
 from cadenza.data import DataProto
-from cadenza.inference.codec import TextCodec, TokenizerNotFound, load_codec
-from cadenza.run.config import ConfigError
 from cadenza.run.example_config import ExampleConfig
 from cadenza.run.example_pipeline import ExampleRoles
 from cadenza.run.role_names import ACTOR
+from cadenza.run.tokenizer import check_vocabulary
 from cadenza.run.workers import LearnerWorker, ModelSpec
 from cadenza.training import ModelConfig, ModelNotFound, load_model
 from cadenza.training.distiller import DistillConfig, Distiller
@@ -83,25 +82,10 @@ class DistillRoles(ExampleRoles):
 
     def __init__(self, config: DistillRunConfig, *, failures: Path | None = None) -> None:
         super().__init__(config, failures=failures)
-        check_vocabulary(config.teacher, self.codec)
+        check_vocabulary("teacher.path", config.teacher.path, self.codec)
 
     async def start(self) -> None:
         config = self.config
         self.actor = await self.start_trainers(
             ACTOR, DistillWorker, config=config.actor, teacher=config.teacher, failures=self.failures
-        )
-
-
-def check_vocabulary(teacher: TeacherConfig, codec: TextCodec) -> None:
-    """Raise unless a token means the same to the teacher as to the student. A teacher without a tokenizer is believed
-    to know the student's."""
-    try:
-        known = load_codec(teacher.path, template="plain").tokenizer.get_vocab()
-    except TokenizerNotFound:
-        return
-    if known != codec.tokenizer.get_vocab():
-        raise ConfigError(
-            f"teacher.path: the tokenizer of {teacher.path} has another vocabulary ({len(known)} tokens) than "
-            f"{codec.name} ({codec.vocab_size} tokens), so their distributions cannot be compared: take a teacher and "
-            "a student of one family"
         )

@@ -65,10 +65,13 @@ class Inference:
     delivery: WeightDelivery
     resources: DeviceSource
     """Where it runs, and env workers too."""
+    engine_kind: str
+    """What `engine.kind` says."""
 
     async def deliver_weights(self) -> object:
         """What the actor has now, brought to the replicas; `sampler.load_weights` swaps it in."""
-        return await self.delivery.deliver()
+        with named_user_code("engine.kind", self.engine_kind):
+            return await self.delivery.deliver()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ async def open_inference(spec: InferenceSpec) -> AsyncIterator[Inference]:
             await asyncio.gather(*(replica.load_weights(0, weights) for replica in remote))
             sampler = await _ray_sampler(spec, remote, stack)
         logger.info("weights reach the replicas %s", delivery.name)
-        yield Inference(sampler, spec.codec, delivery, spec.devices.resources)
+        yield Inference(sampler, spec.codec, delivery, spec.devices.resources, spec.engine.kind)
 
 
 def _local_sampler(spec: InferenceSpec, replicas: Sequence[Replica], stack: AsyncExitStack) -> Sampler:

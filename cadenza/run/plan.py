@@ -203,11 +203,12 @@ def _workload(config: RolloutRunConfig, args: PlanArgs, gpus: int) -> tuple[Work
     if args.workload is not None:
         found = cli_args.workload(args.workload, needs_costs=needs_costs)
         source = f"{args.workload}, as --workload says"
-    elif (run / "trace.jsonl").is_file():
-        found, source = cli_args.workload(str(run), needs_costs=needs_costs), f"measured in {run}"
     else:
-        found = cli_args.workload(DEFAULT_WORKLOAD)
-        source = f"stated, those of {DEFAULT_WORKLOAD}: {run} has measured none yet, and --workload names no other"
+        try:
+            found, source = cli_args.workload(str(run), needs_costs=needs_costs), f"measured in {run}"
+        except InvalidArgument:  # there is no run yet, or it was too short
+            found = cli_args.workload(DEFAULT_WORKLOAD)
+            source = f"stated, those of {DEFAULT_WORKLOAD}: {run} has measured none yet, and --workload names no other"
     if args.model_cost is not None:
         found, source = cli_args.with_cost(found, args.model_cost), f"{source}, with --model-cost {args.model_cost}"
     groups = max(1, config.rollout.batch_size // config.rollout.group_size)

@@ -94,6 +94,7 @@ class Roles:
             await self.load_reference(directory)
 
     async def load_reference(self, directory: Path) -> None:
+        """The reference is the model in a directory."""
         if self.reference is not None:
             await self.reference.load(absolute_path(directory))
 
@@ -136,3 +137,8 @@ class Roles:
 def absolute_path(directory: Path) -> Path:
     """The directory by a name that means the same in other processes."""
     return directory.absolute()
+
+
+def local_or_hub(path: str) -> Path:
+    """A directory by a name that means the same in other processes, or a name on the hub as it is."""
+    return absolute_path(Path(path)) if Path(path).is_dir() else Path(path)

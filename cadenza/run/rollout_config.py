@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
-from cadenza.config import Config, load_object
+from cadenza.config import Config, load_callable
 from cadenza.inference.replica import Sampling
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
@@ -34,6 +34,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "ppo": {"estimator": {"name": "gae"}, "critic": {}},
     "reinforce++": {"estimator": {"name": "reinforce++"}},
+    "distill": {"estimator": {"name": "distill"}, "actor": {"loss": "policy_gradient"}},
 }
 """Algorithms by name: the few settings that make them."""
 PRESET_KEY_OWNERS: Mapping[str, str] = {
@@ -123,7 +124,7 @@ class RolloutRunConfig(RunConfig):
             ("actor.loss", self.actor.loss),
         ):
             if isinstance(named, str) and ":" in named:
-                check_name(key, load_object, named)
+                check_name(key, load_callable, named)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -136,6 +137,8 @@ class RolloutRunConfig(RunConfig):
             raise ValueError(f"estimator '{self.estimator.name}' needs a critic: add 'critic: {{}}'")
         if self.critic is not None and not self.estimator.needs_critic:
             raise ValueError(f"critic does nothing for the estimator '{self.estimator.name}': remove it")
+        if self.estimator.method.needs_teacher and self.teacher is None:
+            raise ValueError(f"estimator '{self.estimator.name}' learns from a teacher: name it with reference.path")
         if self.reference is not None and not self.needs_reference:
             raise ValueError("reference does nothing while no kl_coef is set, in actor or in estimator: remove it")
         self._check_temperatures()
@@ -145,7 +148,7 @@ class RolloutRunConfig(RunConfig):
                     f"{name}.mini_batches must be at most rollout.batch_size {self.rollout.batch_size}, got "
                     f"{learner.mini_batches}"
                 )
-        if self.model.lora is not None and self.cold_start is not None and self.needs_reference:
+        if self.model.lora is not None and self.cold_start is not None and self.needs_reference and not self.teacher:
             raise ValueError(
                 "model.lora, cold_start and a kl_coef do not go together: the reference is the model under the "
                 "adapter, without what cold_start taught. Remove one of the three, or begin with the "
@@ -217,13 +220,21 @@ class RolloutRunConfig(RunConfig):
         return self.estimator.needs_reference or self.actor.kl_coef > 0
 
     @property
+    def teacher(self) -> str | None:
+        """The path of the reference, where it is another model than the policy was at first."""
+        return None if self.reference is None else self.reference.path
+
+    @property
     def learners(self) -> Mapping[str, LearnerConfig | None]:
         return {ACTOR: self.actor, CRITIC: self.critic, REFERENCE: None}
 
     @property
     def role_names(self) -> tuple[str, ...]:
-        """The roles that get devices. Under an adapter, the actor is the reference too."""
-        found = {CRITIC: self.critic is not None, REFERENCE: self.needs_reference and self.model.lora is None}
+        """The roles that get devices. Under an adapter the actor is the reference too, unless that is a teacher."""
+        found = {
+            CRITIC: self.critic is not None,
+            REFERENCE: self.needs_reference and (self.model.lora is None or self.teacher is not None),
+        }
         return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE)
 
     @property

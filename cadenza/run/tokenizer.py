@@ -20,3 +20,17 @@ def load_run_codec(config: RunConfig) -> TextCodec:
         raise ConfigError(f"{'tokenizer' if tokenizer.path else 'model'}.path: {error}") from error
     except ValueError as error:  # it does not fit the template
         raise ConfigError(f"tokenizer: {error}") from error
+
+
+def check_vocabulary(key: str, path: str, codec: TextCodec) -> None:
+    """Raise unless a token means the same to the model at `path`, which the config names at `key`, as to this codec. A
+    model without a tokenizer is believed to know the same tokens."""
+    try:
+        known = load_codec(path, template="plain").tokenizer.get_vocab()
+    except TokenizerNotFound:
+        return
+    if known != codec.tokenizer.get_vocab():
+        raise ConfigError(
+            f"{key}: the tokenizer of {path} has another vocabulary ({len(known)} tokens) than {codec.name} "
+            f"({codec.vocab_size} tokens), so their distributions cannot be compared: take models of one family"
+        )

@@ -58,11 +58,11 @@ class ModelSpec:
     """Of torch; None is its own choice."""
 
     def build(self, *, path: Path | None = None, seed_offset: int = 0, pad_token_id: int | None = None) -> nn.Module:
-        """The model, or the one at `path` of the same form; another `seed_offset` gives other weights. With
+        """The model, or the one at `path` without an adapter; another `seed_offset` gives other weights. With
         `pad_token_id` it is a classifier."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        config = self.model if path is None else self.model.model_copy(update={"path": str(path)})
+        config = self.model if path is None else self.model.model_copy(update={"path": str(path), "lora": None})
         try:
             return load_model(
                 config,

@@ -84,7 +84,7 @@ class LauncherConnection:
         except asyncio.IncompleteReadError as error:
             raise SandboxUnavailable("the sandbox's launcher ended at once; its own error is on stderr") from error
         if ready.error:
-            raise SandboxUnavailable(f"the sandbox's launcher cannot give up its rights: {ready.error}")
+            raise SandboxUnavailable(ready.error)
         self._listener = asyncio.create_task(self._listen(), name="answers of a sandbox")
 
     async def _listen(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from cadenza.sandbox.limits import SandboxLimits
 
+NAME_BYTES = 255
 ARGUMENT_BYTES = 128 * 1024
 """What the kernel takes as one argument."""
 
@@ -30,7 +31,14 @@ def checked_files(files: Mapping[str, str | bytes], limits: SandboxLimits) -> di
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
             raise ValueError(f"file {name!r} must have a name relative to the program's directory")
+        if any(len(part.encode()) > NAME_BYTES for part in path.parts):
+            raise ValueError(f"file {name!r} has a name of more than {NAME_BYTES} bytes")
+        if str(path) in contents:
+            raise ValueError(f"file {name!r} is given twice")
         contents[str(path)] = content.encode() if isinstance(content, str) else bytes(content)
+    for name in contents:
+        if clash := [str(parent) for parent in PurePosixPath(name).parents if str(parent) in contents]:
+            raise ValueError(f"file {clash[0]!r} is the directory of {name!r} too")
     if (size := sum(map(len, contents.values()))) > limits.tmp_mb << 20:
         raise ValueError(f"the files have {size} bytes; tmp_mb is {limits.tmp_mb}")
     return contents

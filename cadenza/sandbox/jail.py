@@ -40,6 +40,10 @@ SCM_CREDENTIALS = 2
 CREDENTIALS = struct.Struct("3i")
 MEGABYTE = 1 << 20
 PENDING_SIGNALS = 1024
+DEFAULT_SIGNALS = (
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGPIPE, signal.SIGTERM, signal.SIGCHLD, signal.SIGXFSZ,
+)  # fmt: skip
+"""Python, or who started it, may ignore some of these; a program gets them as the system has them."""
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
@@ -96,6 +100,8 @@ class Jail:
         """Runs a program to its end, or to its limits. The jail cannot be used again."""
         assert self._files is not None
         try:
+            if self._bwrap.ended.done():
+                raise SandboxUnavailable("a jail was killed while it waited for a program")
             for name, content in program.files.items():
                 self._files.write(name, content)
             fill(self._stdin, program.stdin)
@@ -141,7 +147,7 @@ class Jail:
                 {},
                 file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for number, fd in enumerate(standard)],
                 setsigmask=(),
-                setsigdef=(signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT),
+                setsigdef=DEFAULT_SIGNALS,
             )
         finally:
             for fd in passed:
@@ -227,8 +233,10 @@ class Jail:
         return "files" if used.files > limits.files else None
 
     def _kill(self, outcome: Outcome) -> None:
-        if self._outcome is None and self._init is not None and self._files is not None:
-            self._outcome = outcome
+        if self._outcome is not None:
+            return
+        self._outcome = outcome
+        if self._init is not None and self._files is not None and not self._bwrap.ended.done():
             # The kernel reports no CPU time of processes that end because the first one of their namespace does.
             self._seen_cpu = self._files.usage().cpu_seconds - self._start_cpu
             self._init.kill()

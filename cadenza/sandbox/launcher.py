@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 from collections import deque
 
@@ -44,12 +45,18 @@ class JailPool:
     async def execute(self, program: Program) -> SandboxResult:
         """Runs a program, in a jail of its own, as soon as there is a place."""
         async with self._places:
-            waiting = self._waiting.popleft()
-            self._start_one()
-            jail = await waiting
+            jail = await self._take()
             if isinstance(jail, SandboxUnavailable):
                 raise jail
             return await jail.execute(program)
+
+    async def _take(self) -> Jail | SandboxUnavailable:
+        """The next jail that is there. A call that is cancelled here leaves it to others."""
+        while not (ready := [task for task in self._waiting if task.done()]):
+            await asyncio.wait(self._waiting, return_when=asyncio.FIRST_COMPLETED)
+        self._waiting.remove(ready[0])
+        self._start_one()
+        return ready[0].result()
 
     async def close(self) -> None:
         """Ends the jails that have no program."""
@@ -81,8 +88,8 @@ class Launcher:
         setup = await receive(self._reader, msgspec.msgpack.Decoder(Setup))
         try:
             spec = jail_spec(setup)
-        except (OSError, KeyError) as error:
-            self._send(Ready(f"{type(error).__name__}: {error}"))
+        except SandboxUnavailable as error:
+            self._send(Ready(str(error)))
             return
         self._send(Ready())
         async with asyncio.TaskGroup() as group:
@@ -121,7 +128,10 @@ def jail_spec(setup: Setup) -> JailSpec:
     limits = SandboxLimits.model_validate(setup.limits)
     environment = bubblewrap.environment(setup.prefix)
     readable = bubblewrap.python_paths(setup.prefix) | {path: path for path in setup.visible}
-    reached = drop_root(readable.values())
+    try:
+        reached = drop_root(readable.values())
+    except OSError as error:
+        raise SandboxUnavailable(f"the sandbox's launcher cannot give up its rights: {error}") from error
     sources = {inside: reached.get(source, source) for inside, source in readable.items()}
     options = bubblewrap.options(environment, sources, limits.tmp_mb << 20)
     return JailSpec(setup.bwrap, tuple(options), seccomp_filter(), limits)
@@ -129,6 +139,9 @@ def jail_spec(setup: Setup) -> JailSpec:
 
 async def main() -> None:
     """Serve on standard input and output."""
+    # A jail takes eleven of them.
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     while os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC) < STANDARD_FDS:
         pass
     adopt_orphans()

@@ -15,7 +15,8 @@ class SandboxLimits(Config):
     cpu_seconds: float = Field(default=10.0, gt=0)
     """CPU time of all processes together."""
     memory_mb: int = Field(default=512, ge=32)
-    """Memory of all processes together, files in /tmp and /dev/shm included; also the address space of each process."""
+    """Memory of all processes together, with files in /tmp and /dev/shm and what waits in TCP connections; also the
+    address space of each process."""
     processes: int = Field(default=32, ge=1)
     """Processes and threads at one time. Another one cannot be started; the program goes on."""
     file_mb: int = Field(default=32, ge=1)

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 
 UNPRIVILEGED_ID = 64_222
 """A user that the system's own tools do not give to anyone."""
-STAGING = "/mnt"
+STAGING = "/sys"
+"""Covered by those files, for the launcher alone: nothing that it or bubblewrap needs lies there."""
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWNS = 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
@@ -30,6 +31,17 @@ def drop_root(paths: Iterable[str]) -> dict[str, str]:
     """Returns where bubblewrap reaches each path, if not under its own name. Without root nothing changes."""
     if os.geteuid() != 0:
         return {}
+    staged = _stage(list(paths))
+    os.setgroups([])
+    os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
+    os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
+    return staged
+
+
+def _stage(paths: list[str]) -> dict[str, str]:
+    """Bind each path where every user reaches it."""
+    if not paths:
+        return {}
     checked(libc.unshare(CLONE_NEWNS), "unshare")
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", STAGING, "tmpfs", 0)
@@ -41,9 +53,6 @@ def drop_root(paths: Iterable[str]) -> dict[str, str]:
         else:
             os.close(os.open(place, os.O_CREAT, 0o644))
         _mount(path, place, None, MS_BIND | MS_REC)
-    os.setgroups([])
-    os.setresgid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
-    os.setresuid(UNPRIVILEGED_ID, UNPRIVILEGED_ID, UNPRIVILEGED_ID)
     return staged
 
 

@@ -12,6 +12,8 @@ import platform
 import struct
 from typing import NamedTuple
 
+from cadenza.sandbox.errors import SandboxUnavailable
+
 # name: (number on x86_64, number on aarch64); -1 where it does not exist.
 DENIED = {
     "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
@@ -64,8 +66,12 @@ MACHINES = {
 
 
 def seccomp_filter(machine: str | None = None) -> bytes:
-    """The filter for `bwrap --seccomp`; a KeyError names a machine that it is not known for."""
-    kind = MACHINES[machine or platform.machine()]
+    """The filter for `bwrap --seccomp`, for this machine unless another is named; raises `SandboxUnavailable` where its
+    system calls are not known."""
+    machine = machine or platform.machine()
+    if machine not in MACHINES:
+        raise SandboxUnavailable(f"the sandbox knows the system calls of {', '.join(MACHINES)}, not of {machine}")
+    kind = MACHINES[machine]
     code = [
         _step(LOAD, ARCHITECTURE), _step(JUMP_EQUAL, kind.audit, 1, 0), _step(RETURN, KILL),
         _step(LOAD, NUMBER), _step(JUMP_ABOVE_OR_EQUAL, X32_BIT, 0, 1), _step(RETURN, REFUSE | errno.ENOSYS),

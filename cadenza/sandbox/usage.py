@@ -55,18 +55,28 @@ class JailFiles:
                 ticks += sum(map(int, stat.rpartition(b")")[2].split()[CPU_FIELDS]))
                 memory += _kilobytes(self._read(f"{pid}/status"), (b"RssAnon:", b"RssShmem:"))
         used, files = self._stored()
-        return Usage(ticks / TICKS, memory * 1024 + used, files)
+        return Usage(ticks / TICKS, memory * 1024 + used + self._queued(), files)
 
     def exact_memory(self) -> int:
         """Bytes of memory, where what processes share counts once; costs more to find out than `usage`."""
-        rollups = [self._read(f"{pid}/smaps_rollup") for pid in self._pids()]
-        return sum(_kilobytes(text, (b"Pss_Anon:", b"Pss_Shmem:")) for text in rollups) * 1024 + self._stored()[0]
+        total = 0
+        for pid in self._pids():
+            shared_out = _kilobytes(self._read(f"{pid}/smaps_rollup"), (b"Pss_Anon:", b"Pss_Shmem:"))
+            # A program may close this file to us, and then all of its memory counts.
+            total += shared_out or _kilobytes(self._read(f"{pid}/status"), (b"RssAnon:", b"RssShmem:"))
+        return total * 1024 + self._stored()[0] + self._queued()
 
     def _stored(self) -> tuple[int, int]:
         """Bytes and files in /tmp and /dev/shm."""
         stored = [os.fstatvfs(fd) for fd in (self.tmp, self._shm)]
         used = sum((found.f_blocks - found.f_bfree) * found.f_frsize for found in stored)
         return used, sum(found.f_files - found.f_ffree - 1 for found in stored)  # each has one for its root
+
+    def _queued(self) -> int:
+        """Bytes in the buffers of TCP connections, which can be large and belong to no process."""
+        tables = [self._read(f"1/net/{name}") for name in ("tcp", "tcp6")]
+        lengths = [line.split()[4].split(b":") for table in tables for line in table.splitlines()[1:]]
+        return sum(int(sending, 16) + int(received, 16) for sending, received in lengths)
 
     def _pids(self) -> list[str]:
         return [name for name in os.listdir(self._proc) if name.isdigit()]

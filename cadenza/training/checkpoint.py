@@ -275,7 +275,7 @@ def _role_directories(directory: Path, roles: Mapping[str, Checkpointable]) -> I
 def _read(path: Path) -> dict[str, Any]:
     """The user's values."""
     if not (path / "training" / "user.json").is_file():
-        raise CheckpointError(f"{path} is no checkpoint of cadenza: it has no training/user.json")
+        raise CheckpointError(f"{path} is not a checkpoint of cadenza: it has no training/user.json")
     document = json.loads((path / "training" / "user.json").read_text(encoding="utf-8"))
     if document["format"] != FORMAT:
         raise CheckpointError(f"{path} has format {document['format']}, this version of cadenza reads {FORMAT}")

@@ -62,7 +62,7 @@ class Forward:
         base: Any = base_model(module)
         strategy = strategy or ParallelStrategy()
         if not hasattr(base, "get_decoder") or not hasattr(base, "get_output_embeddings"):
-            raise TypeError(f"{type(module).__name__} is no language model or classifier of transformers")
+            raise TypeError(f"{type(module).__name__} is not a language model or classifier of transformers")
         self.module = module
         self.precision: Precision = "fp32" if strategy.own_precision else precision
         self.offloaded = False

@@ -23,8 +23,11 @@ from cadenza.training.token_rows import TokenRows
 
 
 class ReferenceConfig(Config):
-    """How the reference computes."""
+    """Which model it is, and how it computes."""
 
+    path: str | None = None
+    """Another model of the same vocabulary, as the teacher of the estimator 'distill': a directory written by
+    `save_pretrained`, or a name on the hub. None is the policy as it is when reinforcement learning begins."""
     temperature: float = Field(default=1.0, gt=0)
     """That of the actor, so that the two distributions can be compared. A run sets it from that of the sampler."""
     token_budget: int = Field(default=4096, gt=0)

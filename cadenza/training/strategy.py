@@ -126,7 +126,7 @@ def load_strategy(name: str) -> type[ParallelStrategy]:
         raise ValueError(f"must be one of {', '.join(STRATEGIES)} or 'module:name'")
     found: Any = load_object(STRATEGIES.get(name, name))
     if not isinstance(found, type) or not issubclass(found, ParallelStrategy):
-        raise ValueError(f"'{name}' is no strategy: derive it from ParallelStrategy")
+        raise ValueError(f"'{name}' is not a strategy: derive it from ParallelStrategy")
     return found
 
 

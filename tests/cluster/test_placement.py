@@ -22,13 +22,13 @@ def test_devices_are_read_from_lists_and_ranges(text: Any, numbers: tuple[int, .
 @pytest.mark.parametrize(
     ("devices", "message"),
     [
-        ("0-3;8", "no number and no range"),
+        ("0-3;8", "neither a number nor a range"),
         ("7-0", "runs backwards; write '0-7'"),
-        ("", "no number and no range"),
-        ("0,,1", "no number and no range"),
-        ("-1", "no number and no range"),
+        ("", "neither a number nor a range"),
+        ("0,,1", "neither a number nor a range"),
+        ("-1", "neither a number nor a range"),
         ("0-99999999999", "names 100000000000 devices"),
-        ("__import__('os')", "no number and no range"),
+        ("__import__('os')", "neither a number nor a range"),
         ([], "no devices"),
         ([0, -1], "from 0 on, got -1"),
         ([True], "from 0 on, got True"),
@@ -111,7 +111,7 @@ def test_an_impossible_mapping_is_refused_with_all_that_is_wrong_and_the_map() -
         "actor: replica 0 on devices 2-5 lies on the nodes node-0, node-1: its devices must be those of one node",
         "critic: devices 8-9 do not exist: there are 8, numbered 0-7",
         "reference: devices 0 are named more than once",
-        "sampler: 3 devices are no whole number of replicas of 2 (devices_per_worker 1 x tensor_parallel 2): "
+        "sampler: 3 devices are not a whole number of replicas of 2 (devices_per_worker 1 x tensor_parallel 2): "
         "use 2 or 4",
         "",
         "node-0          0  1  2  3",

@@ -352,7 +352,7 @@ def test_without_a_terminal_there_are_lines_and_no_control_characters() -> None:
     assert len(lines) == 11
     assert lines[5].startswith("step 5/10")
     assert "success 50%" in lines[5]
-    assert "0:25 gone  0:25 left" in lines[5]
+    assert "0:25 elapsed  0:25 left" in lines[5]
 
 
 def test_fast_steps_are_not_all_printed_but_the_first_and_the_last_are() -> None:

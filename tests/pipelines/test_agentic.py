@@ -679,8 +679,8 @@ def test_envs_and_rewards_of_the_user_lie_in_the_working_directory(tmp_path: Pat
         "        return f'guess {seed % 2}:'\n"
         "    def step(self, action):\n"
         "        return '', 0.25, True, False, {'success': action == 'a'}\n"
-        "async def reward(trajectory):\n"
-        "    return 3.0 if trajectory.info['success'] else 1.0\n"
+        "async def reward(sample):\n"
+        "    return 3.0 if sample.trajectory.info['success'] else 1.0\n"
     )
     envs = {**TINY["envs"], "domains": {"guess": {"env": "guessing:Guess", "reward": "guessing:reward"}}}
     done = trained(tmp_path, envs=envs, validation={"episodes": 8})

@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from example_cases import SUMS, config_file, trained, write_rows
-from pipeline_cases import cadenza, column, distance
+from pipeline_cases import Done, cadenza, column, distance
 from tokenizer_cases import byte_tokenizer
 from training_cases import VOCAB, assert_same_parameters, parameters, random_batch, tiny_model
 
+from cadenza.data import DataProto
+from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.training import ModelConfig, load_model
 from cadenza.training.distiller import DistillConfig, Distiller
 
@@ -107,3 +111,70 @@ def test_a_teacher_that_is_not_there_is_named() -> None:
     done = cadenza("train", config_file(pipeline="distill", teacher="./nowhere/model"), "--json")
     assert (done.code, len(done.err.splitlines())) == (1, 1), done.err
     assert "teacher: model.path ./nowhere/model does not exist" in done.err
+
+
+# -- on-policy ---------------------------------------------------------------------------------------------------------
+
+ON_POLICY: dict[str, Any] = {
+    "pipeline": "rlvr",
+    "preset": "distill",
+    "name": "tiny",
+    "steps": 2,
+    "domains": {"sums": {"data": {"path": "train.jsonl", "fields": {"answer": "response"}}, "reward": "exact"}},
+    "sampling": {"max_tokens": 4},
+    "rollout": {"batch_size": 8},
+    "actor": {"lr": 1e-2},
+    "validation": None,
+    "trackers": [],
+}
+
+
+def on_policy(student: Path, **values: Any) -> Done:
+    Path("on-policy.yaml").write_text(yaml.safe_dump({**ON_POLICY, "model": {"path": str(student)}, **values}))
+    return cadenza("train", "on-policy.yaml", "--json")
+
+
+def test_a_teacher_judges_what_the_student_wrote(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+
+    student = trained(pipeline="sft", steps=10, name="student").run / "checkpoints" / "last"
+    judged: list[DataProto] = []
+    advantages = AgenticRoles.advantages
+
+    async def spy(roles: AgenticRoles, batch: DataProto) -> Any:
+        found = await advantages(roles, batch)
+        judged.append(found[0])
+        return found
+
+    monkeypatch.setattr(AgenticRoles, "advantages", spy)
+    done = on_policy(student, reference={"path": str(teacher)}, steps=30, rollout={"batch_size": 64})
+    assert done.code == 0, done.err
+    models: list[Any] = [AutoModelForCausalLM.from_pretrained(path) for path in (teacher, student)]
+    columns = (judged[0].batch.ragged(name) for name in ("input_ids", "response_mask", "advantages"))
+    for ids, mask, found in zip(*columns, strict=True):
+        tokens = torch.from_numpy(ids.astype("int64"))
+        with torch.no_grad():
+            taught, written = (m(tokens[None]).logits[0, :-1].log_softmax(-1) for m in models)
+        expected = (taught - written).gather(1, tokens[1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(found[mask.astype(bool)], expected[mask[1:].astype(bool)], atol=1e-4)
+    means = list(column(done.run, "train/advantage_mean").values())
+    assert np.mean(means[-5:]) > np.mean(means[:5]) / 2, (
+        "the student comes nearer to the teacher: less is left of the KL"
+    )
+
+
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher: Path) -> None:
+    for lora in (None, {"r": 2}):
+        done = on_policy(teacher, reference={"path": str(teacher)}, steps=1, model={"path": str(teacher), "lora": lora})
+        assert done.code == 0, done.err
+        assert column(done.run, "train/advantage_abs_mean")[1] < 1e-4
+    more = cadenza("resume", done.run, "steps=2", "--json")
+    assert (more.code, more.figures["steps"]) == (0, 2), more.err
+
+
+def test_on_policy_distillation_needs_a_teacher_of_the_same_vocabulary(teacher: Path) -> None:
+    refused = on_policy(teacher)
+    assert "estimator 'distill' learns from a teacher: name it with reference.path" in refused.err
+    student = trained(pipeline="sft", steps=1, name="student").run / "checkpoints" / "last"
+    byte_tokenizer().save_pretrained(teacher)
+    assert "reference.path: the tokenizer of" in on_policy(student, reference={"path": str(teacher)}).err

@@ -76,7 +76,7 @@ def test_a_run_trains_with_a_strategy_of_ones_own(tmp_path: Path) -> None:
     ("name", "message"),
     [
         (f"{__name__}:Apart", f"actor.strategy '{__name__}:Apart' needs ranks in processes of their own"),
-        (f"{__name__}:AboveBar", "is no strategy: derive it from ParallelStrategy"),
+        (f"{__name__}:AboveBar", "is not a strategy: derive it from ParallelStrategy"),
         ("json:nothing", "actor.strategy: 'json:nothing' cannot be loaded"),
         ("fsdp", "actor.strategy: must be one of torch, fsdp2 or 'module:name' (got 'fsdp')"),
     ],

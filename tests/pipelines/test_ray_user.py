@@ -127,7 +127,7 @@ def named(address: str) -> Iterator[str]:
     [
         (named("127.0.0.1:1"), "the Ray head at 127.0.0.1:1 does not answer"),
         (deaf(), "does not answer: timed out"),
-        (stranger(), "is no Ray head: is that the port of another program?"),
+        (stranger(), "is not a Ray head: is that the port of another program?"),
         (guarded(), "wants a token, and this process has none or another one: set RAY_AUTH_MODE=token"),
         (named("nowhere"), "there is no Ray cluster at nowhere: Invalid address"),
         (named("ray://127.0.0.1:1"), "is an address of Ray Client: run the controller on a node of the cluster"),

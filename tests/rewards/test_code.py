@@ -90,7 +90,7 @@ def test_a_sandbox_that_breaks_is_an_infrastructure_fault_and_not_the_program_s(
         raise InfrastructureError("the launcher died")
 
     sandbox = FakeSandbox(breaks)
-    with pytest.raises(RewardUnavailable, match="reward 'code' of domain 'programs': the launcher died, 2 times"):
+    with pytest.raises(RewardUnavailable, match="reward 'code' of domain 'programs': the launcher died, asked 2 times"):
         scored(sandbox, PROGRAM, ADDS, tries=2)
 
 

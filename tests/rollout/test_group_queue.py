@@ -256,11 +256,19 @@ def test_waiting_workers_are_woken_one_after_the_other_and_so_many_at_most() -> 
         await asyncio.sleep(1.0)
         assert sum(call.done() for call in waiting) == 1
         assert len(tries) < 5  # and not one for each that waits
+        waiting.append(asyncio.ensure_future(queue.next_attempt()))  # now there are 20 again
+        queue.on_work()
+        await asyncio.sleep(1.0)
+        assert sum(call.done() for call in waiting) == 1  # the one that was woken for nothing waits on
         waiting[5].cancel()
         queue.fail(attempts[1], "env: crashed")
         await asyncio.sleep(1.0)
         assert sum(call.done() and not call.cancelled() for call in waiting) == 2
+        for cancelled in waiting[10:13]:
+            cancelled.cancel()
+            queue.on_work()
         queue.fatal(SchedulerClosed("the end"))
-        assert [await call for call in waiting if not call.cancelled()].count(None) == 17
+        await asyncio.wait(waiting)
+        assert [await call for call in waiting if not call.cancelled()].count(None) == 15
 
     simulate(main)

@@ -1070,8 +1070,8 @@ def test_a_reward_runs_after_the_slot_is_freed() -> None:
 def test_a_slow_reward_holds_no_slot_and_no_replica_but_its_place_in_the_reserve() -> None:
     """Batches of one group, alpha 1: the first task has a reward of 30 s, the others have one of none."""
 
-    async def reward(trajectory: Trajectory) -> float:
-        await asyncio.sleep(0.0 if trajectory.group else 30.0)
+    async def reward(sample: Sample) -> float:
+        await asyncio.sleep(0.0 if sample.trajectory.group else 30.0)
         return 1.0
 
     async def main() -> None:

@@ -119,7 +119,7 @@ def test_validation_takes_turns_where_training_does(alpha: float, expected: int)
 def test_answers_that_cannot_be_so_long_do_not_take_turns(max_tokens: int, expected: int) -> None:
     async def main() -> None:
         async with playing(slice_tokens=SLICE, sampling={"max_tokens": max_tokens}) as scheduler:
-            assert scheduler._slots._shared.slice_tokens == expected  # type: ignore[attr-defined]
+            assert next(iter(scheduler._slots._domains.values())).context.slice_tokens == expected  # type: ignore[attr-defined]
 
     simulate(main)
 

@@ -74,6 +74,30 @@ def test_a_second_run_of_one_name_shows_the_directory_that_it_uses(tmp_path: Pat
     assert again.out.splitlines()[0].startswith("tiny-2")
 
 
+def test_a_setting_with_dashes_is_told_how_settings_are_written(tmp_path: Path) -> None:
+    done = cadenza("train", config_file(tmp_path), "--steps", "3")
+    assert done.code == 2
+    assert done.err.endswith("Try: cadenza train --help. Settings of a run are key=value, without dashes: steps=3\n")
+
+
+def test_a_module_that_is_missing_is_told_with_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    done = cadenza("train", config_file(tmp_path), "envs.domains.lake.env=far_away:Lake")
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert "envs.domains.lake.env: 'far_away:Lake' cannot be loaded: No module named 'far_away'" in done.err
+    assert f"it is looked for in the working directory, {tmp_path}, and on PYTHONPATH" in done.err
+
+
+def test_train_with_the_directory_of_a_run_names_resume(tmp_path: Path) -> None:
+    run = trained(tmp_path, "steps=1").run
+    done = cadenza("train", run)
+    assert (done.code, len(done.err.splitlines())) == (1, 1)
+    assert f"{run} is a directory: name a config file, or go on with a run by `cadenza resume {run}`" in done.err
+
+
 @pytest.mark.parametrize("command", ["resume", "eval", "play"])
 def test_a_run_whose_config_was_cut_off_says_so_and_the_way_out_works(tmp_path: Path, command: str) -> None:
     run = trained(tmp_path, "steps=1").run

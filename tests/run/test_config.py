@@ -134,12 +134,12 @@ def test_an_override_is_yaml_at_its_place(override: str, place: str, value: obje
 
 @pytest.mark.parametrize("text", ["steps", "=5", "a..b=1", ".steps=5", "steps.=5"])
 def test_an_override_without_key_or_value(text: str) -> None:
-    assert refusal([text]) == f"'{text}' is no override; write key=value, as in rollout.alpha=1"
+    assert refusal([text]) == f"'{text}' is not an override; write key=value, as in rollout.alpha=1"
 
 
 def test_an_override_whose_value_is_no_yaml() -> None:
     said = refusal(["actor={lr: "])
-    assert "the value of 'actor={lr: ' is no YAML" in said
+    assert "the value of 'actor={lr: ' is not YAML" in said
     assert len(said.splitlines()) == 1
 
 
@@ -481,8 +481,8 @@ def test_words_that_yaml_takes_for_booleans_are_words(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (None, "there is no config file"),
-        (b"a: [1, 2", "is no YAML"),
-        (b"\xff\xfe\x00", "is no YAML"),
+        (b"a: [1, 2", "is not YAML"),
+        (b"\xff\xfe\x00", "is not YAML"),
         (b"- 1\n- 2\n", "must be a mapping of keys to values, got list"),
         (b"", "must be a mapping of keys to values, got NoneType"),
         (b"hello", "must be a mapping of keys to values, got str"),
@@ -526,6 +526,21 @@ def test_a_dry_run_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     done = cadenza("train", config_file(tmp_path), "stepz=7", "--dry-run")
     assert (done.code, done.out) == (1, "")
     assert "did you mean 'steps'?" in done.err
+
+
+@pytest.mark.parametrize(
+    "key", ["envs.domains.lake.reward", "rollout.group_filter", "sampler.routing", "actor.loss", "trackers"]
+)
+def test_what_cannot_be_called_is_refused_before_a_run_begins(key: str) -> None:
+    config = build_config(TINY, [f"{key}=math:pi"])
+    with pytest.raises(ConfigError, match=rf"{key}.*: 'math:pi' is of type float; name a function or a class"):
+        config.check_names()
+
+
+@pytest.mark.parametrize("tasks", ["0", "-1", "[]"])
+def test_a_domain_without_tasks_is_refused(tasks: str) -> None:
+    said = f"envs.domains.lake.tasks must be at least one, got {tasks}: leave it out"
+    assert said in refusal([f"envs.domains.lake.tasks={tasks}"])
 
 
 def test_a_routing_rule_that_cannot_be_loaded_is_found_before_a_run_begins() -> None:

@@ -113,7 +113,7 @@ def test_the_replicas_of_a_role_are_placed_apart() -> None:
     assert [[place.rank for place in part.places] for part in parts] == [[0, 1]] * 3
     assert str(parts[2].places[1]) == "inference rank 1 of replica 2 on node-1, device 5"
     assert np.unique([place.world_size for part in parts for place in part.places]).tolist() == [2]
-    with pytest.raises(PlacementError, match="5 devices are no whole number of replicas of 2"):
+    with pytest.raises(PlacementError, match="5 devices are not a whole number of replicas of 2"):
         ResourceManager(6).place({"inference": {"devices": "0-4", "tensor_parallel": 2}})
 
 

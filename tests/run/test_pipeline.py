@@ -122,7 +122,7 @@ def test_a_run_without_envs_cannot_be_played(command: str) -> None:
     run = cadenza("train", "copy.yaml", "steps=1", "--json").run
     done = cadenza(command, run)
     assert done.code == 1
-    assert "plays no episodes: its pipeline 'copying:CopyPipeline' has no envs" in done.err
+    assert "plays no episodes: its pipeline 'copying:CopyPipeline' has no rollouts" in done.err
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,12 @@ def test_what_the_run_measured_before_is_what_is_planned_with(tmp_path: Path) ->
     assert told["batch"] == 8
 
 
+def test_a_run_that_was_too_short_to_measure_costs_is_planned_with_stated_ones(tmp_path: Path) -> None:
+    trained(tmp_path, "steps=1")
+    told = json.loads(planned(tmp_path, "devices=auto", "rollout.alpha=1", "--gpus", "2", "--json").out)
+    assert "Costs and lengths: stated, those of W2" in told["why"]
+
+
 def test_without_measurements_it_says_that_costs_are_stated(tmp_path: Path) -> None:
     told = json.loads(planned(tmp_path, "devices=auto", "--gpus", "2", "--json", "--model-cost", "a=0.01").out)
     assert "Costs and lengths: stated, those of W2" in told["why"]

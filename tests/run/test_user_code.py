@@ -13,6 +13,7 @@ BROKEN = """\
 from contextlib import asynccontextmanager
 
 from cadenza.run.engines import EngineKind
+from cadenza.testing import FakeReplica
 from cadenza.training.estimators import AdvantageEstimator
 
 
@@ -50,6 +51,19 @@ class Engine(EngineKind):
         yield
 
 
+class Undelivered:
+    name = "not at all"
+
+    async def deliver(self):
+        raise OverflowError("too heavy")
+
+
+class Heavy(EngineKind):
+    @asynccontextmanager
+    async def local_replicas(self, spec):
+        yield [FakeReplica(lambda request: [1])], Undelivered()
+
+
 class Demanding(EngineKind):
     def check(self, config):
         config.options["name"]
@@ -74,13 +88,14 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("estimator.name=broken_code:advantages", "failed: KeyError: 'scale' (broken_code.py:8, in advantages)"),
+        ("estimator.name=broken_code:advantages", "failed: KeyError: 'scale' (broken_code.py:9, in advantages)"),
         ("estimator.name=broken_code:no_advantages", "failed: "),
-        ("estimator.name=broken_code:Careless", "failed: ArithmeticError: no inputs (broken_code.py:17, in estimate)"),
-        ("actor.loss=broken_code:loss", "(broken_code.py:25, in deeper)"),
+        ("estimator.name=broken_code:Careless", "failed: ArithmeticError: no inputs (broken_code.py:18, in estimate)"),
+        ("actor.loss=broken_code:loss", "(broken_code.py:26, in deeper)"),
         ("actor.loss=broken_code:number", "actor.loss must return values of the shape of its mask"),
-        ("engine.kind=broken_code:Engine", "ConnectionError: no engine today (broken_code.py:37, in local_replicas)"),
-        ("engine.kind=broken_code:Demanding", "failed: KeyError: 'name' (broken_code.py:43, in check)"),
+        ("engine.kind=broken_code:Engine", "ConnectionError: no engine today (broken_code.py:38, in local_replicas)"),
+        ("engine.kind=broken_code:Heavy", "failed: OverflowError: too heavy (broken_code.py:46, in deliver)"),
+        ("engine.kind=broken_code:Demanding", "failed: KeyError: 'name' (broken_code.py:57, in check)"),
         ("engine.kind=broken_code:Nothing", "failed: TypeError: cannot unpack"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,37 @@ def test_programs_run_at_the_same_time(run, sandbox: Sandbox) -> None:
             assert [(await program).stdout for program in programs] == [b"b'go'\n"] * 2
 
     run(meet())
+
+
+def test_output_beyond_its_limit_counts_also_when_the_program_ends_at_once(run, sandbox: Sandbox) -> None:
+    size = LIMITS.output_bytes + 1
+    result = run(sandbox.run(["python3", "-c", f"import os; os.write(2, b'x'); os.write(1, b'x' * {size})"]))
+    assert (result.outcome, result.exit_code) == ("output", None)
+    assert (len(result.stdout), result.stdout_truncated) == (size - 1, True)
+    assert (result.stderr, result.stderr_truncated) == (b"x", False)
+
+
+def test_memory_that_processes_share_counts_once(run, sandbox: Sandbox) -> None:
+    code = (
+        "import os, time\nheld = os.urandom(200 << 20)\nchildren = []\n"
+        "for _ in range(4):\n    children.append(os.fork())\n    if not children[-1]: time.sleep(0.5); os._exit(0)\n"
+        "for child in children: os.waitpid(child, 0)"
+    )
+    assert run(sandbox.run(["python3", "-c", code])).ok
+
+
+def test_many_jails_fit_where_few_files_may_be_open(runner: asyncio.Runner) -> None:
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def programs() -> list[bool]:
+        async with Sandbox(LIMITS, concurrency=16) as sandbox:
+            return [result.ok for result in await asyncio.gather(*(sandbox.run(["true"]) for _ in range(16)))]
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, most))
+    try:
+        assert all(runner.run(programs()))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
 
 
 def test_limits_are_those_that_a_program_finds(runner: asyncio.Runner) -> None:

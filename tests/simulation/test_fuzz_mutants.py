@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cadenza.inference.replica import Finish, Generation, PauseMode
+from cadenza.rewards import DomainReward, Sample, Scored
 from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.leases import LeaseDeadlines
@@ -124,7 +125,7 @@ def test_waiting_for_the_oldest_group_is_found(monkeypatch: Patch) -> None:
     cut = GroupQueue.cut
 
     def patient(self: GroupQueue) -> list[Group] | None:
-        groups = self.bound.demand
+        groups = self.bound.wanted
         oldest = self.ledger.open_groups()[: None if groups is None or groups == math.inf else int(groups)]
         waits = self.end_error is None and any(group.state.value != "ready" for group in oldest)
         return None if waits else cut(self)
@@ -232,15 +233,15 @@ def test_a_shrink_that_touches_other_replicas_is_found(monkeypatch: Patch) -> No
 
 
 def test_a_failed_reward_that_counts_as_zero_is_found(monkeypatch: Patch) -> None:
-    compute_reward = EnvWorker._compute_reward
+    score = DomainReward.__call__
 
-    async def lenient(self: EnvWorker, *args: Any) -> Any:
+    async def lenient(self: DomainReward, sample: Sample) -> Scored:
         try:
-            return await compute_reward(self, *args)
+            return await score(self, sample)
         except Exception:  # noqa: BLE001 - this is what must not be done
-            return 0.0
+            return Scored(0.0)
 
-    monkeypatch.setattr(EnvWorker, "_compute_reward", lenient)
+    monkeypatch.setattr(DomainReward, "__call__", lenient)
     hunt(7)
 
 

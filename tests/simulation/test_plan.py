@@ -183,7 +183,7 @@ def test_the_table_has_a_line_per_candidate_and_says_why(mine: str, capsys: pyte
         (["--gpus", "1"], "with one GPU nothing can train while something generates: give --gpus 2, or --alpha 0"),
         (["--alpha", "-1"], "alpha must be from 0 to 64, got -1"),
         (["--model-cost", "gpu"], "model cost 'gpu' is not known"),
-        (["--workload", "."], "is no run that recorded its trace: it has no trace.jsonl"),
+        (["--workload", "."], "has no trace of a run: there is no trace.jsonl"),
     ],
 )
 def test_a_wrong_command_says_why(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -606,7 +606,7 @@ def test_a_run_that_measured_no_costs_is_refused_unless_others_are_given(tmp_pat
 def test_a_run_that_recorded_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceFileError, match="no step of it was recorded"):
         read_run(run_directory(tmp_path / "run"))
-    with pytest.raises(TraceFileError, match=r"it has no trace\.jsonl"):
+    with pytest.raises(TraceFileError, match=r"there is no trace\.jsonl"):
         read_run(tmp_path)
 
 

@@ -192,7 +192,7 @@ def test_a_step_that_is_saved_again_outlives_the_first(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     parts = {"actor": actor_on(tiny_model())}
-    with pytest.raises(CheckpointError, match="is no checkpoint of cadenza"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of cadenza"):
         load(tmp_path, parts)
     assert latest(tmp_path / "nowhere") is None
     path = Checkpoints(tmp_path).save(1, parts)

@@ -417,6 +417,16 @@ def test_the_kl_may_be_that_of_the_trainer() -> None:
     assert Estimator(k2).advantages(batch)[1]["reward_kl"] == pytest.approx((0.125 + 2.0) / 4)
 
 
+def test_a_teacher_judges_each_token_that_the_student_wrote() -> None:
+    ts = [episode(i, 0, [turn([1], [2, 3], float(i), fresh=True)]) for i in range(2)]
+    written, taught = [[-1.0, -2.0], [-0.5, -1.0]], [[-1.5, -0.5], [-0.5, -3.0]]
+    expected = [-0.5, 1.5, 0.0, -2.0]
+    assert told(estimate(batch_of(ts, infer_logprobs=written, ref_logprobs=taught), name="distill")) == expected
+    trainer = [[-2.0, -2.0], [-2.0, -2.0]]
+    batch = batch_of(ts, infer_logprobs=written, old_logprobs=trainer, ref_logprobs=taught)
+    assert told(estimate(batch, name="distill")) == [0.5, 1.5, 1.5, -1.0], "the trainer's own logprobs, where known"
+
+
 # -- GiGPO -------------------------------------------------------------------------------------------------------------
 
 

@@ -334,7 +334,7 @@ def test_a_layout_that_the_model_gets_wrong_is_refused(kind: str) -> None:
 
 
 def test_a_module_that_is_no_language_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="Linear is no language model or classifier"):
+    with pytest.raises(TypeError, match="Linear is not a language model or classifier"):
         Forward(torch.nn.Linear(2, 2))
 
 

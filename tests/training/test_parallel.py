@@ -22,6 +22,8 @@ from cadenza.algorithms import TokenLoss, ppo_clip
 from cadenza.data import DataProto, Ragged
 from cadenza.errors import DeadlinePassed, OtherRanksLost
 from cadenza.training import Actor, ActorConfig, Critic, CriticConfig, NonFiniteLoss, Supervised, SupervisedConfig
+from cadenza.training.distiller import DistillConfig, Distiller
+from cadenza.training.dpo import Dpo, DpoConfig
 from cadenza.training.process_group import ProcessGroup, RankGroup, Rendezvous, RendezvousAddress, VersionsDiffer
 from cadenza.training.strategy import ParallelStrategy, assign_ranks
 
@@ -60,6 +62,23 @@ def imitate(
     return parameters(trainer.module), told
 
 
+def prefer(
+    group: RankGroup, batches: list[DataProto], config: dict[str, Any]
+) -> tuple[Weights, list[dict[str, float]]]:
+    learner = Dpo(tiny_model(double=True), DpoConfig(**config), 0, strategy=ParallelStrategy(group))
+    told = [learner.train(batch) for batch in batches]
+    return parameters(learner.module), told
+
+
+def distil(
+    group: RankGroup, batches: list[DataProto], config: dict[str, Any]
+) -> tuple[Weights, list[dict[str, float]]]:
+    strategy, teacher = ParallelStrategy(group), tiny_model(7, double=True)
+    learner = Distiller(tiny_model(double=True), teacher, DistillConfig(**config), 0, strategy=strategy)
+    told = [learner.train(batch) for batch in batches]
+    return parameters(learner.module), told
+
+
 def assert_as_one(ranks: Ranks, work: Any, batches: list[DataProto], config: dict[str, Any], atol: float) -> None:
     """All ranks end with the same bits, which are those of one rank but for the order of sums."""
     weights, told = work(RankGroup(), batches, config)
@@ -87,6 +106,19 @@ def test_two_critics_learn_what_one_would(ranks: Ranks, config: dict[str, Any]) 
 
 def test_two_imitators_learn_what_one_would(ranks: Ranks) -> None:
     assert_as_one(ranks, imitate, [random_batch(seed) for seed in (11, 12)], {**ADAM, "mini_batches": 2}, 1e-9)
+
+
+def test_two_ranks_part_no_pair(ranks: Ranks) -> None:
+    batches = []
+    for seed in (11, 12):
+        batch = random_batch(seed, groups=5, size=2)
+        batch.batch["traj_id"] = np.repeat(np.arange(5), 2)
+        batches.append(batch)
+    assert_as_one(ranks, prefer, batches, {**ADAM, "mini_batches": 2, "token_budget": 25}, 1e-7)
+
+
+def test_two_students_learn_what_one_would(ranks: Ranks) -> None:
+    assert_as_one(ranks, distil, [random_batch(seed) for seed in (11, 12)], {**ADAM, "token_budget": 25}, 1e-7)
 
 
 def test_rows_of_one_trajectory_are_one_sequence_also_on_two_ranks(ranks: Ranks) -> None:

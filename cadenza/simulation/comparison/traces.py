@@ -144,7 +144,7 @@ def read_run(path: Path, *, needs_costs: bool = True) -> Workload:
             recorded=recorded,
         )
     except FileNotFoundError:
-        raise TraceFileError(f"{path} is no run that recorded its trace: it has no trace.jsonl") from None
+        raise TraceFileError(f"{path} has no trace of a run: there is no trace.jsonl") from None
     except (msgspec.MsgspecError, ValueError, TypeError) as error:
         raise TraceFileError(f"{file}: {error}") from error
 

@@ -37,6 +37,7 @@ ESTIMATORS: Mapping[str, str] = {
     "gae": "cadenza.training.estimators.gae:Gae",
     "gigpo": "cadenza.training.estimators.gigpo:Gigpo",
     "step": "cadenza.training.estimators.step:Step",
+    "distill": "cadenza.training.estimators.distill:Distill",
 }
 """Where each of them is."""
 ALIASES: Mapping[str, str] = {

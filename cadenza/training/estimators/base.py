@@ -38,6 +38,8 @@ class AdvantageEstimator(Config):
     """It reads `inputs.values`, and its result has `returns` for the critic to learn from."""
     needs_reference: ClassVar[bool] = False
     """It reads the column `ref_logprobs` of `inputs.batch`, whatever `kl_coef` is."""
+    needs_teacher: ClassVar[bool] = False
+    """Its reference is another model, which `reference.path` names."""
     needs_groups: ClassVar[bool] = False
     """It compares the members of a group, and learns nothing from a group of one."""
 
