@@ -9,14 +9,15 @@ import json
 import random
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import reasoning_gym
 
 DATA = Path(__file__).parent / "data"
-WORKED = slice(200, 400)
+WORKED = slice(150, 350)
 """The rows of each domain that a cold start is shown with their answers; those before are held out."""
 
-Row = dict[str, str]
+Row = dict[str, Any]
 
 
 def write(name: str, rows: Iterable[Row]) -> None:
@@ -25,8 +26,21 @@ def write(name: str, rows: Iterable[Row]) -> None:
 
 
 def sums(rng: random.Random) -> list[Row]:
-    """All sums of a number below 100 and a digit."""
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(100) for b in range(10)]
+    """All sums of a number from 10 to 89 and a digit."""
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 90) for b in range(10)]
+    rng.shuffle(rows)
+    return rows
+
+
+def digits(rng: random.Random) -> list[Row]:
+    """All sums of two digits for a chat model, which is shown one with its answer: without it, it talks."""
+    shown = [{"role": "user", "content": "4 + 3 ="}, {"role": "assistant", "content": "7"}]
+    rows = [
+        {"messages": [*shown, {"role": "user", "content": f"{a} + {b} ="}], "answer": str(a + b)}
+        for a in range(10)
+        for b in range(10)
+        if (a, b) != (4, 3)
+    ]
     rng.shuffle(rows)
     return rows
 
@@ -34,7 +48,7 @@ def sums(rng: random.Random) -> list[Row]:
 def choices(rng: random.Random) -> list[Row]:
     """Which of three numbers is the largest, by its letter."""
     rows: dict[str, Row] = {}
-    while len(rows) < 1000:
+    while len(rows) < 800:
         numbers = rng.sample(range(10, 100), 3)
         prompt = " ".join(f"{letter}{number}" for letter, number in zip("ABC", numbers, strict=True)) + " largest:"
         rows[prompt] = {"prompt": prompt, "answer": "ABC"[numbers.index(max(numbers))]}
@@ -51,6 +65,7 @@ def main() -> None:
     added, largest = sums(random.Random(0)), choices(random.Random(1))
     write("sums.jsonl", added)
     write("largest.jsonl", largest)
+    write("digits-chat.jsonl", digits(random.Random(2)))
     worked = [*added[WORKED], *largest[WORKED], *words()]
     write("three-domains-worked.jsonl", ({"prompt": row["prompt"], "response": row["answer"]} for row in worked))
 
