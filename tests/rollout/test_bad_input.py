@@ -187,7 +187,7 @@ def test_a_path_that_leads_to_no_env_says_why() -> None:
     ("field", "value", "message"),
     [
         ("rollout", "trajectry", "rollout 'trajectry' is not known; take one of trajectory, step"),
-        ("reward", "judge", "'judge' does not name an object; write it as 'package.module:name'"),
+        ("reward", "jugde", r"reward 'jugde' is not known; did you mean 'judge'\?"),
         ("group_filter", "keep", "'keep' does not name an object; write it as 'package.module:name'"),
         ("mode", "test", "mode must be 'train' or 'val', got 'test'"),
     ],
@@ -564,7 +564,7 @@ def test_tasks_that_all_failed_end_in_an_error_that_names_the_first_one(mode: st
             for _ in range(2):
                 with pytest.raises(
                     NothingFinished,
-                    match=r"9 attempts failed\. The first error was step of domain 'toy': ValueError: no board; mend",
+                    match=r"9 attempts failed\. The first error was step of domain 'toy': ValueError: no board; correct it",
                 ):
                     await get(scheduler, size)
             assert fates(scheduler) == {"failed": 9}
@@ -875,7 +875,7 @@ BAD_VERDICTS = {
     "None": (None, "returned None; return"),
     "NaN": (NAN, "returned nan; return"),
     "text": ("good", "returned 'good'; return"),
-    "a number as text": ("1", "the reward of domain 'toy' returned '1'; return a number or a bool"),
+    "a number as text": ("1", "of domain 'toy' returned '1'; return a number or a bool"),
     "infinity": (INF, "returned inf; return"),
 }
 

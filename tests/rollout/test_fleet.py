@@ -36,6 +36,7 @@ from cadenza.cluster import VersionMismatch, WorkerLost
 from cadenza.cluster.worker_handle import LocalWorkerHandle, WorkerHandle
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
+from cadenza.rewards import Sample
 from cadenza.rollout import fleet as fleet_module
 from cadenza.rollout.failures import RolloutError, TrajectoriesLost
 from cadenza.rollout.fleet import EnvFleet, NoEnvWorkers
@@ -286,9 +287,9 @@ def test_redundant_members_are_stopped_on_their_workers() -> None:
     simulate(main)
 
 
-async def score(trajectory: Trajectory) -> float:
+async def score(sample: Sample) -> float:
     await asyncio.sleep(5.0)
-    return float(len(trajectory.turns[0].response))
+    return float(len(sample.trajectory.turns[0].response))
 
 
 def test_rewards_run_beside_the_env_and_filters_see_the_turns() -> None:
@@ -379,8 +380,8 @@ def test_a_dead_env_worker_whose_loss_retires_a_task_is_replaced() -> None:
     async def step(task: int, number: int) -> None:
         await asyncio.sleep(100.0 if task == 0 and number % 2 == 0 else 1.0)
 
-    async def slow(trajectory: Trajectory) -> float:
-        await asyncio.sleep(100.0 if trajectory.task.seed == 0 else 0.0)
+    async def slow(sample: Sample) -> float:
+        await asyncio.sleep(100.0 if sample.trajectory.task.seed == 0 else 0.0)
         return 1.0
 
     async def main() -> None:

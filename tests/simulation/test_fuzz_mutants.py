@@ -189,9 +189,11 @@ def test_a_fence_that_is_not_raised_is_found(monkeypatch: Patch) -> None:
 
 
 def test_partial_tokens_that_are_thrown_away_are_found(monkeypatch: Patch) -> None:
-    async def wasteful(self: Model, chunks: Any, context: int, limit: int, answer: Generation) -> Generation:
+    async def wasteful(
+        self: Model, chunks: Any, length: int, limit: int, sampling: Any, answer: Generation
+    ) -> Generation:
         while answer.finish is Finish.ABORT:
-            answer = await self._generate_once(chunks, context, limit, 0)
+            answer = await self._generate_once(chunks, length, limit, sampling, 0)
         return answer
 
     monkeypatch.setattr(Model, "_continue", wasteful)
@@ -205,10 +207,12 @@ def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> No
         balancer = getattr(model._shared.sampler, "balancer", None)  # none in an env worker's process
         return balancer is not None and model._interrupted in balancer._targets
 
-    async def wasteful(self: Model, chunks: Any, context: int, limit: int, answer: Generation) -> Generation:
+    async def wasteful(
+        self: Model, chunks: Any, length: int, limit: int, sampling: Any, answer: Generation
+    ) -> Generation:
         while answer.finish is Finish.ABORT and is_moved(self):
-            answer = await self._generate_once(chunks, context, limit, 0)
-        return await going_on(self, chunks, context, limit, answer)
+            answer = await self._generate_once(chunks, length, limit, sampling, 0)
+        return await going_on(self, chunks, length, limit, sampling, answer)
 
     monkeypatch.setattr(Model, "_continue", wasteful)
     assert "continues from token 0" in hunt(6)
