@@ -187,7 +187,7 @@ def test_a_path_that_leads_to_no_env_says_why() -> None:
     ("field", "value", "message"),
     [
         ("rollout", "trajectry", "rollout 'trajectry' is not known; take one of trajectory, step"),
-        ("reward", "jugde", r"reward 'jugde' is not known; did you mean 'judge'\?"),
+        ("reward", "jugde", "reward 'jugde' is not known; did you mean 'judge'?"),
         ("group_filter", "keep", "'keep' does not name an object; write it as 'package.module:name'"),
         ("mode", "test", "mode must be 'train' or 'val', got 'test'"),
     ],
