@@ -64,24 +64,23 @@ class Channel:
         on_message: Callable[[Any], None],
         on_lost: Callable[[Exception], None],
         *,
-        seconds: float = 60.0,
+        grace_seconds: float = 60.0,
         linger: float = LINGER_SECONDS,
         is_expecting: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`call` is `Mailbox.exchange` of the other end. `seconds` is how long the other end may be silent beyond
-        POLL_SECONDS. `on_lost` is called once, with what ended the channel; not after `close`. With a `linger` of 0
-        there is one call for each iteration of the event loop in which something was sent. While `is_expecting()` is
+        """`call` is `Mailbox.exchange` of the other end. `grace_seconds` is how long the other end may be silent
+        beyond POLL_SECONDS. `on_lost` is called once, with what ended the channel; not after `close`. With a `linger` of
+        0 there is one call for each iteration of the event loop in which something was sent. While `is_expecting()` is
         false the channel polls once in POLL_SECONDS only, so that the other end knows that this one lives."""
         self._call = call
         self._on_message = on_message
         self._on_lost = on_lost
-        self._seconds = POLL_SECONDS + seconds
+        self._seconds = POLL_SECONDS + grace_seconds
         self._linger = linger
         self._is_expecting = is_expecting
         self._outbox: list[Any] = []
         self._number = 0
-        self._calls = 0
-        """Under way."""
+        self._calls_in_flight = 0
         self._timer: asyncio.TimerHandle | None = None
         """For the next call, if one is scheduled."""
         self._is_closed = False
@@ -123,7 +122,7 @@ class Channel:
         self._timer = None
         messages, self._outbox = self._outbox, []
         number, self._number = self._number, self._number + 1
-        self._calls += 1
+        self._calls_in_flight += 1
         self._tasks.begin(self._exchange(number, messages))
 
     async def _exchange(self, number: int, messages: list[Any]) -> None:
@@ -137,7 +136,7 @@ class Channel:
             self._end(error)
             return
         finally:
-            self._calls -= 1
+            self._calls_in_flight -= 1
         try:
             for message in self._answers.accept(number, answers):
                 if self._is_closed:
@@ -146,7 +145,7 @@ class Channel:
         except Exception as error:  # noqa: BLE001 - what was not received is not sent again: the channel is lost
             self._end(error)
             return
-        if not self._calls and self._timer is None and not self._is_closed:
+        if not self._calls_in_flight and self._timer is None and not self._is_closed:
             self._schedule(self._linger if self._is_expecting() else POLL_SECONDS)
 
     def _end(self, error: Exception) -> None:
@@ -163,13 +162,13 @@ class Mailbox:
         on_message: Callable[[Any], None],
         on_lost: Callable[[], None] | None = None,
         *,
-        seconds: float = 60.0,
+        max_silence_seconds: float = 60.0,
     ) -> None:
-        """`on_lost` is called once, when no call has come for `seconds` (more than POLL_SECONDS). After that every call
-        is refused, so that the caller is told too. Without `on_lost` a mailbox waits for its caller for ever."""
+        """`on_lost` is called once, when no call has come for `max_silence_seconds` (more than POLL_SECONDS). After that
+        every call is refused, so that the caller is told too. Without `on_lost` a mailbox waits for its caller for ever."""
         self._on_message = on_message
         self._on_lost = on_lost
-        self._seconds = seconds
+        self._max_silence_seconds = max_silence_seconds
         self._outbox: list[Any] = []
         self._number = 0
         self._incoming = Resequencer()
@@ -180,7 +179,7 @@ class Mailbox:
         if on_lost is not None:
             loop = asyncio.get_running_loop()
             self.last_call = loop.time()
-            loop.call_later(seconds, self._check_silence)
+            loop.call_later(max_silence_seconds, self._check_silence)
 
     def send(self, message: Any) -> None:
         """Keep a message for the next answer. A mailbox that is lost keeps nothing."""
@@ -208,7 +207,7 @@ class Mailbox:
 
     def _refuse_if_lost(self) -> None:
         if self._is_lost:
-            silence = f"it was silent for {self._seconds:g} s"
+            silence = f"it was silent for {self._max_silence_seconds:g} s"
             cause = silence if self._incoming.has_begun else "its first call is missing"
             raise InfrastructureError(f"the mailbox gave its caller up: {cause}")
 
@@ -219,7 +218,7 @@ class Mailbox:
     def _check_silence(self) -> None:
         """One timer for all calls: where calls came meanwhile it is set again for the rest of the time."""
         loop = asyncio.get_running_loop()
-        left = self.last_call + self._seconds - loop.time()
+        left = self.last_call + self._max_silence_seconds - loop.time()
         if left > 0:
             loop.call_later(left, self._check_silence)
         else:

@@ -76,10 +76,10 @@ class Engine:
     one thread. Three prompts of ten tokens, the first with one token to write, on an engine with `max_running=2`:
 
         engine.add(first); engine.add(second); engine.add(third)
-        engine.prepare(last_arrival)      # first and second start and are prefilled, nine tokens each; third waits
-        engine.advance(engine.compute())  # one token for each row; returns [first], which has all of its tokens
-        engine.prepare(last_arrival)      # third takes the free row; a prompt it shares with first is copied
-        engine.advance(engine.compute())  # the second token of second, the first of third
+        engine.admit_and_prefill(last_arrival)  # first and second start, with nine tokens prefilled each; third waits
+        engine.advance(engine.compute())        # one token for each row; returns [first], which has all of its tokens
+        engine.admit_and_prefill(last_arrival)  # third takes the free row; a prompt it shares with first is copied
+        engine.advance(engine.compute())        # the second token of second, the first of third
 
     `load` changes the weights between two steps, and `abort` takes a sequence out with the tokens it has.
     """
@@ -128,9 +128,9 @@ class Engine:
             self._finish(sequence, Finish.ABORT)
         return sequences
 
-    def abort_all_and_clear_cache(self) -> list[EngineSequence]:
+    def abort_all_and_invalidate_kv(self) -> list[EngineSequence]:
         """Take everything out, and trust nothing that was computed."""
-        self._clear_cache()
+        self._invalidate_kv()
         return self.abort_all()
 
     def load(self, version: int, packed: object) -> None:
@@ -141,18 +141,18 @@ class Engine:
         for sequence in (*self.running.values(), *self.waiting.values()):
             sequence.assign_version(self.version)
         if not self.keep_kv:
-            self._clear_cache()
+            self._invalidate_kv()
         self.version = version
 
-    def free_cache(self) -> None:
-        """Free the memory of the cache; nothing is in flight."""
+    def release_cache_memory(self) -> None:
+        """Free the memory of the KV cache. Requires that no sequence is running."""
         assert not self.running
         self._prefix_cache.clear()
         self._cache.free()
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def prepare(self, last_arrival: int) -> bool:
+    def admit_and_prefill(self, last_arrival: int) -> bool:
         """Admit waiting sequences that arrived no later than `last_arrival`, and prefill; False when there is nothing
         to decode."""
         self._preempt()
@@ -344,7 +344,7 @@ class Engine:
             self._prefix_cache.put(request.session, context)
             self._prefix_cache.evict_to(self.kv_tokens - self._cache.cells)
 
-    def _clear_cache(self) -> None:
+    def _invalidate_kv(self) -> None:
         """Nothing that was computed is used again."""
         self._end_batch()
         self._prefix_cache.clear()

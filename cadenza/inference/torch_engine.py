@@ -383,7 +383,9 @@ class TorchReplica:
         if self._paused:
             return False
         began, before = perf_counter(), self._engine.prefilled
-        if not self._engine.prepare(_FOREVER if self._drain_last_arrival is None else self._drain_last_arrival):
+        if not self._engine.admit_and_prefill(
+            _FOREVER if self._drain_last_arrival is None else self._drain_last_arrival
+        ):
             if prefilled := self._engine.prefilled - before:
                 self._meter.add(0, 0, prefilled, perf_counter() - began)
             return bool(self._engine.running)
@@ -392,7 +394,7 @@ class TorchReplica:
             sampled = self._engine.compute()
         except NonFiniteLogits as error:
             self._call_on_loop(
-                self._resolve, self._engine.abort_all_and_clear_cache(), ReplicaError(f"{self.name}: {error}")
+                self._resolve, self._engine.abort_all_and_invalidate_kv(), ReplicaError(f"{self.name}: {error}")
             )
             return True
         with self._token_lock:
@@ -471,7 +473,7 @@ class TorchReplica:
                 f"{len(self._engine.running)} running, {len(self._engine.waiting)} waiting: "
                 "pause it with PauseMode.ABORT"
             )
-        self._engine.free_cache()
+        self._engine.release_cache_memory()
 
     def _stop(self) -> None:
         self._stopped = True

@@ -49,7 +49,7 @@ class _ConnectedClient:
     """A scheduler that is connected to this sampler: its mailbox and its grant server."""
 
     def __init__(self, sampler: LocalSampler, on_lost: Callable[[], None]) -> None:
-        self.mailbox = Mailbox(self._on_message, on_lost, seconds=FORGET_SECONDS)
+        self.mailbox = Mailbox(self._on_message, on_lost, max_silence_seconds=FORGET_SECONDS)
         self.grant_server = GrantServer(sampler, self.mailbox.send)
 
     def _on_message(self, message: Any) -> None:

@@ -60,7 +60,7 @@ Collator = Callable[[list[Trajectory]], DataProto]
 
 
 CLOCK_NOISE = 1e-6
-"""Seconds that are none: what rounding leaves of a deadline. A wait for so little may end before the clock moves."""
+"""Seconds below which a deadline counts as passed: a wait for so little may end before the clock moves."""
 
 
 class RolloutScheduler:
@@ -116,7 +116,8 @@ class RolloutScheduler:
         self._uncollated: list[Group] = []
         self._batch_lock = asyncio.Lock()
         self._suspensions = 0
-        """Asked for. A call that opens the gate does not undo one that came later."""
+        """Calls of `suspend`. `get_batch` and `resume` compare it before and after their awaits, and leave the sampler
+        suspended if one came in between."""
         self._has_told_of_expand = False
         self._tasks: asyncio.TaskGroup | None = None
         self._run_task: asyncio.Task[None] | None = None

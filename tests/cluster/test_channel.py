@@ -26,7 +26,9 @@ class Ends:
         self.lost: list[Exception] = []
         self.caller_lost: list[float] = []
         self.mailbox = Mailbox(
-            self.received.append, lambda: self.caller_lost.append(asyncio.get_running_loop().time()), seconds=60.0
+            self.received.append,
+            lambda: self.caller_lost.append(asyncio.get_running_loop().time()),
+            max_silence_seconds=60.0,
         )
         self.channel = Channel(self.call, self.answers.append, self.lost.append, **options)
 
@@ -129,7 +131,7 @@ def test_a_caller_that_was_given_up_is_told_so_by_a_new_mailbox() -> None:
 
 def test_an_end_that_does_not_answer_is_lost() -> None:
     async def main() -> None:
-        ends = Ends(delays=(1e9,), seconds=5.0)
+        ends = Ends(delays=(1e9,), grace_seconds=5.0)
         ends.channel.open()
         await asyncio.sleep(60.0)
         (error,) = ends.lost

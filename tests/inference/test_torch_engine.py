@@ -106,7 +106,7 @@ class Brake:
         self._engine = replica._engine
         self._end = replica.generated + tokens
         self._there = threading.Event()
-        prepare = self._engine.prepare
+        prepare = self._engine.admit_and_prefill
 
         def braked(until: int) -> bool:
             if replica.generated < self._end:
@@ -115,13 +115,13 @@ class Brake:
             time.sleep(0.0005)
             return False
 
-        self._engine.prepare = braked  # type: ignore[method-assign]
+        self._engine.admit_and_prefill = braked  # type: ignore[method-assign]
 
     async def reached(self) -> None:
         assert await asyncio.get_running_loop().run_in_executor(None, self._there.wait, 30.0)
 
     def release(self) -> None:
-        del self._engine.prepare
+        del self._engine.admit_and_prefill
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -528,7 +528,7 @@ def run(engine: Engine, shapes: list[tuple[int, int]]) -> tuple[dict[int, Engine
     done: dict[int, EngineSequence] = {}
     most = 0
     with torch.inference_mode():
-        while engine.prepare(1 << 30):
+        while engine.admit_and_prefill(1 << 30):
             most = max(most, len(engine.running))
             assert cells(engine) <= engine.kv_tokens
             done |= {sequence.request.id: sequence for sequence in engine.advance(engine.compute())}
@@ -602,7 +602,7 @@ def test_whatever_comes_and_goes_the_engine_writes_what_generate_writes(data: An
                 engine.load(version, engine.decoder.pack(tiny(seed=version)))
             if (gone := engine.abort(aborts.get(step, -1))) is not None:
                 done[gone.request.id] = gone
-            if engine.prepare(1 << 30):
+            if engine.admit_and_prefill(1 << 30):
                 done |= {sequence.request.id: sequence for sequence in engine.advance(engine.compute())}
             engine.check()
             assert cells(engine) <= engine.kv_tokens
@@ -625,7 +625,7 @@ def test_rows_of_very_different_length_are_cut_into_blocks_and_write_the_same(mo
     done: list[EngineSequence] = []
     most = 0
     with torch.inference_mode():
-        while engine.prepare(99):
+        while engine.admit_and_prefill(99):
             assert engine._batch is not None
             most = max(most, len(engine._batch.row_blocks))
             done += engine.advance(engine.compute())

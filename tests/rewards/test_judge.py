@@ -76,9 +76,7 @@ def test_a_judge_that_talks_nonsense_is_asked_again_with_what_it_said() -> None:
 
 def test_a_judge_that_goes_on_talking_nonsense_is_an_infrastructure_fault_and_never_a_value() -> None:
     judge = Says("blah")
-    with pytest.raises(
-        RewardUnavailable, match=r"no verdict in 2 replies; the last one ends with 'blah', asked 3"
-    ):
+    with pytest.raises(RewardUnavailable, match=r"no verdict in 2 replies; the last one ends with 'blah', asked 3"):
         judged(judge, asks=2, tries=3)
     assert len(judge.asked) == 6
 
