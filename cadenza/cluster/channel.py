@@ -68,9 +68,9 @@ class Channel:
         linger: float = LINGER_SECONDS,
         is_expecting: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`call` is `Mailbox.exchange` of the other end. `grace_seconds` is how long the other end may be silent
-        beyond POLL_SECONDS. `on_lost` is called once, with what ended the channel; not after `close`. With a `linger` of
-        0 there is one call for each iteration of the event loop in which something was sent. While `is_expecting()` is
+        """`call` is `Mailbox.exchange` of the other end. `grace_seconds` is how long the other end may be silent beyond
+        POLL_SECONDS. `on_lost` is called once, with what ended the channel; not after `close`. With a `linger` of 0
+        there is one call for each iteration of the event loop in which something was sent. While `is_expecting()` is
         false the channel polls once in POLL_SECONDS only, so that the other end knows that this one lives."""
         self._call = call
         self._on_message = on_message
@@ -164,8 +164,8 @@ class Mailbox:
         *,
         max_silence_seconds: float = 60.0,
     ) -> None:
-        """`on_lost` is called once, when no call has come for `max_silence_seconds` (more than POLL_SECONDS). After that
-        every call is refused, so that the caller is told too. Without `on_lost` a mailbox waits for its caller for ever."""
+        """`on_lost` is called once, when no call has come for `max_silence_seconds` (more than POLL_SECONDS). After
+        that every call is refused, so that the caller is told too. Without `on_lost` a mailbox waits for ever."""
         self._on_message = on_message
         self._on_lost = on_lost
         self._max_silence_seconds = max_silence_seconds

@@ -73,7 +73,7 @@ class ReplicaWorker(Worker):
     """The end with the local replica: a worker that serves several clients, each through a mailbox of its own."""
 
     def __init__(self, replica: Replica) -> None:
-        self._replica = replica
+        self._local_replica = replica
         self._running: dict[int, tuple[asyncio.Future[Generation], Mailbox]] = {}
         """By request id: the engine's future, and the mailbox of the client that gets the answer."""
         self._mailboxes: dict[str, Mailbox] = {}
@@ -85,7 +85,7 @@ class ReplicaWorker(Worker):
     @dispatch("rank_zero")
     async def describe(self) -> tuple[str, tuple[int, ...], int]:
         """Name, devices, KV capacity."""
-        return self._replica.name, self._replica.devices, self._replica.kv_capacity
+        return self._local_replica.name, self._local_replica.devices, self._local_replica.kv_capacity
 
     @dispatch("rank_zero")
     async def exchange(self, client: str, number: int, messages: Sequence[Any]) -> tuple[int, list[Answer]]:
@@ -100,15 +100,15 @@ class ReplicaWorker(Worker):
 
     @dispatch("rank_zero")
     async def requests_in_flight(self) -> Sequence[RequestProgress]:
-        return self._replica.requests_in_flight()
+        return self._local_replica.requests_in_flight()
 
     @dispatch("rank_zero")
     async def pause(self, epoch: int, mode: PauseMode) -> None:
-        await self._replica.pause(epoch, mode)
+        await self._local_replica.pause(epoch, mode)
 
     @dispatch("rank_zero")
     async def resume(self) -> None:
-        await self._replica.resume()
+        await self._local_replica.resume()
 
     @dispatch("rank_zero")
     async def prepare(self, transfer: StoredWeights | WeightBroadcast) -> None:
@@ -117,33 +117,35 @@ class ReplicaWorker(Worker):
             weights = await transfer.fetch()
         else:
             weights = await as_async(transfer.receive)(self._broadcast_groups)
-        prepare = getattr(self._replica, "prepare", None)  # an engine without it does all the work when it loads
+        prepare = getattr(self._local_replica, "prepare", None)  # an engine without it does all the work when it loads
         self._prepared_weights = transfer.id, weights if prepare is None else await prepare(weights)
 
     @dispatch("rank_zero")
     async def load_weights(self, version: int, weights: object) -> None:
         if not isinstance(weights, StoredWeights | WeightBroadcast):
-            await self._replica.load_weights(version, weights)
+            await self._local_replica.load_weights(version, weights)
             return
         if self._prepared_weights is None or self._prepared_weights[0] != weights.id:
             if isinstance(weights, WeightBroadcast):
-                raise ReplicaError(f"{self._replica.name} did not take part in the broadcast of version {version}")
+                raise ReplicaError(
+                    f"{self._local_replica.name} did not take part in the broadcast of version {version}"
+                )
             await self.prepare(weights)
             assert self._prepared_weights is not None
-        await self._replica.load_weights(version, self._prepared_weights[1])
+        await self._local_replica.load_weights(version, self._prepared_weights[1])
         self._prepared_weights = None
 
     @dispatch("rank_zero")
     async def sleep(self) -> None:
-        await self._replica.sleep()
+        await self._local_replica.sleep()
 
     @dispatch("rank_zero")
     async def wake(self) -> None:
-        await self._replica.wake()
+        await self._local_replica.wake()
 
     @dispatch("rank_zero")
     async def stats(self) -> ReplicaStats:
-        return await self._replica.stats()
+        return await self._local_replica.stats()
 
     def _on_message(self, client: str, message: Request | AbortRequest) -> None:
         if isinstance(message, AbortRequest):
@@ -151,7 +153,7 @@ class ReplicaWorker(Worker):
             return
         mailbox = self._mailboxes[client]
         try:
-            future = self._replica.generate(message)
+            future = self._local_replica.generate(message)
         except Exception as error:  # noqa: BLE001 - an engine may raise anything; it costs this request alone
             mailbox.send((message.id, _portable(error)))
             return
@@ -164,7 +166,7 @@ class ReplicaWorker(Worker):
             return
         if not abort.wants_tokens:
             self._running[abort.id][0].cancel()  # so that the engine counts its tokens as discarded
-        self._replica.abort(abort.id, abort.cause)
+        self._local_replica.abort(abort.id, abort.cause)
 
     def _on_request_ended(self, id: int, future: asyncio.Future[Generation]) -> None:
         _, mailbox = self._running.pop(id)
@@ -176,7 +178,9 @@ class ReplicaWorker(Worker):
         mailbox = self._mailboxes.pop(client)
         ids = [id for id, (_, other) in self._running.items() if other is mailbox]
         if ids:
-            logger.warning("%s gives up its silent client '%s' and %d requests", self._replica.name, client, len(ids))
+            logger.warning(
+                "%s gives up its silent client '%s' and %d requests", self._local_replica.name, client, len(ids)
+            )
         for id in ids:
             self._abort(AbortRequest(id, "client_lost", wants_tokens=False))
 
