@@ -20,7 +20,7 @@ SAMPLED = 1_000
 _EXAMPLES = 5
 
 
-class Codec(Protocol):
+class PromptCodec(Protocol):
     """What is needed of a `TextCodec`."""
 
     tokenizer: Any
@@ -77,7 +77,7 @@ class DatasetReport:
     """A number for the messages of each row that was examined: rows of two datasets can be compared."""
 
 
-def describe_dataset(dataset: Dataset, codec: Codec, *, shown: int = 3) -> DatasetReport:
+def describe_dataset(dataset: Dataset, codec: PromptCodec, *, shown: int = 3) -> DatasetReport:
     """Look at every row; for those refused to be counted and not raised, the dataset is opened with `examine`."""
     endless = len(dataset) == ENDLESS
     count = SAMPLED if endless else len(dataset)
@@ -108,14 +108,14 @@ def describe_dataset(dataset: Dataset, codec: Codec, *, shown: int = 3) -> Datas
     )
 
 
-def _encoded(codec: Codec, row: Row, place: str) -> list[int]:
+def _encoded(codec: PromptCodec, row: Row, place: str) -> list[int]:
     try:
         return [int(token) for token in codec.encode(row["messages"], first=True)]
     except ValueError as error:  # the chat template does not take these messages
         raise RowError(place, "wrong type", str(error)) from error
 
 
-def _rendered(codec: Codec, tokens: list[int], row: Row, place: str) -> RenderedPrompt:
+def _rendered(codec: PromptCodec, tokens: list[int], row: Row, place: str) -> RenderedPrompt:
     def text(ids: list[int]) -> str:
         found: str = codec.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return found

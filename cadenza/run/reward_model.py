@@ -11,7 +11,7 @@ from cadenza.run.example_pipeline import ExampleRoles
 from cadenza.run.role_names import ACTOR
 from cadenza.run.workers import LearnerWorker, ModelSpec
 from cadenza.training.pairs import PairConfig
-from cadenza.training.reward_model import RewardModel
+from cadenza.training.reward_model import RewardModelLearner
 from cadenza.training.strategy import ParallelStrategy
 
 
@@ -25,15 +25,15 @@ class RewardModelConfig(ExampleConfig):
 class RewardModelWorker(LearnerWorker):
     """A classifier that learns from pairs."""
 
-    learner: RewardModel
+    learner: RewardModelLearner
     _config: PairConfig
 
     def __init__(self, model_spec: ModelSpec, config: PairConfig, pad_token_id: int, failures: Path | None) -> None:
         self._model_spec, self._config, self._pad, self._failures = model_spec, config, pad_token_id, failures
 
-    def make(self, strategy: ParallelStrategy) -> RewardModel:
+    def make(self, strategy: ParallelStrategy) -> RewardModelLearner:
         module, seed = self._model_spec.build(pad_token_id=self._pad), self._model_spec.seed
-        return RewardModel(module, self._config, seed, failures=self._failures, strategy=strategy)
+        return RewardModelLearner(module, self._config, seed, failures=self._failures, strategy=strategy)
 
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def train(self, batch: DataProto) -> dict[str, float]:

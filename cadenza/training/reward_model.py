@@ -21,7 +21,7 @@ from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
 
 
-class RewardModel(PairLearner):
+class RewardModelLearner(PairLearner):
     """Trains a classifier with one label on pairs. Of a batch it reads the column `input_ids`."""
 
     def __init__(

@@ -14,7 +14,7 @@ from cadenza.data import DataProto
 from cadenza.training import ModelConfig, load_model
 from cadenza.training.dpo import Dpo, DpoConfig
 from cadenza.training.pairs import PairConfig, PairLearner
-from cadenza.training.reward_model import RewardModel
+from cadenza.training.reward_model import RewardModelLearner
 
 PAD = 3
 LR = 0.5
@@ -82,14 +82,17 @@ def test_an_update_of_dpo_is_that_of_its_formula(budget: int, packing: Any, smoo
 def test_an_update_of_a_reward_model_is_that_of_its_formula(budget: int, packing: Any) -> None:
     plain = classifier()
     expected = plain_update(plain, plain_bradley_terry(plain, pairs()))
-    learner = RewardModel(classifier(), PairConfig(token_budget=budget, packing=packing, **SGD), 0)
+    learner = RewardModelLearner(classifier(), PairConfig(token_budget=budget, packing=packing, **SGD), 0)
     metrics = learner.train(pairs())
     assert metrics["loss"] == pytest.approx(expected, abs=1e-6)
     assert_same_parameters(parameters(learner.module), parameters(plain), atol=1e-6)
 
 
 def test_what_is_said_of_pairs_is_what_their_values_say() -> None:
-    for learner in (Dpo(tiny_model(), DpoConfig(lr=0, beta=0.3), 0), RewardModel(classifier(), PairConfig(lr=0), 0)):
+    for learner in (
+        Dpo(tiny_model(), DpoConfig(lr=0, beta=0.3), 0),
+        RewardModelLearner(classifier(), PairConfig(lr=0), 0),
+    ):
         found = learner.values(pairs())
         values = found.batch["value"].view(-1, 2)
         margin = values - found.batch["reference"].view(-1, 2)
@@ -105,7 +108,7 @@ def test_mini_batches_part_no_pair(kind: str, monkeypatch: pytest.MonkeyPatch) -
     learner: PairLearner = (
         Dpo(tiny_model(), DpoConfig(mini_batches=3, epochs=2, lr=0), 0)
         if kind == "dpo"
-        else RewardModel(classifier(), PairConfig(mini_batches=3, epochs=2, lr=0), 0)
+        else RewardModelLearner(classifier(), PairConfig(mini_batches=3, epochs=2, lr=0), 0)
     )
     seen: list[list[int]] = []
     own_rows = learner._own_rows
