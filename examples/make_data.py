@@ -57,7 +57,7 @@ def choices(rng: random.Random) -> list[Row]:
 
 def words() -> list[Row]:
     """Words of four letters to spell backward, from another seed than those that a run makes for itself."""
-    tasks = reasoning_gym.create_dataset("spell_backward", size=600, seed=2026, min_word_len=4, max_word_len=4)
+    tasks = reasoning_gym.create_dataset("spell_backward", size=240, seed=2026, min_word_len=4, max_word_len=4)
     return [{"prompt": f"{task['metadata']['word']} backward:", "answer": task["answer"]} for task in tasks]
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     write("sums.jsonl", added)
     write("largest.jsonl", largest)
     write("digits-chat.jsonl", digits(random.Random(2)))
-    worked = [*added[TRAINED], *largest[TRAINED], *words()]
+    worked = [*added[TRAINED], *largest[TRAINED][:60], *words()]  # a few show the form; sums want more
     write("three-domains-worked.jsonl", ({"prompt": row["prompt"], "response": row["answer"]} for row in worked))
 
 
