@@ -14,8 +14,8 @@ from typing import Any
 import reasoning_gym
 
 DATA = Path(__file__).parent / "data"
-WORKED = slice(150, 350)
-"""The rows of each domain that a cold start is shown with their answers; those before are held out."""
+TRAINED = slice(150, None)
+"""The rows of a file that may be shown with their answers; those before are held out."""
 
 Row = dict[str, Any]
 
@@ -57,7 +57,7 @@ def choices(rng: random.Random) -> list[Row]:
 
 def words() -> list[Row]:
     """Words of four letters to spell backward, from another seed than those that a run makes for itself."""
-    tasks = reasoning_gym.create_dataset("spell_backward", size=200, seed=2026, min_word_len=4, max_word_len=4)
+    tasks = reasoning_gym.create_dataset("spell_backward", size=240, seed=2026, min_word_len=4, max_word_len=4)
     return [{"prompt": f"{task['metadata']['word']} backward:", "answer": task["answer"]} for task in tasks]
 
 
@@ -66,7 +66,7 @@ def main() -> None:
     write("sums.jsonl", added)
     write("largest.jsonl", largest)
     write("digits-chat.jsonl", digits(random.Random(2)))
-    worked = [*added[WORKED], *largest[WORKED], *words()]
+    worked = [*added[TRAINED], *largest[TRAINED][:60], *words()]  # a few show the form; sums want more
     write("three-domains-worked.jsonl", ({"prompt": row["prompt"], "response": row["answer"]} for row in worked))
 
 

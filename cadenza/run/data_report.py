@@ -181,7 +181,7 @@ def _print(report: DataReport) -> None:
     console.print(_table(report))
     _print_format(console, report.prompt_format)
     for name, found in report.reports.items():
-        times = "again and again" if found.epochs is None else f"{found.epochs} epochs"
+        times = "again and again" if found.epochs is None else "once" if found.epochs == 1 else f"{found.epochs} epochs"
         which = f"the first {found.examined} are counted" if found.rows is None else times
         console.print(f"\n{name}", style="bold", markup=False)
         console.print(f"  {found.source}; {which}", markup=False, soft_wrap=True)

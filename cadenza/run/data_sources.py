@@ -46,7 +46,8 @@ def find_data(config: BaseModel) -> list[DataSource]:
 
 def _walk(value: Any, path: str, owner: Any) -> Iterator[DataSource]:
     if isinstance(value, DataConfig):
-        yield DataSource(path, value, getattr(owner, "weight", None))
+        source = DataSource(path, value, getattr(owner, "weight", None))
+        yield _as_validated(source) if path.endswith(".validation") else source
         return
     if isinstance(value, BaseModel):
         below: Mapping[Any, Any] = {name: getattr(value, name) for name in type(value).model_fields}
@@ -58,3 +59,8 @@ def _walk(value: Any, path: str, owner: Any) -> Iterator[DataSource]:
         return
     for name, item in below.items():
         yield from _walk(item, f"{path}.{name}" if path else str(name), value)
+
+
+def _as_validated(source: DataSource) -> DataSource:
+    """Rows under `validation` of a domain are all taken once, in their order, whatever the weight of the domain."""
+    return DataSource(source.path, source.config.model_copy(update={"epochs": 1, "shuffle": False}), None)

@@ -174,6 +174,19 @@ def test_rows_are_shown_under_the_key_of_the_run(path: str, key: str) -> None:
     assert DataSource(path, DataConfig(path="a.jsonl"), None).key == key
 
 
+def test_rows_that_validate_are_shown_as_taken_once_in_their_order(directory: Path) -> None:
+    write_rows(directory / "a.jsonl", "one", "two", "three")
+    domains = {"a": {"data": "a.jsonl", "validation": "a.jsonl", "reward": "exact"}}
+    config = write_config(
+        directory / "c.yaml", pipeline="rlvr", domains=domains, rollout={"batch_size": 2, "group_size": 2}
+    )
+    done = cadenza("data", config, "--json")
+    assert done.code == 0, done.err
+    trained, validated = (done.figures["datasets"][f"domains.a.{key}"] for key in ("data", "validation"))
+    assert (trained["epochs"], trained["share"], "shuffled" in trained["source"]) == (None, 1.0, True)
+    assert (validated["epochs"], validated["share"], "shuffled" in validated["source"]) == (1, None, False)
+
+
 def test_what_cannot_be_opened_is_named_by_its_key(directory: Path) -> None:
     config = write_config(directory / "c.yaml", domains={"a": {"data": "none.jsonl"}})
     done = cadenza("data", config)
