@@ -68,7 +68,10 @@ class DomainReward:
         """Let every reward give up what it has. It may be opened again, also in another event loop."""
         self._is_open = False
         self._lock = asyncio.Lock()
-        await all_of([worker.close() for worker in self._workers])
+        outcomes = await asyncio.gather(*[worker.close() for worker in self._workers], return_exceptions=True)
+        for outcome in outcomes:  # one that fails keeps no other from closing
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def __aenter__(self) -> DomainReward:
         await self.open()

@@ -59,7 +59,11 @@ class RewardWorker:
         elif concurrency is not None:
             self._limit = asyncio.Semaphore(concurrency)
         if hasattr(self._reward, "open"):
-            await as_async(self._reward.open)()
+            try:
+                await as_async(self._reward.open)()
+            except Exception as error:
+                error.add_note(f"while the {self.place} was opened")
+                raise
         self._is_open = True
 
     async def close(self) -> None:
