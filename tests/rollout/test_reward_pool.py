@@ -208,8 +208,9 @@ def test_a_process_that_is_being_replaced_during_the_shutdown_does_not_outlive_i
     simulate(main)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("reward_workers", [0, 2])
-def test_a_reward_that_cannot_open_refuses_the_run_and_leaves_none_open(reward_workers: int) -> None:
+def test_a_reward_that_cannot_open_refuses_the_run_and_leaves_none_open(workers: int, reward_workers: int) -> None:
     opened: Counter[str] = Counter()
 
     class Good:
@@ -228,12 +229,36 @@ def test_a_reward_that_cannot_open_refuses_the_run_and_leaves_none_open(reward_w
 
     async def main() -> None:
         domains = {"a": {"env": OneStepEnv, "reward": Good}, "b": {"env": OneStepEnv, "reward": Bad}}
-        async with playing(domains=domains, reward_workers=reward_workers) as scheduler:
+        async with playing(domains=domains, workers=workers, reward_workers=reward_workers) as scheduler:
             with pytest.raises(RuntimeError, match="no server there") as refused:
                 await got(scheduler, 4)
             assert "reward 'Bad' of domain 'b'" in "".join(refused.value.__notes__)
             assert opened == {"good": 0}
             assert fates(scheduler) == {}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("reward_workers", [0, 2])
+def test_env_workers_close_their_rewards_at_the_end(processes: Processes, reward_workers: int) -> None:
+    opened: list[int] = []
+
+    class Counting:
+        async def open(self) -> None:
+            opened.append(1)
+
+        async def close(self) -> None:
+            opened.append(-1)
+
+        async def __call__(self, sample: Sample) -> float:
+            return 1.0
+
+    async def main() -> None:
+        async with playing(reward=Counting, workers=2, reward_workers=reward_workers) as scheduler:
+            await got(scheduler, 4)
+            assert sum(opened) == 2 * (reward_workers or 1)
+        assert sum(opened) == 0
+        assert processes.alive == []
 
     simulate(main)
 
