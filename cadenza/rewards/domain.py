@@ -8,7 +8,7 @@ Gates are asked first, so that a judge is not paid for answers that do not count
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from cadenza.rewards.config import RewardConfig
@@ -20,10 +20,6 @@ OneSpec: TypeAlias = str | Callable[..., Any] | RewardConfig | Mapping[str, Any]
 """A name, a function, or a mapping with `name`."""
 RewardSpec: TypeAlias = OneSpec | Mapping[str, OneSpec]
 """One reward, or several by the keys that their metrics have."""
-
-
-Sampler: TypeAlias = Callable[[Sequence[Mapping[str, str]]], Awaitable[str]]
-"""`async (messages) -> text`: the model of the run, for a judge."""
 
 
 class DomainReward:
@@ -38,11 +34,11 @@ class DomainReward:
     or connections.
     """
 
-    def __init__(self, configs: Mapping[str, RewardConfig], domain: str, sampler: Sampler | None = None) -> None:
+    def __init__(self, configs: Mapping[str, RewardConfig], domain: str) -> None:
         if not any(not config.gate for config in configs.values()):
             raise ValueError(f"the rewards of domain '{domain}' are all gates, there is nothing to add up: add one")
         self.domain = domain
-        self._workers = [RewardWorker(config, key, domain, sampler) for key, config in configs.items()]
+        self._workers = [RewardWorker(config, key, domain) for key, config in configs.items()]
         self._is_open = False
         self._lock = asyncio.Lock()
 
@@ -68,7 +64,10 @@ class DomainReward:
         """Let every reward give up what it has. It may be opened again, also in another event loop."""
         self._is_open = False
         self._lock = asyncio.Lock()
-        await all_of([worker.close() for worker in self._workers])
+        outcomes = await asyncio.gather(*[worker.close() for worker in self._workers], return_exceptions=True)
+        for outcome in outcomes:  # one that fails keeps no other from closing
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def __aenter__(self) -> DomainReward:
         await self.open()
@@ -99,18 +98,17 @@ class DomainReward:
         return dict(zip(workers, await all_of([worker.score(sample) for worker in workers]), strict=True))
 
 
-def make_reward(spec: RewardSpec, key: str, *, sampler: Sampler | None = None) -> DomainReward:
+def make_reward(spec: RewardSpec, key: str) -> DomainReward:
     """The reward that a domain's config means; `key` is the name of the domain.
 
     A mapping with `name` is one reward, any other mapping is several. Raises ValueError for what it does not know.
-    `sampler` is for rewards that have `bind_sampler`: a judge that names no server asks it.
     """
     if isinstance(spec, Mapping) and "name" not in spec:
         configs = {part: RewardConfig.model_validate(one) for part, one in spec.items()}
     else:
         config = RewardConfig.model_validate(spec)
         configs = {config.short_name: config}
-    return DomainReward(configs, key, sampler)
+    return DomainReward(configs, key)
 
 
 def _parts(scores: Mapping[RewardWorker, Scored]) -> dict[str, float]:

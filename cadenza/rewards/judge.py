@@ -3,15 +3,14 @@
     template + sample -> ask -> verdict? | -> value
                           ^---- no: say so, `asks` times in all --> VerdictUnclear, an infrastructure fault
 
-The model is behind any OpenAI-compatible server (`url`), is a function of messages (`ask`), or, with neither, is the
-run's own sampler.
+The model is behind any OpenAI-compatible server (`url`), or is a function of messages (`ask`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 
@@ -22,9 +21,6 @@ from cadenza.rewards.endpoint import Endpoint, EndpointReward
 from cadenza.rewards.sample import Sample, Scored
 from cadenza.rewards.text import checked_pattern, last_match
 from cadenza.rewards.verdict import as_value, by_json
-
-Ask: TypeAlias = Callable[[Sequence[Mapping[str, str]]], Awaitable[str]]
-"""`async ask(messages) -> str`."""
 
 TEMPLATE = """You judge an answer to a task.
 
@@ -55,7 +51,7 @@ class Judge(EndpointReward):
     model: str | None = None
     """Its name there."""
     ask: str | Callable[..., Any] | None = None
-    """`ask(messages) -> str`, plain or async, or its 'module:name'."""
+    """`ask(messages) -> str`, plain or async, or its 'module:name'. A message has `role` and `content`."""
     template: str = TEMPLATE
     """What the judge is asked. `{prompt}`, `{response}` and `{FIELD}` of the row are filled in; other braces stay."""
     system: str | None = None
@@ -78,7 +74,6 @@ class Judge(EndpointReward):
     """Further keys of the request to the server."""
 
     _endpoint: Endpoint | None = PrivateAttr(default=None)
-    _sampler: Ask | None = PrivateAttr(default=None)
 
     @field_validator("pattern")
     @classmethod
@@ -100,11 +95,11 @@ class Judge(EndpointReward):
             raise ValueError("scale does nothing beside labels: remove one of the two")
         if self.scale[0] >= self.scale[1]:
             raise ValueError(f"scale must rise, got {self.scale}")
+        if self.url is None and self.ask is None:
+            raise ValueError(
+                "a judge needs a model: set url (an OpenAI-compatible server) or ask (a function of messages)"
+            )
         return self
-
-    def bind_sampler(self, ask: Ask) -> None:
-        """Let this function judge where the config names no judge: in a run, its own sampler."""
-        self._sampler = ask
 
     async def open(self) -> None:
         if self.url is not None:
@@ -151,9 +146,8 @@ class Judge(EndpointReward):
     async def _ask(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self.url is not None:
             return await self._ask_server(self._opened(self.url), messages)
-        ask = load_object(self.ask) if isinstance(self.ask, str) else self.ask or self._sampler
-        if ask is None:
-            raise RewardError("the judge has neither 'url' nor 'ask', and outside a run there is no sampler: set one")
+        assert self.ask is not None  # _possible
+        ask = load_object(self.ask) if isinstance(self.ask, str) else self.ask
         return str(await as_async(ask)(messages))
 
     def _opened(self, url: str) -> Endpoint:

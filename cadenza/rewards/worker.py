@@ -38,13 +38,11 @@ class LateReward(DeadlinePassed):
 class RewardWorker:
     """Scores samples by one reward. `open` it before, and `close` it after, in the same event loop."""
 
-    def __init__(self, config: RewardConfig, key: str, domain: str, sampler: Any = None) -> None:
+    def __init__(self, config: RewardConfig, key: str, domain: str) -> None:
         self.config = config
         self.key = key
         self.place = f"reward '{key}' of domain '{domain}'"
         self._reward = build_reward(config.name, config.settings)
-        if sampler is not None and hasattr(self._reward, "bind_sampler"):
-            self._reward.bind_sampler(sampler)
         self._call = as_async(self._reward)
         self._cache = RewardCache(config.cache) if config.cache else None
         self._batches: BatchQueue | None = None
@@ -59,7 +57,11 @@ class RewardWorker:
         elif concurrency is not None:
             self._limit = asyncio.Semaphore(concurrency)
         if hasattr(self._reward, "open"):
-            await as_async(self._reward.open)()
+            try:
+                await as_async(self._reward.open)()
+            except Exception as error:
+                error.add_note(f"while the {self.place} was opened")
+                raise
         self._is_open = True
 
     async def close(self) -> None:

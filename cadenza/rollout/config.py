@@ -165,7 +165,8 @@ class EnvManagerConfig(Config):
     """Processes that share the slots: Ray actors where the devices are Ray's. 0 runs the slots in the scheduler's own
     process. Elsewhere than on Ray the workers are in that process too, and only rehearse."""
     reward_workers: int = Field(default=0, ge=0)
-    """Processes that compute the rewards, for each process that has slots; 0 computes them in that process."""
+    """Processes that compute the rewards, for each process that has slots: `workers` 4 and `reward_workers` 2 are 8 of
+    them. 0 computes rewards in the process of the slots. Elsewhere than on Ray no process is started: it rehearses."""
     rollout: str | Callable[..., Awaitable[None]] = "trajectory"
     """'trajectory' (one growing context), 'step' (a fresh context every turn), 'single_turn' (the row's messages, one
     answer), 'module:name', or a function `async (task, env, model)`."""

@@ -144,7 +144,9 @@ class EnvWorker:
         )
         self._codec = codec
         configs = reward_configs(config, max_reward_tries)
-        self._reward_pool = RewardPool(configs, config.reward_workers, backend) if config.reward_workers else None
+        self._reward_pool: RewardPool | None = None
+        if config.reward_workers:
+            self._reward_pool = RewardPool(configs, config.reward_workers, backend, config.close_seconds)
         rewards: dict[str, DomainReward | PooledReward] = {
             name: self._reward_pool.reward(name) if self._reward_pool is not None else DomainReward(own, name)
             for name, own in configs.items()
@@ -157,18 +159,30 @@ class EnvWorker:
         queue.on_work = self.fill
 
     async def open(self) -> None:
-        """Open the rewards."""
-        for domain in self._domains.values():
-            if domain.reward is not None:
-                await domain.reward.open()
+        """Open the rewards, or raise what prevents it; then those that are open are closed."""
+        try:
+            for domain in self._domains.values():
+                if domain.reward is not None:
+                    await domain.reward.open()
+        except BaseException:
+            await self.drain()
+            raise
 
     async def drain(self) -> None:
-        """Close the rewards; the scheduler waits for its own tasks."""
-        for domain in self._domains.values():
-            if domain.reward is not None:
-                await domain.reward.close()
+        """Close the rewards; the scheduler waits for its own tasks. A reward that cannot close holds up no other."""
+        rewards = {name: domain.reward for name, domain in self._domains.items() if domain.reward is not None}
+        await asyncio.gather(*[self._close_reward(name, reward) for name, reward in rewards.items()])
         if self._reward_pool is not None:
             await self._reward_pool.close()
+
+    async def _close_reward(self, domain: str, reward: DomainReward | PooledReward) -> None:
+        try:
+            await with_deadline(self.config.close_seconds, reward.close(), "close_seconds")
+        except DeadlinePassed:
+            logger.warning("close of a reward of domain '%s' did not return in time; it is left behind", domain)
+        except USER_CODE_ERRORS as error:  # counted and shown once
+            raise_if_cancelled(error)
+            self._queue.errors.add(f"close of a reward of domain '{domain}'", error)
 
     def fill(self) -> None:
         """Give every free slot work, as long as there is any."""

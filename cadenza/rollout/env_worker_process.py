@@ -217,6 +217,14 @@ class EnvWorkerProcess(Worker):
                 finished.append(message.trajectory)
         return (number, said, asyncio.get_running_loop().time()), pack(finished) if finished else None
 
+    async def open_rewards(self) -> None:
+        """Open the rewards of its slots, or raise what prevents it."""
+        self._start()
+        await self._envs.open()
+
+    async def close_rewards(self) -> None:
+        await self._envs.drain()
+
     def close(self) -> None:
         """Whatever still runs ends with the process; where there is none, here."""
         for task in list(self._tasks):  # this is another thread, and the loop goes on

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from cadenza.cluster.channel import Channel
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
-from cadenza.off_loop import done_before
+from cadenza.off_loop import done_before, with_deadline
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import sampling_key
 from cadenza.rollout.env_worker_process import (
@@ -146,6 +146,7 @@ class EnvFleet:
                 for worker in workers:
                     group.create_task(self._start_worker(worker), name=f"start of env worker {worker.number}")
         except BaseExceptionGroup as errors:
+            await self._close_rewards(workers)
             for worker in workers:
                 if worker.handle is not None:
                     worker.handle.kill()
@@ -178,11 +179,12 @@ class EnvFleet:
             del worker.attempts[attempt.id]
 
     async def drain(self) -> None:
-        """Wait until every slot is free."""
+        """Wait until every slot is free, and close the rewards."""
         self._draining.set()
         if self.busy:
             self._empty = asyncio.get_running_loop().create_future()
             await self._empty
+        await self._close_rewards(self._workers)
 
     def close(self) -> None:
         self._is_closed = True
@@ -212,6 +214,11 @@ class EnvFleet:
             peer = await start_worker(
                 self._backend, "env worker", worker.number, EnvWorkerProcess, {"spec": spec}, seconds=START_SECONDS
             )
+            try:
+                await with_deadline(START_SECONDS, peer.call("open_rewards"), "start_seconds")
+            except BaseException:
+                peer.kill()
+                raise
         finally:
             self._starting -= 1
 
@@ -230,6 +237,14 @@ class EnvFleet:
             call, lambda message: self._on_message(worker, message), lambda error: self._on_worker_lost(worker, error)
         )
         worker.grant_server = GrantServer(self._sampler, worker.channel.send)
+
+    async def _close_rewards(self, workers: Sequence[_FleetWorker]) -> None:
+        """Let workers close their rewards. They end all the same, so what goes wrong is logged."""
+        calls = [worker.handle.call("close_rewards") for worker in workers if worker.handle is not None]
+        ends = [with_deadline(self.stop_seconds, call, "close_seconds") for call in calls]
+        for error in await asyncio.gather(*ends, return_exceptions=True):
+            if error is not None:
+                logger.warning("an env worker did not close its rewards: %s", error)
 
     def _addresses(self) -> Sequence[ReplicaAddress]:
         known = self._sampler.addresses

@@ -214,7 +214,7 @@ class RolloutScheduler:
             if not self._run_task.done():
                 logger.error("%d attempts do not end; they are left behind", self._slots.busy)
                 self._run_task.cancel()
-            elif not self._run_task.cancelled():
+            elif not self._run_task.cancelled() and self._started.is_set():  # else whoever started it has the error
                 self._run_task.result()
 
     # -- over a restart ------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cadenza.errors import RewardError
-from cadenza.rewards import RewardUnavailable, Sample, Scored, make_reward
+from cadenza.rewards import RewardConfig, RewardUnavailable, Sample, Scored, make_reward
 from cadenza.rewards.judge import REMINDER
 from cadenza.rewards.verdict import by_json
 from cadenza.simulation.virtual_cluster.clock import run
@@ -100,19 +100,9 @@ def test_success_is_said_where_a_threshold_is() -> None:
     assert judged(Says("Score: 8"), success_at=0.9).success is False
 
 
-def test_a_judge_without_a_server_asks_the_sampler_of_the_run() -> None:
-    judge = Says("Score: 10")
-
-    async def main() -> float:
-        return (await make_reward("judge", "sums", sampler=judge)(SAMPLE)).value
-
-    assert run(main) == 1.0
-
-    async def alone() -> None:
-        await make_reward("judge", "sums")(SAMPLE)
-
-    with pytest.raises(RewardError, match="neither 'url' nor 'ask', and outside a run there is no sampler"):
-        run(alone)
+def test_a_judge_without_a_model_is_refused_when_its_config_is_read() -> None:
+    with pytest.raises(ValueError, match=r"a judge needs a model: set url .* or ask"):
+        RewardConfig.model_validate("judge")
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from builders import column, fates, got, playing, simulate, timed
+from builders import FOREVER, OneStepEnv, column, fates, got, playing, simulate, timed
 
+from cadenza.cluster.worker_handle import start_worker
 from cadenza.errors import InfrastructureError
-from cadenza.rewards import Sample
+from cadenza.rewards import RewardConfig, RewardUnavailable, Sample
 from cadenza.rollout.reward_pool import RewardPool
 
 
@@ -48,29 +50,246 @@ def test_what_a_reward_raises_in_the_pool_costs_its_attempt_and_is_counted(caplo
     assert set(calls.values()) == {1}
 
 
-def test_a_process_that_dies_costs_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    pools: list[RewardPool] = []
-    made = RewardPool.__init__
+class Processes:
+    """The processes that pools started, and what befalls further starts."""
 
-    def remember(self: RewardPool, *args: Any) -> None:
-        made(self, *args)
-        pools.append(self)
+    def __init__(self) -> None:
+        self.started: list[Any] = []
+        self.before_start: Callable[[int], Awaitable[None]] | None = None
 
-    monkeypatch.setattr(RewardPool, "__init__", remember)
+    @property
+    def alive(self) -> list[Any]:
+        return [handle for handle in self.started if not handle._ended.done()]
 
-    async def reward(sample: Sample) -> float:
-        await asyncio.sleep(10.0)
-        return 1.0
+    def kill_all(self) -> None:
+        for handle in self.alive:
+            handle.kill()
 
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
+    found = Processes()
+
+    async def start_and_tell(backend: str, role: str, number: int, *args: Any, **options: Any) -> Any:
+        if found.before_start is not None:
+            await found.before_start(number)
+        found.started.append(await start_worker(backend, role, number, *args, **options))
+        return found.started[-1]
+
+    monkeypatch.setattr("cadenza.rollout.reward_pool.start_worker", start_and_tell)
+    return found
+
+
+async def slow_reward(sample: Sample) -> float:
+    await asyncio.sleep(10.0)
+    return 1.0
+
+
+def test_a_process_that_dies_costs_no_sample(processes: Processes) -> None:
     async def main() -> None:
-        async with playing(reward=reward, reward_workers=2) as scheduler:
-            asyncio.get_running_loop().call_later(5.0, lambda: pools[0]._workers[0].handle.kill())
+        async with playing(reward=slow_reward, reward_workers=2) as scheduler:
+            asyncio.get_running_loop().call_later(5.0, lambda: processes.started[0].kill())
             await got(scheduler, 4)
             assert fates(scheduler) == {"trained": 4}
             await asyncio.sleep(100.0)
-            assert len(pools[0]._workers) == 2, "a new one has taken its place"
+            assert len(processes.alive) == 2, "a new one has taken its place"
 
     simulate(main)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_where_all_processes_die_samples_wait_for_new_ones(processes: Processes, size: int) -> None:
+    async def main() -> None:
+        async with playing(reward=slow_reward, reward_workers=size) as scheduler:
+            asyncio.get_running_loop().call_later(5.0, processes.kill_all)
+            await got(scheduler, 4)
+            assert fates(scheduler) == {"trained": 4}
+
+    simulate(main)
+
+
+def test_a_process_that_is_not_replaced_at_once_is_replaced_later(processes: Processes) -> None:
+    async def fail_twice(number: int) -> None:
+        if number in (1, 2):
+            raise InfrastructureError("no room")
+
+    async def main() -> None:
+        processes.before_start = fail_twice
+        async with playing(reward=slow_reward, reward_workers=1) as scheduler:
+            asyncio.get_running_loop().call_later(5.0, processes.kill_all)
+            await got(scheduler, 4)
+            assert fates(scheduler) == {"trained": 4}
+
+    simulate(main)
+
+
+def test_samples_fail_once_no_process_can_be_started_any_more(processes: Processes) -> None:
+    async def fail_later(number: int) -> None:
+        if number:
+            raise InfrastructureError("no room")
+
+    async def main() -> None:
+        processes.before_start = fail_later
+        pool = RewardPool({"toy": {"slow": RewardConfig(name=slow_reward)}}, 1, "embedded", 1.0)
+        scoring = asyncio.ensure_future(pool.score("toy", Sample(response="42")))
+        asyncio.get_running_loop().call_later(5.0, processes.kill_all)
+        with pytest.raises(RewardUnavailable, match=r"no reward process is left for a sample of domain 'toy'.*no room"):
+            await scoring
+        await pool.close()
+
+    simulate(main)
+
+
+def test_a_dead_process_does_not_disturb_the_shutdown(processes: Processes) -> None:
+    async def main() -> None:
+        async with playing(reward=slow_reward, reward_workers=3) as scheduler:
+            await got(scheduler, 4)
+            processes.started[0].kill()
+        assert processes.alive == []
+
+    simulate(main)
+
+
+def test_a_reward_that_hangs_in_close_outlives_the_shutdown_nowhere(processes: Processes) -> None:
+    class Hung:
+        async def __call__(self, sample: Sample) -> float:
+            return 1.0
+
+        async def close(self) -> None:
+            await asyncio.sleep(FOREVER)
+
+    async def main() -> None:
+        async with playing(reward=Hung, reward_workers=3, close_seconds=2.0) as scheduler:
+            await got(scheduler, 4)
+        assert processes.alive == []
+
+    simulate(main)
+
+
+def test_where_one_process_cannot_start_the_others_end(processes: Processes) -> None:
+    async def fail_last(number: int) -> None:
+        if number == 2:
+            await asyncio.sleep(1.0)
+            raise InfrastructureError("no room for a third process")
+
+    async def main() -> None:
+        processes.before_start = fail_last
+        async with playing(reward=slow_reward, reward_workers=3) as scheduler:
+            with pytest.raises(InfrastructureError, match="no room for a third process"):
+                await got(scheduler, 4)
+            assert (len(processes.started), processes.alive) == (2, [])
+
+    simulate(main)
+
+
+def test_a_process_that_is_being_replaced_during_the_shutdown_does_not_outlive_it(processes: Processes) -> None:
+    class SlowToClose:
+        async def __call__(self, sample: Sample) -> float:
+            await asyncio.sleep(10.0)
+            return 1.0
+
+        async def close(self) -> None:
+            await asyncio.sleep(5.0)
+
+    async def start_slowly(number: int) -> None:
+        await asyncio.sleep(2.0 if number >= 2 else 0.0)
+
+    async def main() -> None:
+        processes.before_start = start_slowly
+        async with playing(reward=SlowToClose, reward_workers=2) as scheduler:
+            batch = asyncio.ensure_future(got(scheduler, 4))
+            await asyncio.sleep(5.0)
+            processes.started[0].kill()
+            await asyncio.sleep(1.0)
+            batch.cancel()
+        await asyncio.sleep(100.0)
+        assert processes.alive == []
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("reward_workers", [0, 2])
+def test_a_reward_that_cannot_open_refuses_the_run_and_leaves_none_open(workers: int, reward_workers: int) -> None:
+    opened: Counter[str] = Counter()
+
+    class Good:
+        async def open(self) -> None:
+            opened["good"] += 1
+
+        async def close(self) -> None:
+            opened["good"] -= 1
+
+        async def __call__(self, sample: Sample) -> float:
+            return 1.0
+
+    class Bad(Good):
+        async def open(self) -> None:
+            raise RuntimeError("no server there")
+
+    async def main() -> None:
+        domains = {"a": {"env": OneStepEnv, "reward": Good}, "b": {"env": OneStepEnv, "reward": Bad}}
+        async with playing(domains=domains, workers=workers, reward_workers=reward_workers) as scheduler:
+            with pytest.raises(RuntimeError, match="no server there") as refused:
+                await got(scheduler, 4)
+            assert "reward 'Bad' of domain 'b'" in "".join(refused.value.__notes__)
+            assert opened == {"good": 0}
+            assert fates(scheduler) == {}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("reward_workers", [0, 2])
+def test_env_workers_close_their_rewards_at_the_end(processes: Processes, reward_workers: int) -> None:
+    opened: list[int] = []
+
+    class Counting:
+        async def open(self) -> None:
+            opened.append(1)
+
+        async def close(self) -> None:
+            opened.append(-1)
+
+        async def __call__(self, sample: Sample) -> float:
+            return 1.0
+
+    async def main() -> None:
+        async with playing(reward=Counting, workers=2, reward_workers=reward_workers) as scheduler:
+            await got(scheduler, 4)
+            assert sum(opened) == 2 * (reward_workers or 1)
+        assert sum(opened) == 0
+        assert processes.alive == []
+
+    simulate(main)
+
+
+def test_rewards_that_hang_or_raise_in_close_keep_no_other_open(caplog: pytest.LogCaptureFixture) -> None:
+    closed: list[str] = []
+
+    def closing(name: str, close: Callable[[], Awaitable[None]]) -> Any:
+        class Closing:
+            async def __call__(self, sample: Sample) -> float:
+                return 1.0
+
+            async def close(self) -> None:
+                await close()
+                closed.append(name)
+
+        return Closing
+
+    async def fail() -> None:
+        raise ValueError("no such file")
+
+    async def main() -> None:
+        closes = {"a": lambda: asyncio.sleep(FOREVER), "b": fail, "c": lambda: asyncio.sleep(0.0)}
+        domains = {name: {"env": OneStepEnv, "reward": closing(name, close)} for name, close in closes.items()}
+        async with playing(domains=domains, close_seconds=2.0) as scheduler:
+            await got(scheduler, 4)
+        assert closed == ["c"]
+
+    simulate(main)
+    assert "domain 'a' did not return in time" in caplog.text
+    assert "no such file" in caplog.text
 
 
 def test_an_infrastructure_failure_in_the_pool_stays_one() -> None:
