@@ -57,7 +57,7 @@ class ValidationConfig(Config):
     """Tries at each task. With k of them the metrics are avg@k, their mean, and pass@1, 2, 4 .. k."""
     beside: bool = False
     """Train on while the validation runs. Its answers may then be written by several versions; the metrics stand at the
-    step whose weights it began with."""
+    step whose weights it began with, and choose no best checkpoint: its weights are gone."""
 
 
 class RolloutRunConfig(RunConfig):
