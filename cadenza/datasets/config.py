@@ -88,6 +88,19 @@ class DataConfig(Config):
         first = self.paths[0]
         return first.removeprefix(PROCEDURAL) if first.startswith(PROCEDURAL) else None
 
+    @property
+    def is_endless(self) -> bool:
+        """Whether one pass over the rows never ends."""
+        return self.procedural is not None and self.size is None and self.limit is None
+
+    def first_rows(self, count: int) -> DataConfig:
+        """At most so many of the rows."""
+        return self.model_copy(update={"limit": count if self.limit is None else min(count, self.limit)})
+
+    def one_pass(self) -> DataConfig:
+        """All rows once, in the order of the source."""
+        return self.model_copy(update={"epochs": 1, "shuffle": False})
+
     @field_validator("path")
     @classmethod
     def _has_a_path(cls, path: str | tuple[str, ...]) -> str | tuple[str, ...]:
@@ -127,7 +140,7 @@ class DataConfig(Config):
         if self.curriculum is not None and (self.size or self.limit or self.split):
             raise ValueError("a curriculum makes new rows all the time: leave out size, limit and split")
         filtered = self.min_tokens is not None or self.max_tokens is not None
-        if filtered and self.size is None and self.limit is None:
+        if filtered and self.is_endless:
             raise ValueError("length filters read all rows before a run: give the procedural source a size")
         if self.subset is not None:
             raise ValueError("subset is for datasets of the hub")

@@ -68,6 +68,19 @@ class Sampling(Config):
     """Token ids that end a response, besides the model's own end token."""
 
 
+class SamplingChanges(Config):
+    """Keys of `Sampling` that are to differ; None leaves one as it is."""
+
+    max_tokens: int | None = Field(default=None, gt=0)
+    temperature: float | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    stop: tuple[int, ...] | None = None
+
+    def applied_to(self, sampling: Sampling) -> Sampling:
+        return sampling.model_copy(update=self.model_dump(exclude_none=True))
+
+
 @dataclass(slots=True)
 class Request:
     """One call of the model: continue `chunks` by at most `max_tokens`."""

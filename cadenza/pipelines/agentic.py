@@ -93,6 +93,7 @@ class AgenticPipeline(RolloutPipeline):
             self.progress.domain(name).samples += own.count
         if self.config.validation is None:  # of the weights before: good enough to stop, not to choose a checkpoint
             self.record_episodes(episodes, choose=False)
+            self.stop_at_target()
 
     # -- from where, to where --------------------------------------------------------------------------------------
 

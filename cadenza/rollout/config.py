@@ -143,9 +143,13 @@ class DomainConfig(Config):
     def with_tasks_up_to(self, count: int) -> DomainConfig:
         """The domain with its first rows only; seeds are left to the caller."""
         if self.data is not None:
-            limit = count if self.data.limit is None else min(count, self.data.limit)
-            return self.model_copy(update={"data": self.data.model_copy(update={"limit": limit})})
+            return self.model_copy(update={"data": self.data.first_rows(count)})
         return self.model_copy(update={"tasks": self.tasks[:count] if isinstance(self.tasks, (list, tuple)) else None})
+
+    def for_validation(self) -> DomainConfig:
+        """The domain as it is measured: every task once and in order, none filtered and none at rest."""
+        changes = {"data": self.data and self.data.one_pass(), "difficulty": None, "rest": 0, "group_filter": None}
+        return self.model_copy(update=changes)
 
     def __getstate__(self) -> dict[Any, Any]:
         """A name that was registered here means nothing in another process: the class goes with it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cadenza import envs
 from cadenza.config import Seed
@@ -15,7 +15,7 @@ from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
 from cadenza.run.config import check_name
 from cadenza.run.config_tree import value_at
-from cadenza.run.rollout_config import PRESETS, RolloutRunConfig, ValidationConfig
+from cadenza.run.rollout_config import PRESETS, RolloutRunConfig, ValidationConfig, held_out
 
 
 class AgenticValidationConfig(ValidationConfig):
@@ -27,6 +27,20 @@ class AgenticValidationConfig(ValidationConfig):
     """First task, where tasks are seeds."""
     domains: dict[str, DomainConfig] | None = None
     """Tasks of their own; None is those of `envs`, from `first_seed` on."""
+
+    @field_validator("domains")
+    @classmethod
+    def _tasks_are_tried_once(cls, domains: dict[str, DomainConfig] | None) -> dict[str, DomainConfig] | None:
+        for name, domain in (domains or {}).items():
+            try:
+                if domain.data is not None:
+                    held_out(domain.data)
+            except ValueError as error:
+                raise ValueError(f"{name}.data: {error}") from error
+            for key in ("difficulty", "rest", "group_filter"):
+                if getattr(domain, key) != DomainConfig.model_fields[key].default:
+                    raise ValueError(f"{name}.{key}: a validation tries every task and filters none: remove {key}")
+        return domains and {name: domain.for_validation() for name, domain in domains.items()}
 
 
 class AgenticConfig(RolloutRunConfig):
@@ -46,9 +60,9 @@ class AgenticConfig(RolloutRunConfig):
     def env_manager(self) -> EnvManagerConfig:
         return self.envs
 
-    def validation_env_manager(self, settings: ValidationConfig) -> EnvManagerConfig:
+    def validation_tasks(self, settings: ValidationConfig) -> EnvManagerConfig:
         assert isinstance(settings, AgenticValidationConfig)
-        domains = settings.domains or self.envs.domains
+        domains = {name: own.for_validation() for name, own in (settings.domains or self.envs.domains).items()}
         share, rest = divmod(settings.episodes, len(domains))
         return self.envs.model_copy(
             update={
@@ -59,19 +73,15 @@ class AgenticConfig(RolloutRunConfig):
                     for number, (name, domain) in enumerate(domains.items())
                 },
                 "first_seed": settings.first_seed,
-                "sampling": settings.sampling or self.envs.sampling,
             }
         )
 
-    def for_playing(self, episodes: int, *, greedy: bool) -> Self:
+    def with_episodes(self, episodes: int) -> Self:
         settings = self.validation or AgenticValidationConfig()
         domains = settings.domains or self.envs.domains
         share = -(-episodes // len(domains))
-        sampling = settings.sampling or self.envs.sampling
-        if greedy:
-            sampling = sampling.model_copy(update={"temperature": 0.0})
         first = {name: domain.with_tasks_up_to(share) for name, domain in domains.items()}
-        changes = {"episodes": episodes, "domains": first, "sampling": sampling}
+        changes = {"episodes": episodes, "domains": first}
         return self.model_copy(update={"validation": settings.model_copy(update=changes)})
 
     @classmethod

@@ -79,6 +79,7 @@ class ExamplePipeline(Pipeline):
         self.progress.validated = step
         self.record_loss(metrics["loss"])
         self.record_success(metrics["success"], choose=False)
+        self.stop_at_target()
 
     async def evaluate(self, batch: DataProto) -> DataProto:
         """By row, what `held_out_metrics` needs."""

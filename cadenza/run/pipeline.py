@@ -89,6 +89,8 @@ class RunProgress:
     loss_best: float | None = None
     validated: int = -1
     """The step after which the policy was last measured."""
+    validating: int = -1
+    """The step after which a measurement began whose figures are not there yet; -1 is none."""
     ended: str = ""
     """Why, if not by the last step."""
     domains: dict[str, DomainProgress] = field(default_factory=dict)
@@ -260,12 +262,15 @@ class Pipeline:
         self._on_step(step, metrics)
 
     def record_success(self, success: float | None, *, choose: bool = True) -> None:
-        """Remember how good the policy is, whether it is the best so far, and stop if that is enough. With `choose`
-        false the best one gets no checkpoint for it."""
+        """Remember how good the policy is, and whether it is the best so far. With `choose` false the best one gets no
+        checkpoint for it."""
         progress = self.progress
         if success is None:
             if self.config.target is not None:
-                raise ConfigError("target is a success rate, but no env says 'success' in its info: leave target out")
+                raise ConfigError(
+                    "target is a success rate, but nothing says what a success is: let a reward return a bool or "
+                    "Scored(success=...), or an env say 'success' in its info; or leave target out"
+                )
             return
         progress.success_last = success
         if progress.success_first is None:
@@ -274,7 +279,6 @@ class Pipeline:
             progress.success_best = success
             if choose:
                 self._unsaved_best_score = success
-        self.stop_at_target()
 
     def record_loss(self, loss: float) -> None:
         """Remember the loss on rows that are held out. The model with the lowest gets a checkpoint for it."""
@@ -286,11 +290,16 @@ class Pipeline:
             progress.loss_best = loss
             self._unsaved_best_score = -loss
 
+    @property
+    def has_reached_target(self) -> bool:
+        """Whether the last success is enough."""
+        success, target = self.progress.success_last, self.config.target
+        return target is not None and success is not None and success >= target
+
     def stop_at_target(self) -> None:
         """End the run if the last success is enough."""
-        success, target = self.progress.success_last, self.config.target
-        if target is not None and success is not None and success >= target:
-            raise RunEnded(f"success {success:.3f} reached the target {target}")
+        if self.has_reached_target:
+            raise RunEnded(f"success {self.progress.success_last:.3f} reached the target {self.config.target}")
 
 
 def find_pipeline(name: Any, source: str = "config") -> type[Pipeline]:

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cadenza.datasets import DataConfig
 from cadenza.inference.replica import Sampling
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
 from cadenza.run.agentic_config import check_domain_names
 from cadenza.run.config_tree import value_at
-from cadenza.run.rollout_config import RolloutRunConfig, ValidationConfig
+from cadenza.run.rollout_config import RolloutRunConfig, ValidationConfig, held_out
 
 MAX_SLOTS = 4096
 """Answers that are under way at once, unless `slots` says more."""
@@ -32,19 +32,12 @@ class RlvrDomainConfig(DomainConfig):
             raise ValueError("a domain of 'rlvr' has no env: remove it, or take 'pipeline: agentic'")
         if self.reward is None and not self.rewards:
             raise ValueError("the answers need a reward: name one, as in 'reward: exact' (docs/rewards.md lists them)")
-        rows = self.validation
-        if rows is not None and rows.procedural is not None and rows.size is None and rows.limit is None:
-            raise ValueError(f"validation: {rows.path} never ends: give it a size")
         return self
 
-    @property
-    def validation_domain(self) -> DomainConfig | None:
-        """The domain of the rows that are not trained: one pass over all of them, in their order."""
-        if self.validation is None:
-            return None
-        rows = self.validation.model_copy(update={"epochs": 1, "shuffle": False})
-        kept = self.model_dump(include=set(DomainConfig.model_fields) - {"data", "validation", "rest", "difficulty"})
-        return DomainConfig.model_validate({**kept, "data": rows, "group_filter": None})
+    @field_validator("validation")
+    @classmethod
+    def _validation_is_one_pass(cls, rows: DataConfig | None) -> DataConfig | None:
+        return rows and held_out(rows)
 
 
 class RlvrConfig(RolloutRunConfig):
@@ -74,13 +67,13 @@ class RlvrConfig(RolloutRunConfig):
         groups = math.ceil(rollout.groups_per_batch * (1 + rollout.alpha)) + rollout.extra_groups
         return self._env_manager(dict(self.domains), groups * (rollout.group_size + rollout.extra_members))
 
-    def validation_env_manager(self, settings: ValidationConfig) -> EnvManagerConfig:
-        sampling = settings.sampling
-        domains = {name: own for name, domain in self.domains.items() if (own := domain.validation_domain) is not None}
-        if sampling is not None:
-            domains = {name: domain.model_copy(update={"sampling": None}) for name, domain in domains.items()}
-        manager = self._env_manager(domains, MAX_SLOTS)
-        return manager if sampling is None else manager.model_copy(update={"sampling": sampling})
+    def validation_tasks(self, settings: ValidationConfig) -> EnvManagerConfig:
+        domains = {
+            name: domain.model_copy(update={"data": domain.validation, "validation": None}).for_validation()
+            for name, domain in self.domains.items()
+            if domain.validation is not None
+        }
+        return self._env_manager(domains, MAX_SLOTS)
 
     def _env_manager(self, domains: Mapping[str, DomainConfig], wanted: int) -> EnvManagerConfig:
         return EnvManagerConfig(
@@ -95,17 +88,15 @@ class RlvrConfig(RolloutRunConfig):
             reward_seconds=self.reward_seconds,
         )
 
-    def for_playing(self, episodes: int, *, greedy: bool) -> Self:
+    def with_episodes(self, episodes: int) -> Self:
         settings = self.validation or ValidationConfig()
-        share = max(1, episodes // (len(self.domains) * settings.samples))
+        measured = {name: domain.validation for name, domain in self.domains.items() if domain.validation is not None}
+        rows = measured or {name: domain.data for name, domain in self.domains.items()}
+        share = max(1, episodes // (len(rows) * settings.samples))
         domains = {
-            name: domain.model_copy(update={"validation": _first_rows(domain.validation or domain.data, share)})
+            name: domain.model_copy(update={"validation": rows[name].first_rows(share) if name in rows else None})
             for name, domain in self.domains.items()
         }
-        sampling = settings.sampling or self.sampling
-        if greedy:
-            sampling = sampling.model_copy(update={"temperature": 0.0})
-        settings = settings.model_copy(update={"sampling": sampling})
         return self.model_copy(update={"domains": domains, "validation": settings})
 
     @classmethod
@@ -144,7 +135,3 @@ class RlvrConfig(RolloutRunConfig):
         if self.validation is None and any(has_rows):
             raise ValueError("validation is null, so domains.NAME.validation does nothing: remove one of the two")
         return self
-
-
-def _first_rows(data: DataConfig, count: int) -> DataConfig:
-    return data.model_copy(update={"limit": count if data.limit is None else min(count, data.limit)})

@@ -11,7 +11,8 @@ from pydantic import Field, model_validator
 from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import Config, load_callable
-from cadenza.inference.replica import Sampling
+from cadenza.datasets import DataConfig
+from cadenza.inference.replica import SamplingChanges
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.run.cold_start_config import ColdStartConfig
@@ -51,13 +52,13 @@ class ValidationConfig(Config):
 
     every: int = Field(default=10, gt=0)
     """Steps between two validations. One is made before the first step and one after the last."""
-    sampling: Sampling | None = None
-    """None samples as in training."""
+    sampling: SamplingChanges = SamplingChanges()
+    """What differs from the sampling in training, in every domain: `{temperature: 0}` changes the temperature alone."""
     samples: int = Field(default=1, gt=0)
     """Tries at each task. With k of them the metrics are avg@k, their mean, and pass@1, 2, 4 .. k."""
     beside: bool = False
     """Train on while the validation runs. Its answers may then be written by several versions; the metrics stand at the
-    step whose weights it began with."""
+    step whose weights it began with, and choose no best checkpoint: its weights are gone."""
 
 
 class RolloutRunConfig(RunConfig):
@@ -86,13 +87,33 @@ class RolloutRunConfig(RunConfig):
         """What runs in the slots in training."""
         raise NotImplementedError
 
-    def validation_env_manager(self, settings: ValidationConfig) -> EnvManagerConfig:
-        """What runs in the slots in validation, on tasks that are not trained."""
+    def validation_tasks(self, settings: ValidationConfig) -> EnvManagerConfig:
+        """What runs in the slots in training, but with domains `for_validation`, of tasks that are not trained."""
         raise NotImplementedError
 
-    def for_playing(self, episodes: int, *, greedy: bool) -> Self:
-        """The config whose validation plays so many episodes, for `cadenza play` and `cadenza eval`."""
+    def with_episodes(self, episodes: int) -> Self:
+        """The config whose validation has so many episodes, of tasks that are trained if there are no others."""
         raise NotImplementedError
+
+    def validation_env_manager(self, settings: ValidationConfig) -> EnvManagerConfig:
+        """What runs in the slots in validation. A key of `validation.sampling` wins over that of a domain's own
+        sampling, which wins over that of all domains."""
+        manager, changed = self.validation_tasks(settings), settings.sampling.applied_to
+        domains = {
+            name: domain.model_copy(update={"sampling": domain.sampling and changed(domain.sampling)})
+            for name, domain in manager.domains.items()
+        }
+        return manager.model_copy(update={"domains": domains, "sampling": changed(manager.sampling)})
+
+    def for_playing(self, episodes: int, *, greedy: bool) -> Self:
+        """The config whose validation plays so many episodes, for `cadenza play` and `cadenza eval`. They are sampled
+        as in validation; `greedy` takes the likeliest tokens in every domain."""
+        playing = self.with_episodes(episodes)
+        settings = playing.validation
+        if not greedy or settings is None:
+            return playing
+        sampling = settings.sampling.model_copy(update={"temperature": 0.0})
+        return playing.model_copy(update={"validation": settings.model_copy(update={"sampling": sampling})})
 
     @classmethod
     def max_answer_tokens(cls, values: Mapping[str, Any]) -> int | None:
@@ -251,3 +272,17 @@ class RolloutRunConfig(RunConfig):
         """On-policy: the same seed gives the same run, also when it is killed and resumed. With `batch_parts` the same
         rows, which are added up in the order in which they are there."""
         return self.rollout.alpha == 0
+
+
+def held_out(rows: DataConfig) -> DataConfig:
+    """The rows of a validation: all of them once, in their order. Raises if they are told something else."""
+    once = rows.one_pass()
+    for key in sorted({"epochs", "shuffle"} & rows.model_fields_set):
+        given = getattr(rows, key)
+        if given != getattr(once, key):
+            raise ValueError(
+                f"{key} is {given}, but a validation passes once over all rows, in their order: remove {key}"
+            )
+    if rows.is_endless:
+        raise ValueError(f"{rows.path} never ends: give it a size")
+    return once

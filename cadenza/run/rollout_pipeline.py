@@ -39,10 +39,8 @@ class RolloutPipeline(Pipeline):
     shared: SharedDevices | None = None
     """None where no device generates and trains alternately."""
     _snapshots: RolloutSnapshots
-    _validation: asyncio.Task[tuple[int, DataProto]] | None = None
-    """The one that runs, or whose figures are not booked yet."""
-    _validating = -1
-    """The step whose weights it began with."""
+    _validation: asyncio.Task[DataProto] | None = None
+    """The one that runs, or whose figures are not booked yet. It began with the weights of `progress.validating`."""
 
     @asynccontextmanager
     async def opened(self, checkpoint: Path | None) -> AsyncIterator[None]:
@@ -80,26 +78,28 @@ class RolloutPipeline(Pipeline):
 
     async def validate(self, step: int, *, last: bool = False) -> None:
         """Measure the policy on tasks that are not trained, if it is time. Generation for training goes on; with
-        `validation.beside` the program does too, and the figures come when they are there."""
-        settings = self.config.validation
+        `validation.beside` the program does too, and the figures come when they are there. Those of weights before the
+        present ones neither choose the best checkpoint nor end the run: if they reach the target, the present ones are
+        measured at once."""
+        settings, progress = self.config.validation, self.progress
         if settings is None:
             return
-        is_due = (last or step % settings.every == 0) and self._validating != step
+        was_lost = progress.validating >= 0 and self._validation is None  # with the process that ran it
+        is_due = last or was_lost or step % settings.every == 0
         if self._validation is not None and (is_due or self._validation.done()):
             await self._finish_validation()
-        if not is_due:
-            return
-        if self.progress.validated == step:  # before the run was resumed, or its tasks ran out
+        if progress.validated == step:  # before the run was resumed, or its tasks ran out
             self.stop_at_target()
             return
-        self._validating = step
+        if not is_due and not self.has_reached_target:
+            return
+        progress.validating = step
         self._validation = asyncio.get_running_loop().create_task(self._run_validation(step), name="validation")
-        if last or not settings.beside:
+        if last or not settings.beside or self.has_reached_target:
             with self.timed("validate"):
                 await self._finish_validation()
 
-    async def _run_validation(self, step: int) -> tuple[int, DataProto]:
-        """The batch of a validation, and the step whose weights it began with."""
+    async def _run_validation(self, step: int) -> DataProto:
         validator = scheduler_for("val", self.config, self.inference, beside=self.rollouts)
         try:
             with named_as_validation():
@@ -108,19 +108,23 @@ class RolloutPipeline(Pipeline):
             await validator.shutdown()
         if batch is None:
             raise NoEpisodes
-        return step, batch
+        return batch
 
     async def _finish_validation(self) -> None:
         """Wait for the validation under way, and book what it found."""
-        task = self._validation
+        task, progress = self._validation, self.progress
         assert task is not None
-        step, batch = await self.unless_stopped(lambda: asyncio.shield(task))
+        batch = await self.unless_stopped(lambda: asyncio.shield(task))
         self._validation = None
         episodes: EpisodeStats = batch.meta_info["episodes"]
+        step, progress.validating = progress.validating, -1
         self.write_samples(step, "val", episodes)
         self.log(step, episodes.metrics("val"))
-        self.progress.validated = step
-        self.record_episodes(episodes)
+        progress.validated = step
+        is_present = step == progress.step
+        self.record_episodes(episodes, choose=is_present)
+        if is_present:
+            self.stop_at_target()
 
     def record_episodes(self, episodes: EpisodeStats, *, choose: bool = True) -> None:
         """Remember how good the policy is, in each domain and in all; see `record_success`."""

@@ -177,6 +177,87 @@ def test_a_validation_beside_the_training_gives_its_figures_at_the_step_it_began
     assert order.index(("val", 0)) > order.index(("train", 1)), "the first step did not wait for it"
 
 
+BESIDE: dict[str, Any] = {"every": 100, "beside": True}
+
+
+def judged_by(directory: Path, module: str, body: str) -> dict[str, Any]:
+    """A domain whose reward is told the number of held-out answers so far, beginning with 1: six for a validation."""
+    (directory / f"{module}.py").write_text(
+        "import asyncio\n"
+        "from cadenza.pipelines.rlvr import RlvrPipeline\n\n"
+        "count = 0\n"
+        "is_saved = asyncio.Event()\n\n"
+        "async def judge(sample):\n"
+        "    global count\n"
+        "    if 'held' not in sample.row:\n"
+        "        return sample.trajectory.member % 2 == 0\n"
+        "    count += 1\n"
+        f"    {body}\n\n"
+        "class StopsAtThree(RlvrPipeline):\n"
+        "    async def finish_step(self):\n"
+        "        await super().finish_step()\n"
+        "        if self.progress.step == 3:\n"
+        "            self.stop()\n"
+        "    async def save(self):\n"
+        "        is_saved.set()\n"
+        "        await super().save()\n"
+    )
+    rows_file(directory / "held.jsonl", [{**row, "held": True} for row in sums(6, 40)])
+    return {"sums": {"data": "sums.jsonl", "reward": f"{module}:judge", "validation": "held.jsonl"}}
+
+
+def best(run: Path) -> str | None:
+    """The checkpoint that is the best."""
+    path = run / "checkpoints" / "best"
+    return path.resolve().name if path.exists() else None
+
+
+def test_a_validation_of_earlier_weights_does_not_choose_the_best_checkpoint(here: Path) -> None:
+    """Else `best` would hold weights that nobody measured."""
+    domains = judged_by(here, "first_is_best", "return count <= 6")
+    done = trained(here, steps=3, domains=domains, validation=BESIDE)
+    assert column(done.run, "val/success") == {0: 1.0, 3: 0.0}
+    assert best(done.run) is None
+    domains = judged_by(here, "last_is_best", "return count > 6")
+    done = trained(here, "name=other", steps=3, domains=domains, validation=BESIDE)
+    assert best(done.run) == "step-000003"
+
+
+def test_a_target_that_earlier_weights_reached_must_be_reached_by_the_present_ones(here: Path) -> None:
+    domains = judged_by(here, "first_is_enough", "return count <= 6")
+    done = trained(here, steps=3, domains=domains, validation=BESIDE, target=0.5)
+    assert done.figures["steps"] == 3
+    assert max(column(done.run, "val/success").items(), key=lambda found: found[1]) == (0, 1.0)
+    domains = judged_by(here, "all_are_enough", "return True")
+    done = trained(here, "name=other", steps=9, domains=domains, validation=BESIDE, target=0.5)
+    assert "reached the target 0.5" in done.figures["ended"]
+    assert done.figures["steps"] < 9
+    assert max(column(done.run, "val/success")) == done.figures["steps"], "the weights that are kept were measured"
+    resumed = cadenza("resume", done.run, "--json")
+    assert resumed.figures["steps"] == done.figures["steps"], resumed.err
+
+
+def test_a_validation_beside_the_last_step_is_finished_when_the_tasks_run_out(here: Path) -> None:
+    rows_file(here / "sums.jsonl", sums(8))
+    data = {"path": "sums.jsonl", "epochs": 1}
+    domains = {"sums": {"data": data, "reward": "exact", "validation": "held.jsonl"}}
+    done = trained(here, steps=9, domains=domains, validation={"every": 2, "beside": True})
+    assert done.figures["ended"] == "the tasks ran out"
+    assert sorted(column(done.run, "val/success")) == [0, 2]
+
+
+def test_a_validation_that_a_stop_cut_off_is_made_when_the_run_is_resumed(here: Path) -> None:
+    domains = judged_by(here, "cut_off", "return count <= 6 or await is_saved.wait()")
+    plan = {"every": 2, "beside": True}
+    path = written(here, pipeline="cut_off:StopsAtThree", steps=5, domains=domains, validation=plan)
+    done = cadenza("train", path, "--json")
+    assert (done.figures["ended"], done.figures["steps"]) == ("stopped", 3)
+    assert sorted(column(done.run, "val/success")) == [0], "that of step 2 was under way"
+    resumed = cadenza("resume", done.run, "--json")
+    assert resumed.code == 0, resumed.err
+    assert sorted(column(done.run, "val/success")) == [0, 3, 4, 5]
+
+
 # -- dynamic sampling --------------------------------------------------------------------------------------------------
 
 
@@ -256,7 +337,7 @@ def test_a_row_without_its_answer_is_named_with_file_row_and_field(here: Path) -
     said = refused(here)
     assert "sums.jsonl" in said
     assert "'answer'" in said
-    assert "4" in said, "the line"
+    assert "line 4" in said
 
 
 def test_a_malformed_line_is_named(here: Path) -> None:
