@@ -32,7 +32,7 @@ class Domain:
         self.drawn = 0
         """How far the order was followed."""
         self.to_redraw: deque[Task] = deque()
-        """Tasks of a run before a restart that are drawn once more, before new ones."""
+        """Tasks that are drawn once more, before new ones: of a run before a restart, or lost with a node."""
         self.rest_epochs = config.rest
         self.resting: dict[int, int] = {}
         """Rows that rest, and the epoch in which each comes back."""
