@@ -15,7 +15,8 @@ PROCEDURAL = "reasoning_gym:"
 
 
 class CurriculumConfig(Config):
-    """Tasks get harder when they are solved, and easier when they are not."""
+    """Tasks get harder when they are solved, and easier when they are not. The success of an answer is what its reward
+    or its env says; where neither says it, the score, cut to 0..1."""
 
     level: int = Field(default=0, ge=0)
     """Where it begins; 0 is the easiest."""
@@ -87,6 +88,11 @@ class DataConfig(Config):
         """The name of the procedural source, if it is one."""
         first = self.paths[0]
         return first.removeprefix(PROCEDURAL) if first.startswith(PROCEDURAL) else None
+
+    @property
+    def makes_new_rows(self) -> bool:
+        """Whether no row comes twice."""
+        return self.procedural is not None and self.size is None and self.limit is None
 
     @field_validator("path")
     @classmethod

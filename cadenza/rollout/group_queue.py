@@ -388,11 +388,18 @@ class GroupQueue:
 
     def _on_group_whole(self, group: Group) -> None:
         """The group is whole: to the filters."""
-        self.domains.all[group.task.domain].record(group.task, [attempt.reward for attempt in group.finished])
         self._filter.judge(group)
+
+    def _record(self, group: Group) -> None:
+        """Tell the domain what came of a group that is judged. Not before: a group that is saved while its filter
+        looks at it is judged anew in the next life, and must count once."""
+        scores = [attempt.reward for attempt in group.finished]
+        success = sum(attempt.success for attempt in group.finished) / len(scores)
+        self.domains.all[group.task.domain].record(group.task, scores, success)
 
     def make_ready(self, group: Group) -> None:
         """A batch may take the group."""
+        self._record(group)
         self.ledger.advance(group, GroupState.READY)
         heapq.heappush(self._ready, (group.id, group))
         self.bound.make_ready(group.begun)
@@ -400,6 +407,8 @@ class GroupQueue:
 
     def end_group(self, group: Group, fate: Fate, cause: str) -> None:
         """End a group that no batch will hold; another may begin at once."""
+        if fate is Fate.FILTERED:
+            self._record(group)
         self._filter.cancel(group)
         self.bound.end(group.begun, was_ready=group.state is GroupState.READY)
         self.started -= 1

@@ -53,7 +53,7 @@ class EpisodeStats:
         groups: dict[int, list[bool]] = {}
         rewards: dict[str, tuple[float, int]] = {}
         for t in trajectories:
-            if (success := success_of(t)) is not None:
+            if (success := t.success) is not None:
                 groups.setdefault(t.group, []).append(success)
             for name, value in rewards_of(t).items():
                 total, having = rewards.get(name, (0.0, 0))
@@ -146,12 +146,6 @@ def _powers_of_two(most: int) -> list[int]:
     return sorted({most, *(1 << bit for bit in range(most.bit_length()) if 1 << bit <= most)})
 
 
-def success_of(trajectory: Trajectory) -> bool | None:
-    """What the env or the reward says of the episode; None when neither says anything."""
-    success = (trajectory.info or {}).get("success")
-    return None if success is None else bool(success)
-
-
 def rewards_of(trajectory: Trajectory) -> Mapping[str, float]:
     """The rewards that the score is made of, by their names."""
     rewards = (trajectory.info or {}).get("rewards")
@@ -166,7 +160,7 @@ def sample_of(trajectory: Trajectory, codec: Codec, *, step: int, mode: RolloutM
         "task": trajectory.task.id,
         "domain": trajectory.task.domain,
         "score": trajectory.score,
-        "success": success_of(trajectory),
+        "success": trajectory.success,
         "versions": trajectory.versions or (),
         "turns": [
             {"prompt": codec.decode(t.prompt), "response": codec.decode(t.response), "reward": t.reward}
