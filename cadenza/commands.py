@@ -26,7 +26,7 @@ from cadenza.off_loop import as_async
 from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.config_file import dump_config, read_config
 from cadenza.run.engines import EngineConfig
-from cadenza.run.episodes import EpisodeStats, sample_of, success_of
+from cadenza.run.episodes import EpisodeStats, sample_of
 from cadenza.run.export import export_checkpoint
 from cadenza.run.pipeline import STOPPED, RunProgress, find_pipeline
 from cadenza.run.rollout_config import RolloutRunConfig
@@ -109,7 +109,7 @@ def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
             console.print(repr(turn["response"]), markup=False)
         if "final" in sample:
             console.print(sample["final"].rstrip("\n"), markup=False)
-        verdict = {True: "[green]success[/green]", False: "[red]no success[/red]", None: ""}[success_of(trajectory)]
+        verdict = {True: "[green]success[/green]", False: "[red]no success[/red]", None: ""}[trajectory.success]
         console.print(f"score {sample['score']:g} {verdict}")
     return 0
 

@@ -15,7 +15,8 @@ PROCEDURAL = "reasoning_gym:"
 
 
 class CurriculumConfig(Config):
-    """Tasks get harder when they are solved, and easier when they are not."""
+    """Tasks get harder when they are solved, and easier when they are not. The success of an answer is what its reward
+    or its env says; where neither says it, the score, cut to 0..1."""
 
     level: int = Field(default=0, ge=0)
     """Where it begins; 0 is the easiest."""

@@ -21,6 +21,7 @@ class Curriculum:
 
     def __init__(self, config: CurriculumConfig, levels: range) -> None:
         """`levels` are those that there are, the first one of the config among them."""
+        self.first_level = config.level
         self._config = config
         self._easiest = levels[0]
         self._hardest = levels[-1] if config.max_level is None else min(config.max_level, levels[-1])

@@ -104,13 +104,20 @@ class Dataset:
 
     def at(self, position: int) -> tuple[int, int, Row] | None:
         """(row number in the source, epoch, row) at a position of the order; None behind the last one."""
-        if self.count is not None and position >= self.count:
+        found = self.number_at(position)
+        if found is None:
             return None
-        index, epoch = self._order.at(position)
-        number = self._used.number(index)
+        number, epoch = found
         if self._source.curriculum is not None:
             self._source.curriculum.draw(number)
         return number, epoch, self.source_row(number)
+
+    def number_at(self, position: int) -> tuple[int, int] | None:
+        """(row number in the source, epoch) at a position, without reading the row; None behind the last one."""
+        if self.count is not None and position >= self.count:
+            return None
+        index, epoch = self._order.at(position)
+        return self._used.number(index), epoch
 
     def record(self, number: int, success: float) -> None:
         """What came of a row of the source, from 0 to 1: what a curriculum follows."""

@@ -51,10 +51,11 @@ class ProceduralRows:
 
     @property
     def words(self) -> str:
-        """The arguments too: other ones make other rows."""
+        """The arguments and the curriculum too: other ones make other rows."""
         size = "endless" if self._size == ENDLESS else f"{self._size} rows"
         args = "".join(f", {key} {value}" for key, value in sorted(self._args.items()))
-        return f"reasoning_gym:{self._name} ({size} from seed {self._seed}{args})"
+        levels = "" if self.curriculum is None else f", curriculum from level {self.curriculum.first_level}"
+        return f"reasoning_gym:{self._name} ({size} from seed {self._seed}{args}{levels})"
 
     def __len__(self) -> int:
         return self._size

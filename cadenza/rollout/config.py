@@ -133,6 +133,8 @@ class DomainConfig(Config):
             raise ValueError(f"difficulty must be (lowest, highest) mean score, got {self.difficulty}")
         if self.rest and (self.data is None or self.data.epochs == 1):
             raise ValueError("rest counts epochs: give the domain data with more than one epoch, or remove rest")
+        if self.rest and self.data is not None and self.data.is_endless:
+            raise ValueError("rest is for rows that come again, and here none does: set data.size, or remove rest")
         return self
 
     @property

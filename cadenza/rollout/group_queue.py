@@ -3,9 +3,9 @@
 Invariant: a group ends once: consumed by a batch, or with another fate (`end_group`), and then another may begin. Which
 groups may start and which batch may be cut is decided by counts (staleness_bound.py); this file keeps the groups.
 
-    a free slot --issue()--> attempt runs --put()--> group whole --filter--> ready --take()--> batch
+    a free slot --issue()--> attempt runs --put()--> group whole --filter--> ready --cut()--> batch
          ^                        |                     |
-         +---- on_work() <--- fail(): next try    filtered: handed back to its domain
+         +---- on_work() <--- fail(): next try    filtered: ended, the next task may begin
 """
 
 from __future__ import annotations
@@ -279,6 +279,7 @@ class GroupQueue:
 
     def lose_group(self, group: Group) -> None:
         """End an open group whose finished trajectories were lost with their node; its task is drawn anew."""
+        self.domains.all[group.task.domain].to_redraw.append(group.task)  # before the end, which may draw
         self.end_group(group, Fate.FAILED, "lost with its node")
 
     def fatal(self, error: RolloutError) -> None:
@@ -350,8 +351,7 @@ class GroupQueue:
         if len(group.finished) != self._group_size or not whole:
             raise LedgerError(f"g{group.id} is cut, but {len(group.finished)} of {self._group_size} members are whole")
         group.trained = version = self.bound.version
-        self.bound.consumed += 1
-        self.bound.end(group.begun, was_ready=True)
+        self.bound.consume(group.begun)
         if self.mode == "train":
             bound = self.config.max_staleness
             for attempt in group.finished:
@@ -388,11 +388,18 @@ class GroupQueue:
 
     def _on_group_whole(self, group: Group) -> None:
         """The group is whole: to the filters."""
-        self.domains.all[group.task.domain].record(group.task, [attempt.reward for attempt in group.finished])
         self._filter.judge(group)
+
+    def _record(self, group: Group) -> None:
+        """Tell the domain what came of a group that is judged. Not before: a group that is saved while its filter
+        looks at it is judged anew in the next life, and must count once."""
+        scores = [attempt.reward for attempt in group.finished]
+        success = sum(attempt.success for attempt in group.finished) / len(scores)
+        self.domains.all[group.task.domain].record(group.task, scores, success)
 
     def make_ready(self, group: Group) -> None:
         """A batch may take the group."""
+        self._record(group)
         self.ledger.advance(group, GroupState.READY)
         heapq.heappush(self._ready, (group.id, group))
         self.bound.make_ready(group.begun)
@@ -400,6 +407,8 @@ class GroupQueue:
 
     def end_group(self, group: Group, fate: Fate, cause: str) -> None:
         """End a group that no batch will hold; another may begin at once."""
+        if fate is Fate.FILTERED:
+            self._record(group)
         self._filter.cancel(group)
         self.bound.end(group.begun, was_ready=group.state is GroupState.READY)
         self.started -= 1

@@ -77,6 +77,12 @@ class Attempt:
         """Readable, unique: group, member, number of the try."""
         return f"g{self.group.id}.{self.member}#{self.number}"
 
+    @property
+    def success(self) -> float:
+        """Of a finished one, from 0 to 1: what the env or the reward says, else the score."""
+        known = None if self.trajectory is None else self.trajectory.success
+        return min(max(self.reward, 0.0), 1.0) if known is None else float(known)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled, it becomes an `AttemptCopy`: the other attempts of its group and their tokens stay here."""
         group = self.group

@@ -98,6 +98,12 @@ class Trajectory:
         return sum(turn.reward for turn in self.turns)
 
     @property
+    def success(self) -> bool | None:
+        """What the env or the reward says of the episode; None when neither says anything."""
+        success = (self.info or {}).get("success")
+        return None if success is None else bool(success)
+
+    @property
     def response_tokens(self) -> int:
         return sum(len(turn.response) for turn in self.turns)
 

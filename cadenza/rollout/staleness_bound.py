@@ -32,6 +32,7 @@ class StalenessBound:
         bound.begin(0)       # four times, as groups start
         bound.make_ready(0)  # three times, as groups are whole
         bound.may_cut(2)     # True: the two that are left fit into the batch of version 1
+        bound.consume(0)     # twice, as the batch takes them
         bound.advance(1)     # and then limit() is 6
     """
 
@@ -70,6 +71,11 @@ class StalenessBound:
     def make_ready(self, begun: int) -> None:
         """A group that began at this version is whole, and may be taken."""
         self.ready[begun] += 1
+
+    def consume(self, begun: int) -> None:
+        """A batch takes a group that began at this version."""
+        self.consumed += 1
+        self.end(begun, was_ready=True)
 
     def end(self, begun: int, *, was_ready: bool) -> None:
         """A group that began at this version is consumed, or ends otherwise."""

@@ -26,8 +26,13 @@ class TaskSource:
         """The task at a position of the order, None behind the last one."""
         raise NotImplementedError
 
-    def record(self, task: Task, scores: Sequence[float]) -> None:
-        """What came of the group of a task: what a curriculum follows."""
+    def row_at(self, position: int) -> tuple[int, int] | None:
+        """(row, epoch) at a position, without reading the row; None behind the last one, and where tasks are no rows
+        of a dataset."""
+        return None
+
+    def record(self, task: Task, success: float) -> None:
+        """What came of the group of a task, from 0 to 1: what a curriculum follows."""
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs besides its position."""
@@ -98,8 +103,11 @@ class DatasetRows(TaskSource):
         id = f"{self._name}/{row}" if epoch == 0 else f"{self._name}/{row}@{epoch}"
         return Task(id=id, seed=row, domain=self._name, data=data, row=row, epoch=epoch)
 
-    def record(self, task: Task, scores: Sequence[float]) -> None:
-        self.dataset.record(task.row, min(max(sum(scores) / len(scores), 0.0), 1.0))
+    def row_at(self, position: int) -> tuple[int, int] | None:
+        return self.dataset.number_at(position)
+
+    def record(self, task: Task, success: float) -> None:
+        self.dataset.record(task.row, success)
 
     def state(self) -> dict[str, Any]:
         return self.dataset.state()

@@ -32,7 +32,7 @@ class Domain:
         self.drawn = 0
         """How far the order was followed."""
         self.to_redraw: deque[Task] = deque()
-        """Tasks of a run before a restart that are drawn once more, before new ones."""
+        """Tasks that are drawn once more, before new ones: of a run before a restart, or lost with a node."""
         self.rest_epochs = config.rest
         self.resting: dict[int, int] = {}
         """Rows that rest, and the epoch in which each comes back."""
@@ -55,18 +55,28 @@ class Domain:
         """The next task that does not rest, or None when there are no more."""
         if self.to_redraw:
             return self.to_redraw.popleft()
-        while (task := self.tasks.at(self.drawn)) is not None:
+        if self.resting:
+            self._pass_over_resting()
+        task = self.tasks.at(self.drawn)
+        if task is not None:
             self.drawn += 1
-            if not self.resting or self.resting.get(task.row, 0) <= task.epoch:
-                return task
-            self.rested += 1
-        return None
+        return task
 
-    def record(self, task: Task, scores: Sequence[float]) -> None:
-        """What came of a whole group: its row rests if all scores are equal, and a curriculum follows them."""
+    def _pass_over_resting(self) -> None:
+        """Go on to the next position whose row does not rest; that one is awake again. No row is read for it."""
+        while (found := self.tasks.row_at(self.drawn)) is not None:
+            row, epoch = found
+            if self.resting.get(row, 0) <= epoch:
+                self.resting.pop(row, None)
+                return
+            self.drawn += 1
+            self.rested += 1
+
+    def record(self, task: Task, scores: Sequence[float], success: float) -> None:
+        """What came of a whole group: its row rests if all scores are equal, and a curriculum follows the success."""
         if self.rest_epochs and min(scores) == max(scores):
             self.resting[task.row] = task.epoch + 1 + self.rest_epochs
-        self.tasks.record(task, scores)
+        self.tasks.record(task, success)
 
     def explain_rest(self, row: int) -> str:
         """Why the row is not drawn, if it rests."""
@@ -107,6 +117,7 @@ class Domains:
         for domain in self._list:
             domain.drawn = domain.started = 0
             domain.to_redraw.clear()
+            domain.resting.clear()
 
     def explain_rest(self, id: str) -> str:
         """Why the task of this id is not drawn, if its row rests."""

@@ -29,8 +29,8 @@ class EpisodeStats:
     """Response tokens of all episodes."""
     oldest_versions: tuple[int, ...]
     """The oldest version in each of them that has a token."""
-    rewards: Mapping[str, float]
-    """The mean of each reward that the score is made of."""
+    rewards: Mapping[str, tuple[float, int]]
+    """Of each reward that the score is made of, the sum and how many episodes have it: behind a gate not all do."""
     tries: tuple[tuple[int, int], ...]
     """Of each group the episodes that are judged, and the successes among them."""
     domains: Mapping[str, EpisodeStats]
@@ -51,12 +51,13 @@ class EpisodeStats:
         count = len(trajectories)
         tokens = sum(t.response_tokens for t in trajectories)
         groups: dict[int, list[bool]] = {}
-        rewards: dict[str, list[float]] = {}
+        rewards: dict[str, tuple[float, int]] = {}
         for t in trajectories:
-            if (success := success_of(t)) is not None:
+            if (success := t.success) is not None:
                 groups.setdefault(t.group, []).append(success)
             for name, value in rewards_of(t).items():
-                rewards.setdefault(name, []).append(value)
+                total, having = rewards.get(name, (0.0, 0))
+                rewards[name] = (total + value, having + 1)
         return cls(
             count=count,
             score=sum(t.score for t in trajectories) / count,
@@ -66,7 +67,7 @@ class EpisodeStats:
             response_tokens=tokens / count,
             tokens=tokens,
             oldest_versions=tuple(versions[0] for t in trajectories if (versions := t.versions) is not None),
-            rewards={name: sum(values) / len(values) for name, values in rewards.items()},
+            rewards=rewards,
             tries=tuple((len(group), sum(group)) for group in groups.values()),
             domains=domains,
             shown=tuple(trajectories[:shown]),
@@ -80,6 +81,10 @@ class EpisodeStats:
         count = sum(chunk.count for chunk in chunks)
         tokens = sum(chunk.tokens for chunk in chunks)
         names = {name: None for chunk in chunks for name in chunk.domains}
+        rewards: dict[str, tuple[float, int]] = {}
+        for name, (own_total, own_count) in (item for chunk in chunks for item in chunk.rewards.items()):
+            total, having = rewards.get(name, (0.0, 0))
+            rewards[name] = (total + own_total, having + own_count)
         return cls(
             count=count,
             score=sum(chunk.score * chunk.count for chunk in chunks) / count,
@@ -89,7 +94,7 @@ class EpisodeStats:
             response_tokens=tokens / count,
             tokens=tokens,
             oldest_versions=tuple(version for chunk in chunks for version in chunk.oldest_versions),
-            rewards=_mean_rewards(chunks),
+            rewards=rewards,
             tries=tuple(tries for chunk in chunks for tries in chunk.tries),
             domains={
                 name: cls.merge([chunk.domains[name] for chunk in chunks if name in chunk.domains], 0) for name in names
@@ -127,7 +132,7 @@ class EpisodeStats:
         if mode == "val" and self.tries and (most := min(n for n, _ in self.tries)) > 1:
             found[f"avg@{most}"] = self.successes / self.judged
             found |= {f"pass@{k}": pass_at_k(self.tries, k) for k in _powers_of_two(most)}
-        return found | {f"reward/{name}": value for name, value in self.rewards.items()}
+        return found | {f"reward/{name}": total / count for name, (total, count) in self.rewards.items()}
 
 
 def pass_at_k(tries: Sequence[tuple[int, int]], k: int) -> float:
@@ -139,25 +144,6 @@ def pass_at_k(tries: Sequence[tuple[int, int]], k: int) -> float:
 def _powers_of_two(most: int) -> list[int]:
     """1, 2, 4 .. up to the most, which is the last one itself."""
     return sorted({most, *(1 << bit for bit in range(most.bit_length()) if 1 << bit <= most)})
-
-
-def _mean_rewards(chunks: Sequence[EpisodeStats]) -> dict[str, float]:
-    """The mean of each reward over chunks. A reward belongs to one domain, whose episodes all have it."""
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
-    for chunk in chunks:
-        for name, value in chunk.rewards.items():
-            own = [stats.count for stats in chunk.domains.values() if name in stats.rewards]
-            count = sum(own) if own else chunk.count
-            sums[name] = sums.get(name, 0.0) + value * count
-            counts[name] = counts.get(name, 0) + count
-    return {name: sums[name] / counts[name] for name in sums}
-
-
-def success_of(trajectory: Trajectory) -> bool | None:
-    """What the env or the reward says of the episode; None when neither says anything."""
-    success = (trajectory.info or {}).get("success")
-    return None if success is None else bool(success)
 
 
 def rewards_of(trajectory: Trajectory) -> Mapping[str, float]:
@@ -174,7 +160,7 @@ def sample_of(trajectory: Trajectory, codec: Codec, *, step: int, mode: RolloutM
         "task": trajectory.task.id,
         "domain": trajectory.task.domain,
         "score": trajectory.score,
-        "success": success_of(trajectory),
+        "success": trajectory.success,
         "versions": trajectory.versions or (),
         "turns": [
             {"prompt": codec.decode(t.prompt), "response": codec.decode(t.response), "reward": t.reward}

@@ -163,6 +163,7 @@ class RolloutRunConfig(RunConfig):
         if self.reference is not None and not self.needs_reference:
             raise ValueError("reference does nothing while no kl_coef is set, in actor or in estimator: remove it")
         self._check_temperatures()
+        self._check_group_settings()
         for name, learner in ((ACTOR, self.actor), (CRITIC, self.critic)):
             if learner is not None and learner.mini_batches > self.rollout.batch_size:
                 raise ValueError(
@@ -192,6 +193,18 @@ class RolloutRunConfig(RunConfig):
         ):
             if temperature not in (1.0, sampled):
                 raise ValueError(f"{name}.temperature {temperature} is not that of sampling, {sampled}: leave it out")
+
+    def _check_group_settings(self) -> None:
+        """What looks at the spread of a group needs a group: the scores of one member are all equal."""
+        if self.rollout.group_size > 1:
+            return
+        for name, domain in self.env_manager.domains.items():
+            for key, value in (("rest", domain.rest), ("difficulty", domain.difficulty)):
+                if value:
+                    raise ValueError(
+                        f"domains.{name}.{key} looks at the scores of a group, and rollout.group_size is 1: set it to "
+                        f"2 or more, or remove {key}"
+                    )
 
     def _check_engine(self) -> None:
         """An engine has the backend, the model and the devices that it can use."""
@@ -270,8 +283,11 @@ class RolloutRunConfig(RunConfig):
     @property
     def is_exact(self) -> bool:
         """On-policy: the same seed gives the same run, also when it is killed and resumed. With `batch_parts` the same
-        rows, which are added up in the order in which they are there."""
-        return self.rollout.alpha == 0
+        rows, which are added up in the order in which they are there. Where results choose the tasks (`curriculum`,
+        `rest`), the next ones depend on which group is whole first."""
+        domains = self.env_manager.domains.values()
+        chooses = any(domain.rest or (domain.data and domain.data.curriculum) for domain in domains)
+        return self.rollout.alpha == 0 and not chooses
 
 
 def held_out(rows: DataConfig) -> DataConfig:

@@ -360,6 +360,18 @@ def test_a_malformed_line_is_named(here: Path) -> None:
         ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exact", "env": "guess"}}}, "pipeline: agentic"),
         ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exact"}}}, "no domain has rows to validate with"),
         ({"cold_start": {"source": "format"}}, "give it rows with cold_start.data"),
+        *(
+            (
+                {
+                    "domains": {"sums": {"data": "sums.jsonl", "reward": "exact", **setting}},
+                    "rollout": {"batch_size": 8, "group_size": 1},
+                    "preset": "reinforce++",
+                    "validation": None,
+                },
+                f"domains.sums.{next(iter(setting))} looks at the scores of a group",
+            )
+            for setting in ({"rest": 1}, {"difficulty": [0, 1]})
+        ),
     ],
 )
 def test_a_domain_that_cannot_be_trained_is_refused(here: Path, changes: dict[str, Any], said: str) -> None:

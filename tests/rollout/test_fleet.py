@@ -432,6 +432,21 @@ def test_a_state_can_be_saved_when_trajectories_are_lost_with_their_node(tmp_pat
     simulate(main)
 
 
+def test_a_task_whose_finished_trajectories_are_lost_with_their_node_is_drawn_again(tmp_path: Any) -> None:
+    async def main() -> None:
+        seconds = by_attempt(1.0, 2.0, 3.0, 4.0)  # each in a bundle of its own
+        options: dict[str, Any] = {"slots": 4, "workers": 2, "batch_size": 4, "group_size": 2, "tasks": 2}
+        async with playing([fake(seconds)], **options) as scheduler:
+            await scheduler.resume()
+            await asyncio.sleep(10.0)
+            lost: Any = scheduler.ledger.open_groups()[0].finished[0].trajectory
+            lost.bundle.worker = Gone("node")
+            scheduler.save(tmp_path)
+            assert sorted(column(await got(scheduler, 4), "task_id")) == ["toy/0"] * 2 + ["toy/1"] * 2
+
+    simulate(main)
+
+
 def test_a_group_that_is_lost_before_its_filter_sees_it_is_no_error_of_the_filter() -> None:
     def gone(handles: Any) -> list[Any]:
         raise WorkerLost("the node is gone")

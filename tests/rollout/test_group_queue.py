@@ -17,6 +17,7 @@ from cadenza.rollout.failures import NothingFinished, RolloutError, SchedulerClo
 from cadenza.rollout.ledger import Attempt, AttemptCopy
 from cadenza.rollout.records import Trajectory, Turn
 from cadenza.rollout.remote_attempts import MAX_WAITING
+from cadenza.rollout.staleness_bound import StalenessBound
 
 LEASE_SECONDS = 60.0
 
@@ -162,6 +163,20 @@ def test_the_tasks_begin_anew_after_a_short_batch_and_before_a_publication(alpha
         await asyncio.gather(*workers)
 
     simulate(main)
+
+
+def test_the_bound_counts_as_its_class_says() -> None:
+    bound = StalenessBound(RolloutConfig(batch_size=2, alpha=1.0), is_training=True)
+    assert bound.limit() == 4
+    for _ in range(4):
+        bound.begin(0)
+    for _ in range(3):
+        bound.make_ready(0)
+    assert bound.may_cut(2)
+    for _ in range(2):
+        bound.consume(0)
+    bound.advance(1)
+    assert bound.limit() == 6
 
 
 def test_everything_of_tasks_that_never_end_is_refused() -> None:
