@@ -63,7 +63,7 @@ def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, 
     return found
 
 
-def sample_of(trajectory: Trajectory, codec: Codec) -> Sample:
+def reward_sample(trajectory: Trajectory, codec: Codec) -> Sample:
     """What a reward sees of a finished episode. The response is the last one."""
     row: Mapping[str, Any] = trajectory.task.data if isinstance(trajectory.task.data, Mapping) else {}
     last = trajectory.turns[-1]

@@ -22,7 +22,7 @@ from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import ignore_result, with_deadline
 from cadenza.rewards import DomainReward, LateReward
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.domain_rollout import DomainRollout, add_score, reward_configs, sample_of
+from cadenza.rollout.domain_rollout import DomainRollout, add_score, reward_configs, reward_sample
 from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
 from cadenza.rollout.leases import LeaseDeadlines
@@ -286,7 +286,7 @@ class EnvWorker:
             return
         self._leases.await_reward(attempt)
         try:
-            scored = await reward(sample_of(trajectory, self._codec))
+            scored = await reward(reward_sample(trajectory, self._codec))
         except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
             self._fail(attempt, "reward", error)

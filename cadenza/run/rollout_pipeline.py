@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from cadenza.data import DataProto
+from cadenza.rollout.failures import logger
 from cadenza.rollout.scheduler import RolloutScheduler
 from cadenza.rollout.sharing import SharedDevices
 from cadenza.run.agentic_roles import AgenticRoles
@@ -39,6 +40,8 @@ class RolloutPipeline(Pipeline):
     shared: SharedDevices | None = None
     """None where no device generates and trains alternately."""
     _snapshots: RolloutSnapshots
+    _validator: RolloutScheduler | None = None
+    """Of all validations: datasets, rewards and their models are opened once."""
     _validation: asyncio.Task[DataProto] | None = None
     """The one that runs, or whose figures are not booked yet. It began with the weights of `progress.validating`."""
 
@@ -58,8 +61,12 @@ class RolloutPipeline(Pipeline):
                 if self._validation is not None:
                     self._validation.cancel()
                     await asyncio.wait([self._validation])
-                await self.rollouts.shutdown()
-                self._snapshots.close()
+                try:
+                    if self._validator is not None:
+                        await self._validator.shutdown()
+                finally:
+                    await self.rollouts.shutdown()
+                    self._snapshots.close()
 
     async def publish(self) -> None:
         """The newest weights to the replicas. Turns under way go on from the tokens they have. The version is the
@@ -100,12 +107,12 @@ class RolloutPipeline(Pipeline):
                 await self._finish_validation()
 
     async def _run_validation(self, step: int) -> DataProto:
-        validator = scheduler_for("val", self.config, self.inference, beside=self.rollouts)
-        try:
-            with named_as_validation():
-                batch = await validator.get_batch(step_request(step), -1)
-        finally:
-            await validator.shutdown()
+        if self._validator is None:
+            self._validator = scheduler_for("val", self.config, self.inference, beside=self.rollouts)
+        else:
+            await self._validator.reset()
+        with named_as_validation():
+            batch = await self._validator.get_batch(step_request(step), -1)
         if batch is None:
             raise NoEpisodes
         return batch
@@ -120,11 +127,23 @@ class RolloutPipeline(Pipeline):
         step, progress.validating = progress.validating, -1
         self.write_samples(step, "val", episodes)
         self.log(step, episodes.metrics("val"))
+        self._say_what_samples_lack(episodes)
         progress.validated = step
         is_present = step == progress.step
         self.record_episodes(episodes, choose=is_present)
         if is_present:
             self.stop_at_target()
+
+    def _say_what_samples_lack(self, episodes: EpisodeStats) -> None:
+        """Say with the first validation why there is no pass@k, though several samples ask for it."""
+        settings = self.config.validation
+        if settings is None or settings.samples == 1 or episodes.judged or self.progress.validated >= 0:
+            return
+        logger.warning(
+            "validation.samples is %d, but nothing says which of them are a success, so there is no pass@k; val/score "
+            "is their mean. Let the reward return a bool, or Scored(success=...)",
+            settings.samples,
+        )
 
     def record_episodes(self, episodes: EpisodeStats, *, choose: bool = True) -> None:
         """Remember how good the policy is, in each domain and in all; see `record_success`."""

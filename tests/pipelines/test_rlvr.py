@@ -170,6 +170,35 @@ def test_a_validation_with_k_samples_gives_avg_and_pass_at_k(here: Path) -> None
     assert first["val/pass@1"] <= first["val/pass@2"] <= first["val/pass@4"]
 
 
+def test_samples_without_a_success_are_told_why_there_is_no_pass_at_k_once(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (here / "plain_number.py").write_text("def half(sample):\n    return 0.5\n")
+    domains = {"sums": {"data": "sums.jsonl", "reward": "plain_number:half", "validation": "held.jsonl"}}
+    done = trained(here, domains=domains, validation={"every": 1, "samples": 2})
+    assert set(column(done.run, "val/score").values()) == {0.5}
+    assert caplog.text.count("so there is no pass@k") == 1
+    assert "Scored(success=...)" in refused(here, "name=other", "target=0.5", domains=domains)
+
+
+def test_all_validations_of_a_run_share_their_rewards_and_repeat_their_answers(here: Path) -> None:
+    (here / "opening_code.py").write_text(
+        "class Written:\n"
+        "    async def open(self):\n"
+        "        with open('opened', 'a') as file:\n"
+        "            file.write('x')\n"
+        "    async def __call__(self, sample):\n"
+        "        return float(sum(sample.response_tokens)) if 'held' in sample.row else 0.0\n"
+    )
+    rows_file(here / "held.jsonl", [{**row, "held": True} for row in sums(6, 40)])
+    domains = {"sums": {"data": "sums.jsonl", "reward": "opening_code:Written", "validation": "held.jsonl"}}
+    done = trained(here, steps=3, domains=domains, validation={"every": 1})
+    scores = column(done.run, "val/score")
+    assert sorted(scores) == [0, 1, 2, 3]
+    assert len(set(scores.values())) == 1, "equal scores teach nothing, so that the weights are the same"
+    assert len((here / "opened").read_text()) == 2, "by the training and by the validation"
+
+
 def test_a_validation_beside_the_training_gives_its_figures_at_the_step_it_began(here: Path) -> None:
     done = trained(here, steps=4, validation={"every": 2, "beside": True})
     assert sorted(column(done.run, "val/success")) == [0, 2, 4]
