@@ -51,6 +51,9 @@ BRANCH_SESSIONS = 1 << 56
 """Between the session ids of two branches of an attempt; more than the ids of all schedulers of a sampler."""
 
 
+RETURNED = "the rollout has returned: await every call of the model before it does"
+
+
 class Codec(Protocol):
     """Between text and tokens."""
 
@@ -141,7 +144,7 @@ class Model:
 
     __slots__ = (
         "_attempt", "_branches", "_busy", "_cached", "_chunks", "_entry", "_interrupted", "_is_new_row", "_last_turn",
-        "_length", "_number", "_shared", "_turns", "trajectory",
+        "_length", "_number", "_shared", "_turns", "_waiter", "trajectory",
     )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
@@ -166,6 +169,8 @@ class Model:
         self._interrupted: int | None = None
         """Id of the request that came back before its turn was over."""
         self._busy = False
+        self._waiter: asyncio.Future[None] | None = None
+        """Resolves when the call that is under way is over."""
 
     @property
     def free_tokens(self) -> int:
@@ -228,9 +233,12 @@ class Model:
                 answer = await self._continue(chunks, length, limit, drawing, answer)
         finally:
             self._busy = False
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
             if self._branches is None or not any(branch._busy for branch in self._branches):
                 self._shared.leases.renew(attempt)
-        self._check_turn()
+        if attempt.fate is not None:
+            raise RuntimeError(RETURNED)
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._length = length + len(answer.tokens)
         self._shared.sampler.observe_answer_length(len(answer.tokens))
@@ -245,14 +253,27 @@ class Model:
         """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches."""
         turns = self.trajectory.turns
         if self._branches is None:
+            self._attempt.last_turn = len(turns)
             turns.append(turn)
         else:
             before = [b._last_turn for b in self._branches[: self._number + 1] if b._last_turn is not None]
             place = next(n for n, other in enumerate(turns, 1) if other is before[-1]) if before else 0
+            self._attempt.last_turn = place
             turns.insert(place, turn)
         self._last_turn, self._is_new_row = turn, False
         self._turns += 1
         self._attempt.turns += 1
+
+    async def end_calls(self) -> None:
+        """The rollout has returned: refuse new calls, and wait for those of branches that are under way. Their turns
+        count, for their tokens are booked."""
+        loop = asyncio.get_running_loop()
+        self.trajectory.ended = loop.time()
+        for branch in self._branches or (self,):
+            if branch._busy:
+                self._shared.leases.ask(self._attempt)
+                branch._waiter = loop.create_future()
+                await branch._waiter
 
     def end_session(self) -> None:
         """The rollout is over: whatever is cached of it may go."""
@@ -271,7 +292,7 @@ class Model:
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
         if self.trajectory.ended >= 0:
-            raise RuntimeError("the rollout has returned: await every call of the model before it does")
+            raise RuntimeError(RETURNED)
         if self._busy:
             raise RuntimeError(
                 "a call of the model is under way: await it before the next, a context has one order; `model.branch()` "

@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from builders import build, column, fates, got, playing, rows, simulate, timed
+from builders import build, chain, column, fates, got, playing, rows, simulate, timed
 
 from cadenza.inference.replica import Request
 from cadenza.rollout.model import Model
-from cadenza.rollout.records import Task
+from cadenza.rollout.records import Fate, Task
 from cadenza.testing import FakeReplica
 
 
@@ -104,6 +104,39 @@ def test_a_suspension_in_the_middle_changes_no_token_of_a_branch() -> None:
         return found
 
     assert outcome(suspended=True) == outcome(suspended=False)
+
+
+def test_a_branch_that_is_full_waits_for_the_others_before_the_episode_ends() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        await model.chat("begin ")
+        other = model.branch()
+        await asyncio.gather(model.chat("x" * 200), other.chat("long "))
+
+    async def main() -> None:
+        options: dict[str, Any] = {"rollout": play, "batch_size": 1, "max_context": 100}
+        async with playing([replica(5.0)], **options) as scheduler:
+            batch, when = await timed(got(scheduler, 1))
+            assert (when, column(batch, "turns")) == (10.0, [2, 2])
+            assert column(batch, "truncated") == [True, True]
+            assert scheduler.ledger.tokens[Fate.TRAINED] == 2 * 6
+
+    simulate(main)
+
+
+def test_a_step_pays_the_turn_that_led_to_it_and_not_the_last_branch() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        observation = await env.reset(task.seed)
+        await model.branch().chat("aside ")
+        while not env.done:
+            reply = await model.chat(observation)
+            observation = await env.step(reply.text)
+
+    async def main() -> None:
+        async with playing([replica()], env=chain(2), rollout=play, batch_size=1) as scheduler:
+            batch = await got(scheduler, 1)
+            assert [row.tolist() for row in rows(batch, "step_scores")] == [[1.0, 1.0, 0.0]] * 2
+
+    simulate(main)
 
 
 def test_a_second_call_on_one_branch_is_refused_and_names_the_way() -> None:
