@@ -115,6 +115,7 @@ class EnvWorker:
         seed: int,
         max_reward_tries: int,
         slice_tokens: int,
+        is_training: bool = True,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -140,7 +141,8 @@ class EnvWorker:
             leases=self._leases,
             ledger=queue.ledger,
             namespace=sampler.namespace(),
-            slice_tokens=slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
+            is_training=is_training,
+            slice_tokens=slice_tokens if slice_tokens < config.longest_answer else 0,
         )
         self._codec = codec
         configs = reward_configs(config, max_reward_tries)

@@ -124,6 +124,8 @@ class RolloutContext:
     ledger: TokenCounter
     namespace: int
     """Where this scheduler's range of session and group ids begins."""
+    is_training: bool
+    """Whether the turns are trained, at the temperature that is configured."""
     slice_tokens: int
     """Tokens after which a long answer may be interrupted for turns that wait; 0 where no answer is so long."""
 
@@ -196,7 +198,8 @@ class Model:
         self, observation: Observation, *, fresh: bool = False, sampling: Mapping[str, Any] | None = None
     ) -> Awaitable[Reply]:
         """Say something to the model and await its answer. `fresh` forgets the conversation before; `sampling` changes
-        keys of the configured sampling for this call, as {"max_tokens": 64}."""
+        keys of the configured sampling for this call, as {"max_tokens": 64}; in training not those that change the
+        distribution."""
         if not isinstance(observation, np.ndarray):
             first = fresh or not self._chunks
             last = None if first else int(self._chunks[-1][-1])
@@ -208,7 +211,7 @@ class Model:
     ) -> Reply:
         """`chat` in tokens: append them to the context, and await the model's answer."""
         attempt = self._attempt
-        drawing = self._shared.sampling if sampling is None else _changed(self._shared.sampling, sampling)
+        drawing = self._shared.sampling if sampling is None else self._changed_sampling(sampling)
         fresh = fresh or not self._chunks
         self._check_turn()
         if len(self.trajectory.turns) >= self._shared.max_turns:
@@ -248,6 +251,18 @@ class Model:
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
         self._record(turn)
         return Reply(turn, self._shared.codec)
+
+    def _changed_sampling(self, changes: Mapping[str, Any]) -> Sampling:
+        """The sampling of one call. What is trained is drawn from the distribution that the actor computes."""
+        configured = self._shared.sampling
+        changed = _changed(configured, changes)
+        for key in ("temperature", "top_p", "top_k") if self._shared.is_training else ():
+            if (asked := getattr(changed, key)) != (trained := getattr(configured, key)):
+                raise ValueError(
+                    f"sampling['{key}'] of this call is {asked}, and the configured one {trained}, at which the turns "
+                    f"are trained: leave {key} out, or set it for all calls in the config"
+                )
+        return changed
 
     def _record(self, turn: Turn) -> None:
         """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches."""

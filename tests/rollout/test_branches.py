@@ -156,19 +156,34 @@ def test_a_call_may_change_its_sampling_and_an_unknown_key_is_refused() -> None:
     budgets: list[int] = []
 
     async def play(task: Task, env: Any, model: Model) -> None:
-        reply = await model.chat("think ", sampling={"max_tokens": 3, "temperature": 0.5})
+        reply = await model.chat("think ", sampling={"max_tokens": 3, "temperature": 1.0})
         budgets.append(len(reply.tokens))
         await model.generate(model.encode("so "))
         with pytest.raises(ValueError, match="max_token"):
             await model.chat("x", sampling={"max_token": 3})
+        for key, value in (("temperature", 0.5), ("top_p", 0.9), ("top_k", 5)):
+            with pytest.raises(ValueError, match=f"leave {key} out, or set it for all calls"):
+                await model.chat("x", sampling={key: value})
 
     async def main() -> None:
         fake = replica()
         async with playing([fake], rollout=play, batch_size=1) as scheduler:
             await got(scheduler, 1)
             first, second = list(fake.requests)[:2]
-            assert (first.sampling.temperature, first.max_tokens) == (0.5, 3)
-            assert second.sampling.temperature == 1.0
+            assert (first.max_tokens, second.max_tokens) == (3, 1024)
 
     simulate(main)
     assert budgets[0] == 3
+
+
+def test_a_call_of_a_validation_may_have_another_temperature() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        await model.chat("think ", sampling={"temperature": 0.5})
+
+    async def main() -> None:
+        fake = replica()
+        async with playing([fake], rollout=play, batch_size=1, mode="val") as scheduler:
+            await got(scheduler, 1)
+            assert [request.sampling.temperature for request in fake.requests] == [0.5]
+
+    simulate(main)
