@@ -190,6 +190,11 @@ class EnvManagerConfig(Config):
     first_seed: Seed = 0
     """First seed of a domain whose tasks are seeds. Validation begins elsewhere than training."""
 
+    @property
+    def longest_answer(self) -> int:
+        """The most tokens of one turn, of all domains."""
+        return max((domain.sampling or self.sampling).max_tokens for domain in self.domains.values())
+
     @model_validator(mode="after")
     def _work_for_all(self) -> EnvManagerConfig:
         if self.workers > self.slots:

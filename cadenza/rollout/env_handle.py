@@ -52,18 +52,18 @@ class EnvHandle:
         return self._type.check_observation(observation, "reset")
 
     async def step(self, action: str) -> Any:
-        """Act; returns the next observation. The reward is booked on the turn that led to the action."""
+        """Act; returns the next observation. The reward is booked on the turn before it, of whichever branch."""
         if self.done:
             raise EnvError(f"env '{self._type.name}' was stepped after the episode was done; look at `env.done`")
         if not self.trajectory.turns:
             raise EnvError(
                 f"env '{self._type.name}' was stepped before the first turn of the model: no turn gets the reward"
             )
+        turn = self.trajectory.turns[self._attempt.last_turn]  # another branch may record one meanwhile
         outcome = self._type.check_outcome(await self._call("step", self._env.step, action))
         observation, self.reward, terminated, truncated, info = outcome
         trajectory = self.trajectory
-        if trajectory.turns:
-            trajectory.turns[-1].reward += self.reward
+        turn.reward += self.reward
         if info:
             trajectory.info = info
         if len(trajectory.turns) >= self._shared.max_turns and not terminated:

@@ -115,6 +115,7 @@ class EnvWorker:
         seed: int,
         max_reward_tries: int,
         slice_tokens: int,
+        is_training: bool = True,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -140,7 +141,8 @@ class EnvWorker:
             leases=self._leases,
             ledger=queue.ledger,
             namespace=sampler.namespace(),
-            slice_tokens=slice_tokens if slice_tokens < config.sampling.max_tokens else 0,
+            is_training=is_training,
+            slice_tokens=slice_tokens if slice_tokens < config.longest_answer else 0,
         )
         self._codec = codec
         configs = reward_configs(config, max_reward_tries)
@@ -240,16 +242,11 @@ class EnvWorker:
                     type.check(env)
                     handle = EnvHandle(env, type, attempt, trajectory, domain.context)
                 attempt.stage = "rollout"
-                await domain.rollout_function(task, handle, model)
-                if not trajectory.turns:
-                    raise ValueError("the rollout returned without one turn of the model")
+                await _play(domain, attempt, handle, model)
             except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
                 raise_if_cancelled(error)
-                if isinstance(error, ContextFull) and trajectory.turns:
-                    trajectory.truncated = True
-                else:
-                    # Raised while another call waits for the model: by the rollout.
-                    self._fail(attempt, "rollout" if attempt.stage == "model" else attempt.stage, error)
+                # Raised while another call waits for the model: by the rollout.
+                self._fail(attempt, "rollout" if attempt.stage == "model" else attempt.stage, error)
             finally:
                 trajectory.ended = asyncio.get_running_loop().time()
                 model.end_session()
@@ -362,6 +359,22 @@ class EnvWorker:
         self._free.append(attempt.slot)
         self.busy -= 1
         self.fill()
+
+
+async def _play(domain: DomainRollout, attempt: Attempt, env: EnvHandle | None, model: Model) -> None:
+    """Run the rollout function to its end, and to the end of the calls that it left under way. A context that is full
+    truncates the episode, if it had a turn."""
+    try:
+        await domain.rollout_function(attempt.group.task, env, model)
+    except ContextFull:
+        await model.end_calls()
+        if not model.trajectory.turns:
+            raise
+        model.trajectory.truncated = True
+    else:
+        await model.end_calls()
+        if not model.trajectory.turns:
+            raise ValueError("the rollout returned without one turn of the model")
 
 
 def sampling_key(seed: int, attempt: Attempt) -> int:

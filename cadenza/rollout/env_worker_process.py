@@ -110,6 +110,7 @@ class EnvWorkerSpec:
     seed: int
     max_reward_tries: int
     slice_tokens: int
+    is_training: bool
 
 
 class RemoteQueue:
@@ -244,6 +245,7 @@ class EnvWorkerProcess(Worker):
             seed=spec.seed,
             max_reward_tries=spec.max_reward_tries,
             slice_tokens=spec.slice_tokens,
+            is_training=spec.is_training,
         )
 
     def _on_message(self, message: Any) -> None:

@@ -98,6 +98,7 @@ class EnvFleet:
         seed: int,
         max_reward_tries: int,
         slice_tokens: int,
+        is_training: bool = True,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -111,6 +112,7 @@ class EnvFleet:
         self._seed = seed
         self._max_reward_tries = max_reward_tries
         self._slice_tokens = slice_tokens
+        self._is_training = is_training
         self._namespace = sampler.namespace()
         self._workers: list[_FleetWorker] = []
         self._past_counters = EnvWorkerCounters(0, 0)
@@ -208,6 +210,7 @@ class EnvFleet:
             seed=self._seed,
             max_reward_tries=self._max_reward_tries,
             slice_tokens=self._slice_tokens,
+            is_training=self._is_training,
         )
         self._starting += 1
         try:

@@ -42,8 +42,8 @@ class Attempt:
     """One try at a trajectory."""
 
     __slots__ = (
-        "cause", "detail", "ended", "fate", "group", "id", "member", "newest", "number", "oldest", "reward",
-        "runner", "slot", "stage", "started", "state", "tokens", "trajectory", "turns",
+        "cause", "detail", "ended", "fate", "group", "id", "last_turn", "member", "newest", "number", "oldest",
+        "reward", "runner", "slot", "stage", "started", "state", "tokens", "trajectory", "turns",
     )  # fmt: skip
 
     def __init__(self, id: int, group: Group, member: int, number: int, slot: int, started: float) -> None:
@@ -62,6 +62,8 @@ class Attempt:
         self.tokens = 0
         """Response tokens received so far."""
         self.turns = 0
+        self.last_turn = -1
+        """Where the turn stands in the trajectory that was recorded last; with branches it is not always the end."""
         self.reward = 0.0
         self.oldest = -1
         """Oldest and newest version that wrote a token, -1 before the first."""

@@ -51,6 +51,9 @@ BRANCH_SESSIONS = 1 << 56
 """Between the session ids of two branches of an attempt; more than the ids of all schedulers of a sampler."""
 
 
+RETURNED = "the rollout has returned: await every call of the model before it does"
+
+
 class Codec(Protocol):
     """Between text and tokens."""
 
@@ -121,6 +124,8 @@ class RolloutContext:
     ledger: TokenCounter
     namespace: int
     """Where this scheduler's range of session and group ids begins."""
+    is_training: bool
+    """Whether the turns are trained, at the temperature that is configured."""
     slice_tokens: int
     """Tokens after which a long answer may be interrupted for turns that wait; 0 where no answer is so long."""
 
@@ -141,7 +146,7 @@ class Model:
 
     __slots__ = (
         "_attempt", "_branches", "_busy", "_cached", "_chunks", "_entry", "_interrupted", "_is_new_row", "_last_turn",
-        "_length", "_number", "_shared", "_turns", "trajectory",
+        "_length", "_number", "_shared", "_turns", "_waiter", "trajectory",
     )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
@@ -166,6 +171,8 @@ class Model:
         self._interrupted: int | None = None
         """Id of the request that came back before its turn was over."""
         self._busy = False
+        self._waiter: asyncio.Future[None] | None = None
+        """Resolves when the call that is under way is over."""
 
     @property
     def free_tokens(self) -> int:
@@ -191,7 +198,8 @@ class Model:
         self, observation: Observation, *, fresh: bool = False, sampling: Mapping[str, Any] | None = None
     ) -> Awaitable[Reply]:
         """Say something to the model and await its answer. `fresh` forgets the conversation before; `sampling` changes
-        keys of the configured sampling for this call, as {"max_tokens": 64}."""
+        keys of the configured sampling for this call, as {"max_tokens": 64}; in training not those that change the
+        distribution."""
         if not isinstance(observation, np.ndarray):
             first = fresh or not self._chunks
             last = None if first else int(self._chunks[-1][-1])
@@ -203,7 +211,7 @@ class Model:
     ) -> Reply:
         """`chat` in tokens: append them to the context, and await the model's answer."""
         attempt = self._attempt
-        drawing = self._shared.sampling if sampling is None else _changed(self._shared.sampling, sampling)
+        drawing = self._shared.sampling if sampling is None else self._changed_sampling(sampling)
         fresh = fresh or not self._chunks
         self._check_turn()
         if len(self.trajectory.turns) >= self._shared.max_turns:
@@ -228,9 +236,12 @@ class Model:
                 answer = await self._continue(chunks, length, limit, drawing, answer)
         finally:
             self._busy = False
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
             if self._branches is None or not any(branch._busy for branch in self._branches):
                 self._shared.leases.renew(attempt)
-        self._check_turn()
+        if attempt.fate is not None:
+            raise RuntimeError(RETURNED)
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._length = length + len(answer.tokens)
         self._shared.sampler.observe_answer_length(len(answer.tokens))
@@ -241,18 +252,43 @@ class Model:
         self._record(turn)
         return Reply(turn, self._shared.codec)
 
+    def _changed_sampling(self, changes: Mapping[str, Any]) -> Sampling:
+        """The sampling of one call. What is trained is drawn from the distribution that the actor computes."""
+        configured = self._shared.sampling
+        changed = _changed(configured, changes)
+        for key in ("temperature", "top_p", "top_k") if self._shared.is_training else ():
+            if (asked := getattr(changed, key)) != (trained := getattr(configured, key)):
+                raise ValueError(
+                    f"sampling['{key}'] of this call is {asked}, and the configured one {trained}, at which the turns "
+                    f"are trained: leave {key} out, or set it for all calls in the config"
+                )
+        return changed
+
     def _record(self, turn: Turn) -> None:
         """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches."""
         turns = self.trajectory.turns
         if self._branches is None:
+            self._attempt.last_turn = len(turns)
             turns.append(turn)
         else:
             before = [b._last_turn for b in self._branches[: self._number + 1] if b._last_turn is not None]
             place = next(n for n, other in enumerate(turns, 1) if other is before[-1]) if before else 0
+            self._attempt.last_turn = place
             turns.insert(place, turn)
         self._last_turn, self._is_new_row = turn, False
         self._turns += 1
         self._attempt.turns += 1
+
+    async def end_calls(self) -> None:
+        """The rollout has returned: refuse new calls, and wait for those of branches that are under way. Their turns
+        count, for their tokens are booked."""
+        loop = asyncio.get_running_loop()
+        self.trajectory.ended = loop.time()
+        for branch in self._branches or (self,):
+            if branch._busy:
+                self._shared.leases.ask(self._attempt)
+                branch._waiter = loop.create_future()
+                await branch._waiter
 
     def end_session(self) -> None:
         """The rollout is over: whatever is cached of it may go."""
@@ -271,7 +307,7 @@ class Model:
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
         if self.trajectory.ended >= 0:
-            raise RuntimeError("the rollout has returned: await every call of the model before it does")
+            raise RuntimeError(RETURNED)
         if self._busy:
             raise RuntimeError(
                 "a call of the model is under way: await it before the next, a context has one order; `model.branch()` "

@@ -111,6 +111,7 @@ class RolloutScheduler:
             seed=config.seed,
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
+            is_training=mode == "train",
         )
         self.queue.start_task = lambda coroutine: self._spawn(coroutine, "group filter")
         self._uncollated: list[Group] = []

@@ -193,6 +193,12 @@ class RolloutRunConfig(RunConfig):
         ):
             if temperature not in (1.0, sampled):
                 raise ValueError(f"{name}.temperature {temperature} is not that of sampling, {sampled}: leave it out")
+        for name, domain in self.env_manager.domains.items():
+            if domain.sampling is not None and (own := domain.sampling.temperature) != sampled:
+                raise ValueError(
+                    f"domains.{name}.sampling.temperature {own} differs from sampling.temperature {sampled}, and the "
+                    "actor is trained at one temperature: write the same in both, or set validation.sampling"
+                )
 
     def _check_group_settings(self) -> None:
         """What looks at the spread of a group needs a group: the scores of one member are all equal."""

@@ -389,6 +389,10 @@ def test_a_malformed_line_is_named(here: Path) -> None:
         ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exact", "env": "guess"}}}, "pipeline: agentic"),
         ({"domains": {"sums": {"data": "sums.jsonl", "reward": "exact"}}}, "no domain has rows to validate with"),
         ({"cold_start": {"source": "format"}}, "give it rows with cold_start.data"),
+        (
+            {"domains": {"sums": {"data": "sums.jsonl", "reward": "exact", "sampling": {"temperature": 0.3}}}},
+            "domains.sums.sampling.temperature 0.3 differs from sampling.temperature 1.0",
+        ),
         *(
             (
                 {

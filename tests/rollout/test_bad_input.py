@@ -49,7 +49,7 @@ from cadenza.rollout.failures import (
 )
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.model import Model
-from cadenza.rollout.records import Task
+from cadenza.rollout.records import Fate, Task
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.simulation.virtual_cluster.cost import CostModel
 
@@ -272,24 +272,29 @@ def test_on_policy_a_batch_that_is_awaited_over_a_publication_is_told_as_such() 
     simulate(main)
 
 
-def test_a_rollout_that_leaves_a_call_behind_changes_nothing_that_was_finished() -> None:
-    """The episode is scored when its rollout returns: what comes later is refused, and no lease runs on."""
+def test_a_call_that_a_rollout_leaves_behind_is_waited_for_and_the_next_one_is_refused() -> None:
+    """The episode is scored when its calls are over: its tokens are all booked, and no lease runs on."""
     left: list[asyncio.Task[Any]] = []
 
     async def play(task: Task, env: EnvHandle, model: Model) -> None:
+        async def more() -> None:
+            await model.chat("more")
+            await model.chat("again")
+
         reply = await model.chat(await env.reset(task.seed))
         await env.step(reply.text)
-        left.append(asyncio.create_task(model.chat("more")))
+        left.append(asyncio.create_task(more()))
         await asyncio.sleep(0)
 
     async def slow(seed: int, number: int) -> Any:
         await asyncio.sleep(15.0 if number == 1 else 0.0)
 
     async def main() -> None:
-        options = {"group_size": 2, "batch_size": 2, "slots": 2, "lease_seconds": 10.0, "tasks": 1}
+        options = {"group_size": 2, "batch_size": 2, "slots": 2, "lease_seconds": 20.0, "tasks": 1}
         async with playing([fake(1.0)], env=stepping(slow), rollout=play, **options) as scheduler:
             batch = await got(scheduler, 2)
-            assert len(batch) == 2
+            assert column(batch, "turns") == [2, 2]
+            assert scheduler.ledger.tokens[Fate.TRAINED] == 4 * 10
             assert fates(scheduler)["trained"] == 2
             late = await asyncio.gather(*left, return_exceptions=True)
             assert all(isinstance(error, RuntimeError) and "the rollout has returned" in str(error) for error in late)

@@ -7,11 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from builders import build, column, fates, got, playing, rows, simulate, timed
+from builders import build, chain, column, fates, got, playing, rows, simulate, timed
 
 from cadenza.inference.replica import Request
 from cadenza.rollout.model import Model
-from cadenza.rollout.records import Task
+from cadenza.rollout.records import Fate, Task
 from cadenza.testing import FakeReplica
 
 
@@ -106,6 +106,39 @@ def test_a_suspension_in_the_middle_changes_no_token_of_a_branch() -> None:
     assert outcome(suspended=True) == outcome(suspended=False)
 
 
+def test_a_branch_that_is_full_waits_for_the_others_before_the_episode_ends() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        await model.chat("begin ")
+        other = model.branch()
+        await asyncio.gather(model.chat("x" * 200), other.chat("long "))
+
+    async def main() -> None:
+        options: dict[str, Any] = {"rollout": play, "batch_size": 1, "max_context": 100}
+        async with playing([replica(5.0)], **options) as scheduler:
+            batch, when = await timed(got(scheduler, 1))
+            assert (when, column(batch, "turns")) == (10.0, [2, 2])
+            assert column(batch, "truncated") == [True, True]
+            assert scheduler.ledger.tokens[Fate.TRAINED] == 2 * 6
+
+    simulate(main)
+
+
+def test_a_step_pays_the_turn_that_led_to_it_and_not_the_last_branch() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        observation = await env.reset(task.seed)
+        await model.branch().chat("aside ")
+        while not env.done:
+            reply = await model.chat(observation)
+            observation = await env.step(reply.text)
+
+    async def main() -> None:
+        async with playing([replica()], env=chain(2), rollout=play, batch_size=1) as scheduler:
+            batch = await got(scheduler, 1)
+            assert [row.tolist() for row in rows(batch, "step_scores")] == [[1.0, 1.0, 0.0]] * 2
+
+    simulate(main)
+
+
 def test_a_second_call_on_one_branch_is_refused_and_names_the_way() -> None:
     async def play(task: Task, env: Any, model: Model) -> None:
         await asyncio.gather(model.chat("one "), model.chat("two "))
@@ -123,19 +156,34 @@ def test_a_call_may_change_its_sampling_and_an_unknown_key_is_refused() -> None:
     budgets: list[int] = []
 
     async def play(task: Task, env: Any, model: Model) -> None:
-        reply = await model.chat("think ", sampling={"max_tokens": 3, "temperature": 0.5})
+        reply = await model.chat("think ", sampling={"max_tokens": 3, "temperature": 1.0})
         budgets.append(len(reply.tokens))
         await model.generate(model.encode("so "))
         with pytest.raises(ValueError, match="max_token"):
             await model.chat("x", sampling={"max_token": 3})
+        for key, value in (("temperature", 0.5), ("top_p", 0.9), ("top_k", 5)):
+            with pytest.raises(ValueError, match=f"leave {key} out, or set it for all calls"):
+                await model.chat("x", sampling={key: value})
 
     async def main() -> None:
         fake = replica()
         async with playing([fake], rollout=play, batch_size=1) as scheduler:
             await got(scheduler, 1)
             first, second = list(fake.requests)[:2]
-            assert (first.sampling.temperature, first.max_tokens) == (0.5, 3)
-            assert second.sampling.temperature == 1.0
+            assert (first.max_tokens, second.max_tokens) == (3, 1024)
 
     simulate(main)
     assert budgets[0] == 3
+
+
+def test_a_call_of_a_validation_may_have_another_temperature() -> None:
+    async def play(task: Task, env: Any, model: Model) -> None:
+        await model.chat("think ", sampling={"temperature": 0.5})
+
+    async def main() -> None:
+        fake = replica()
+        async with playing([fake], rollout=play, batch_size=1, mode="val") as scheduler:
+            await got(scheduler, 1)
+            assert [request.sampling.temperature for request in fake.requests] == [0.5]
+
+    simulate(main)

@@ -124,6 +124,16 @@ def test_answers_that_cannot_be_so_long_do_not_take_turns(max_tokens: int, expec
     simulate(main)
 
 
+def test_a_domain_with_longer_answers_takes_turns_too() -> None:
+    async def main() -> None:
+        domains = {"long": {"env": OneStepEnv, "sampling": {"max_tokens": SLICE + 1}}, "short": {"env": OneStepEnv}}
+        async with playing(slice_tokens=SLICE, sampling={"max_tokens": 1}, domains=domains) as scheduler:
+            found = scheduler._slots._domains  # type: ignore[attr-defined]
+            assert found["long"].context.slice_tokens == SLICE
+
+    simulate(main)
+
+
 # -- who goes first ----------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from cadenza.rollout.records import Task, Trajectory
 from cadenza.rollout.snapshot import SnapshotError
 from cadenza.rollout.task_sources import open_tasks
 from cadenza.rollout.tasks import Domain
+from cadenza.run.rlvr_config import RlvrConfig
 
 EQUAL, SPREAD = [1.0, 1.0], [0.0, 1.0]
 
@@ -75,6 +76,26 @@ def test_rest_is_refused_where_no_row_comes_again() -> None:
     with pytest.raises(ValidationError, match=r"set data\.size, or remove rest"):
         DomainConfig(data="reasoning_gym:chain_sum", reward="exact", rest=1)
     assert DomainConfig(data={"path": "reasoning_gym:chain_sum", "size": 8}, reward="exact", rest=1).rest == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"data": "sums.jsonl"}, True),
+        ({"data": "sums.jsonl", "rest": 1}, False),
+        ({"data": {"path": "reasoning_gym:chain_sum", "curriculum": {}}}, False),
+    ],
+)
+def test_a_run_whose_results_choose_the_tasks_is_not_said_to_be_exact(settings: dict[str, Any], expected: bool) -> None:
+    config = RlvrConfig.model_validate(
+        {
+            "steps": 1,
+            "domains": {"a": {"reward": "exact", **settings}},
+            "rollout": {"batch_size": 4, "group_size": 2},
+            "validation": None,
+        }
+    )
+    assert config.is_exact is expected
 
 
 # -- curriculum --------------------------------------------------------------------------------------------------------
