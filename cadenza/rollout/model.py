@@ -130,6 +130,17 @@ class RolloutContext:
     """Tokens after which a long answer may be interrupted for turns that wait; 0 where no answer is so long."""
 
 
+@dataclass(slots=True)
+class _Branch:
+    """One conversation of an attempt that has several."""
+
+    number: int
+    models: list[Model]
+    """Of all branches of the attempt; one list for all."""
+    turns: int = 0
+    last_turn: Turn | None = None
+
+
 class Model:
     """The model, as the rollout of one attempt sees it: a conversation that is recorded token by token.
 
@@ -145,20 +156,13 @@ class Model:
     """
 
     __slots__ = (
-        "_attempt", "_branches", "_busy", "_cached", "_chunks", "_entry", "_interrupted", "_is_new_row", "_last_turn",
-        "_length", "_number", "_shared", "_turns", "_waiter", "trajectory",
+        "_attempt", "_branch", "_busy", "_cached", "_chunks", "_entry", "_interrupted", "_length", "_shared", "_waiter",
+        "trajectory",
     )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
-        self._branches: list[Model] | None = None
-        """All branches of the attempt, one list for all of them; None while there is one only."""
-        self._number = 0
-        """Of this branch."""
-        self._is_new_row = True
-        """The next turn begins a row: all tokens before its response are prompt there."""
-        self._last_turn: Turn | None = None
-        self._turns = 0
-        """Of this branch."""
+        self._branch: _Branch | None = None
+        """None while the attempt has one conversation only."""
         self.trajectory = trajectory
         self._attempt = attempt
         self._shared = shared
@@ -183,12 +187,14 @@ class Model:
         """Another conversation that goes on from the tokens of this one. Its turns are a row of their own, in which
         what was said before is prompt and trains nothing. Branches may be asked side by side."""
         self._check_turn()
-        branch = Model(self._attempt, self.trajectory, self._shared)
-        branch._chunks, branch._length = self._chunks, self._length
-        self._branches = self._branches or [self]
-        branch._branches, branch._number = self._branches, len(self._branches)
-        self._branches.append(branch)
-        return branch
+        own, turns = self._branch, self.trajectory.turns
+        if own is None:
+            own = self._branch = _Branch(0, [self], len(turns), turns[-1] if turns else None)
+        model = Model(self._attempt, self.trajectory, self._shared)
+        model._chunks, model._length = self._chunks, self._length
+        model._branch = _Branch(len(own.models), own.models)
+        own.models.append(model)
+        return model
 
     def encode(self, text: str) -> Tokens:
         """The tokens of a text as it is, without a role or an end: for `generate`, to write on in the same answer."""
@@ -238,18 +244,20 @@ class Model:
             self._busy = False
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
-            if self._branches is None or not any(branch._busy for branch in self._branches):
+            if self._branch is None or not any(model._busy for model in self._branch.models):
                 self._shared.leases.renew(attempt)
         if attempt.fate is not None:
             raise RuntimeError(RETURNED)
         self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
         self._length = length + len(answer.tokens)
         self._shared.sampler.observe_answer_length(len(answer.tokens))
-        fresh = fresh or self._is_new_row
-        if fresh and len(chunks) > 1:  # the first turn of a branch: its row begins with what was said before
-            prompt = np.concatenate(chunks)
         turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
-        self._record(turn)
+        if self._branch is None:
+            attempt.last_turn = len(self.trajectory.turns)
+            self.trajectory.turns.append(turn)
+        else:
+            self._record_in_branch(self._branch, turn, chunks)
+        attempt.turns += 1
         return Reply(turn, self._shared.codec)
 
     def _changed_sampling(self, changes: Mapping[str, Any]) -> Sampling:
@@ -264,45 +272,44 @@ class Model:
                 )
         return changed
 
-    def _record(self, turn: Turn) -> None:
-        """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches."""
+    def _record_in_branch(self, branch: _Branch, turn: Turn, chunks: tuple[Tokens, ...]) -> None:
+        """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches. The
+        row of a branch begins with what was said before it."""
         turns = self.trajectory.turns
-        if self._branches is None:
-            self._attempt.last_turn = len(turns)
-            turns.append(turn)
-        else:
-            before = [b._last_turn for b in self._branches[: self._number + 1] if b._last_turn is not None]
-            place = next(n for n, other in enumerate(turns, 1) if other is before[-1]) if before else 0
-            self._attempt.last_turn = place
-            turns.insert(place, turn)
-        self._last_turn, self._is_new_row = turn, False
-        self._turns += 1
-        self._attempt.turns += 1
+        if branch.number and not branch.turns:
+            turn.fresh, turn.prompt = True, np.concatenate(chunks)
+        branches = [model._branch for model in branch.models[: branch.number + 1]]
+        before = [other.last_turn for other in branches if other is not None and other.last_turn is not None]
+        place = next(n for n, other in enumerate(turns, 1) if other is before[-1]) if before else 0
+        self._attempt.last_turn = place
+        turns.insert(place, turn)
+        branch.last_turn = turn
+        branch.turns += 1
 
     async def end_calls(self) -> None:
         """The rollout has returned: refuse new calls, and wait for those of branches that are under way. Their turns
         count, for their tokens are booked."""
         loop = asyncio.get_running_loop()
         self.trajectory.ended = loop.time()
-        for branch in self._branches or (self,):
-            if branch._busy:
+        for model in (self,) if self._branch is None else self._branch.models:
+            if model._busy:
                 self._shared.leases.ask(self._attempt)
-                branch._waiter = loop.create_future()
-                await branch._waiter
+                model._waiter = loop.create_future()
+                await model._waiter
 
     def end_session(self) -> None:
         """The rollout is over: whatever is cached of it may go."""
-        for branch in self._branches or (self,):
-            if branch._entry is not None:
-                self._shared.sampler.end_session(branch._entry, branch._session)
+        for model in (self,) if self._branch is None else self._branch.models:
+            if model._entry is not None:
+                self._shared.sampler.end_session(model._entry, model._session)
 
     @property
     def _session(self) -> int:
         """What caches know the conversation by."""
         session, namespace = self._attempt.id, self._shared.namespace
-        if namespace or self._number:  # else no new number, as in `_route_request`
-            session += namespace + self._number * BRANCH_SESSIONS
-        return session
+        if namespace:  # else no new number, as in `_route_request`
+            session += namespace
+        return session if self._branch is None else session + self._branch.number * BRANCH_SESSIONS
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
@@ -333,7 +340,9 @@ class Model:
         """One answer of one replica: whole, or the beginning of it. What one replica fails the next one gets."""
         attempt, shared = self._attempt, self._shared
         sampler = shared.sampler
-        seed = (self.trajectory.seed + GOLDEN * (self._turns + 1) + BRANCH_KEY * self._number) & MASK64
+        branch = self._branch
+        turns, key = (attempt.turns, 0) if branch is None else (branch.turns, BRANCH_KEY * branch.number)
+        seed = (self.trajectory.seed + GOLDEN * (turns + 1) + key) & MASK64
         route_request = self._route_request(length, done)
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
