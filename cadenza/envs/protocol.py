@@ -46,7 +46,7 @@ AnyEnv = Env | AsyncEnv
 class EnvType:
     """Makes and calls the envs of one domain; it looks up once, not for every episode, which methods are async."""
 
-    __slots__ = ("_args", "_factory", "_made_on_loop", "_on_loop", "_takes_row", "has_told_of_endless", "name")
+    __slots__ = ("_args", "_factory", "_made_on_loop", "_on_loop", "has_told_of_endless", "name", "takes_row")
 
     def __init__(self, name: str, factory: Callable[..., Any], args: dict[str, Any]) -> None:
         self.name = name
@@ -55,7 +55,8 @@ class EnvType:
         step = getattr(factory, "step", None)
         self._made_on_loop = is_async(factory) if step is None else is_async(step)
         self._on_loop: dict[str, bool] = {}
-        self._takes_row: bool | None = None
+        self.takes_row: bool | None = None
+        """Whether `reset` has a parameter `row`; None before it was looked at."""
         self.has_told_of_endless = False
         """The log has said that an episode does not end."""
 
@@ -63,6 +64,8 @@ class EnvType:
         """Return a new env. An async class or an async function makes it on the loop, everything else in a thread."""
         if self._made_on_loop:
             env = self._factory(**self._args)
+            if isinstance(self._factory, type):  # the usual case, which need not be looked at
+                return env
             return await env if inspect.isawaitable(env) else env
         made = asyncio.ensure_future(as_async(lambda: self._factory(**self._args))())
         try:
@@ -84,14 +87,12 @@ class EnvType:
             on_loop = self._on_loop[name] = is_async(method)
         return method if on_loop else as_async(method)
 
-    def takes_row(self, reset: Callable[..., Any]) -> bool:
-        """Whether the `reset` of these envs has a parameter `row`."""
-        if self._takes_row is None:
-            try:
-                self._takes_row = "row" in inspect.signature(reset).parameters
-            except (TypeError, ValueError):  # a callable without a signature
-                self._takes_row = False
-        return self._takes_row
+    def look_at(self, reset: Callable[..., Any]) -> None:
+        """Find out whether the `reset` of these envs has a parameter `row`."""
+        try:
+            self.takes_row = "row" in inspect.signature(reset).parameters
+        except (TypeError, ValueError):  # a callable without a signature
+            self.takes_row = False
 
     def check_observation(self, observation: Any, where: str) -> Any:
         if where == "reset" and _is_observation_and_info(observation):

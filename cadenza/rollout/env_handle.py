@@ -46,7 +46,9 @@ class EnvHandle:
         """Begin the episode; returns the first observation. An env whose `reset` has a parameter `row` gets the row of
         the task with it."""
         reset = self._env.reset
-        if self._type.takes_row(reset):
+        if self._type.takes_row is None:
+            self._type.look_at(reset)
+        if self._type.takes_row:
             reset = partial(reset, row=self.trajectory.task.data)
         observation = await self._call("reset", reset, seed)
         return self._type.check_observation(observation, "reset")

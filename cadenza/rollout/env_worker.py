@@ -242,7 +242,16 @@ class EnvWorker:
                     type.check(env)
                     handle = EnvHandle(env, type, attempt, trajectory, domain.context)
                 attempt.stage = "rollout"
-                await _play(domain, attempt, handle, model)
+                full: ContextFull | None = None
+                try:
+                    await domain.rollout_function(task, handle, model)
+                except ContextFull as error:  # truncates the episode, if it had a turn
+                    full = error
+                if model.is_busy:
+                    await model.end_calls()
+                if not trajectory.turns:
+                    raise full or ValueError("the rollout returned without one turn of the model")
+                trajectory.truncated = trajectory.truncated or full is not None
             except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
                 raise_if_cancelled(error)
                 # Raised while another call waits for the model: by the rollout.
@@ -359,22 +368,6 @@ class EnvWorker:
         self._free.append(attempt.slot)
         self.busy -= 1
         self.fill()
-
-
-async def _play(domain: DomainRollout, attempt: Attempt, env: EnvHandle | None, model: Model) -> None:
-    """Run the rollout function to its end, and to the end of the calls that it left under way. A context that is full
-    truncates the episode, if it had a turn."""
-    try:
-        await domain.rollout_function(attempt.group.task, env, model)
-    except ContextFull:
-        await model.end_calls()
-        if not model.trajectory.turns:
-            raise
-        model.trajectory.truncated = True
-    else:
-        await model.end_calls()
-        if not model.trajectory.turns:
-            raise ValueError("the rollout returned without one turn of the model")
 
 
 def sampling_key(seed: int, attempt: Attempt) -> int:

@@ -393,9 +393,11 @@ class GroupQueue:
     def _record(self, group: Group) -> None:
         """Tell the domain what came of a group that is judged. Not before: a group that is saved while its filter
         looks at it is judged anew in the next life, and must count once."""
-        scores = [attempt.reward for attempt in group.finished]
-        success = sum(attempt.success for attempt in group.finished) / len(scores)
-        self.domains.all[group.task.domain].record(group.task, scores, success)
+        domain = self.domains.all[group.task.domain]
+        if domain.follows_results:
+            scores = [attempt.reward for attempt in group.finished]
+            success = sum(attempt.success for attempt in group.finished) / len(scores)
+            domain.record(group.task, scores, success)
 
     def make_ready(self, group: Group) -> None:
         """A batch may take the group."""

@@ -244,7 +244,7 @@ class Model:
             self._busy = False
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
-            if self._branch is None or not any(model._busy for model in self._branch.models):
+            if self._branch is None or not self.is_busy:
                 self._shared.leases.renew(attempt)
         if attempt.fate is not None:
             raise RuntimeError(RETURNED)
@@ -286,9 +286,14 @@ class Model:
         branch.last_turn = turn
         branch.turns += 1
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call is under way, of this branch or of another one."""
+        return self._busy if self._branch is None else any(model._busy for model in self._branch.models)
+
     async def end_calls(self) -> None:
-        """The rollout has returned: refuse new calls, and wait for those of branches that are under way. Their turns
-        count, for their tokens are booked."""
+        """The rollout has returned: refuse new calls, and wait for those that are under way. Their turns count, for
+        their tokens are booked."""
         loop = asyncio.get_running_loop()
         self.trajectory.ended = loop.time()
         for model in (self,) if self._branch is None else self._branch.models:

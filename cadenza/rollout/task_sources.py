@@ -21,6 +21,8 @@ class TaskSource:
     """Tasks there are; None when they never run out."""
     description: str
     """The source in words: a resumed run must say the same."""
+    follows_results = False
+    """Whether `record` changes which tasks come."""
 
     def at(self, position: int) -> Task | None:
         """The task at a position of the order, None behind the last one."""
@@ -90,6 +92,7 @@ class DatasetRows(TaskSource):
         self.dataset = dataset
         self.count = dataset.count
         self.description = dataset.source
+        self.follows_results = dataset.config.curriculum is not None
         self._name = name
 
     def at(self, position: int) -> Task | None:

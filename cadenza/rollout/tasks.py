@@ -20,8 +20,8 @@ class Domain:
     """The tasks of one kind, and how many of its groups and envs are under way."""
 
     __slots__ = (
-        "drawn", "max_envs", "name", "pending", "rest_epochs", "rested", "resting", "running", "started", "tasks",
-        "to_redraw", "weight",
+        "drawn", "follows_results", "max_envs", "name", "pending", "rest_epochs", "rested", "resting", "running",
+        "started", "tasks", "to_redraw", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, config: DomainConfig, tasks: TaskSource) -> None:
@@ -36,6 +36,8 @@ class Domain:
         self.rest_epochs = config.rest
         self.resting: dict[int, int] = {}
         """Rows that rest, and the epoch in which each comes back."""
+        self.follows_results = bool(config.rest) or tasks.follows_results
+        """Whether what came of its groups decides which tasks are next."""
         self.rested = 0
         """Times that a row was passed over because it rests."""
         self.started = 0
