@@ -103,7 +103,7 @@ class RewardWorker:
             if attempt and not isinstance(fault, DeadlinePassed):  # one that was late was waited for already
                 await asyncio.sleep(self.config.retry_seconds * 2 ** (attempt - 1))
             try:
-                return await self._in_time(call(argument))
+                return await self._in_time(call, argument)
             except InfrastructureError as error:
                 fault = error
         times = f", asked {self.config.tries} times" if self.config.tries > 1 else ""
@@ -113,13 +113,13 @@ class RewardWorker:
             ) from fault
         raise RewardUnavailable(f"{self.place}: {fault}{times}") from fault
 
-    async def _in_time(self, call: Awaitable[T]) -> T:
+    async def _in_time(self, call: Callable[[Any], Awaitable[T]], argument: Any) -> T:
         if self.config.seconds is None:
-            return await self._without_exit(call)
-        return await with_deadline(self.config.seconds, self._without_exit(call), "reward_seconds")
+            return await self._without_exit(call, argument)
+        return await with_deadline(self.config.seconds, self._without_exit(call, argument), "reward_seconds")
 
-    async def _without_exit(self, call: Awaitable[T]) -> T:
+    async def _without_exit(self, call: Callable[[Any], Awaitable[T]], argument: Any) -> T:
         try:
-            return await call
+            return await call(argument)
         except SystemExit as error:  # it would end the event loop, and the run with it
             raise RewardError(f"{self.place} called sys.exit({error.code!r}); return a value or raise") from error

@@ -107,7 +107,7 @@ def test_a_filter_of_a_validation_is_refused() -> None:
 @pytest.mark.parametrize("pipeline", ["rlvr", "agentic"])
 def test_validation_changes_single_keys_of_the_sampling_of_each_domain(pipeline: str) -> None:
     changes = {"sampling": {"top_k": 5}}
-    own = {"sampling": {"max_tokens": 3, "temperature": 0.7}}
+    own = {"sampling": {"max_tokens": 3, "top_p": 0.7}}
     if pipeline == "rlvr":
         chosen = config(
             "rlvr",
@@ -127,10 +127,10 @@ def test_validation_changes_single_keys_of_the_sampling_of_each_domain(pipeline:
         manager = measured(plan)
         assert manager.sampling == Sampling(max_tokens=7, top_k=5)
         assert manager.domains["plain"].sampling is None
-        assert manager.domains["own"].sampling == Sampling(max_tokens=3, temperature=0.7, top_k=5)
+        assert manager.domains["own"].sampling == Sampling(max_tokens=3, top_p=0.7, top_k=5)
     greedy = measured(chosen.for_playing(4, greedy=True))
     assert greedy.sampling == Sampling(max_tokens=7, top_k=5, temperature=0)
-    assert greedy.domains["own"].sampling == Sampling(max_tokens=3, top_k=5, temperature=0)
+    assert greedy.domains["own"].sampling == Sampling(max_tokens=3, top_p=0.7, top_k=5, temperature=0)
 
 
 def test_every_key_of_sampling_can_be_changed() -> None:
