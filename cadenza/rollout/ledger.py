@@ -204,7 +204,8 @@ class Ledger:
         if group.state is not GroupState.OPEN:
             raise LedgerError(f"g{group.id} is {group.state.value}, no attempt can be issued for it")
         number = 0
-        if member != len(group.attempts):  # else it is the first try, as members are first issued in order
+        # Members are first issued in order, so that this is a first try; but not once extra ones have gone before.
+        if member != len(group.attempts) or group.extra_begun:
             for earlier in group.attempts:
                 if earlier.member == member:
                     if earlier.fate is None:

@@ -206,3 +206,13 @@ def test_what_is_older_than_the_history_is_forgotten_but_still_counted() -> None
     assert "not known" in ledger.why("t/0")
     assert "surplus" in ledger.why("t/4")
     ledger.check()
+
+
+def test_a_second_try_has_its_own_number_also_where_an_extra_member_went_before_others() -> None:
+    ledger = Ledger()
+    group = ledger.open(Task(id="toy/0", seed=0), 0, 0.0)
+    group.extra_begun = True
+    ledger.issue(group, 0, 0, 0.0)
+    extra = ledger.issue(group, 2, 1, 0.0)
+    ledger.close(extra, Fate.FAILED, "step: ValueError", 1.0)
+    assert ledger.issue(group, 2, 1, 1.0).key == f"g{group.id}.2#1"

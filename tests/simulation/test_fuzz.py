@@ -80,7 +80,7 @@ def test_every_schedule_reaches_the_bound_when_generation_outpaces_training(alph
         assert (outcome.max_staleness, outcome.stale) == (math.ceil(alpha), 0)
 
 
-@pytest.mark.parametrize("seed", [509, 3305, 7046, 11446, 14187, 18277, 25147, 26768, 8010752])
+@pytest.mark.parametrize("seed", [509, 3305, 7046, 11446, 14187, 18277, 20558, 25147, 26768, 27853, 8010752])
 def test_a_schedule_that_found_something_once_is_clean(seed: int) -> None:
     scenario = replace(Scenario.draw(seed), chunks=1)  # as it was then
     assert examine(scenario, twice=False).violations == ()
