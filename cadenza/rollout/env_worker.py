@@ -271,6 +271,11 @@ class EnvWorker:
         """Close the env and free the slot. A cancellation waits until this is done; it has deadlines of its own."""
         self._leases.end(attempt)
         self._closing.add(attempt)
+        if handle is not None and (call := handle.call) is not None:  # it may raise when the attempt is over
+            if call.done():
+                ignore_result(call)
+            else:
+                call.add_done_callback(ignore_result)
         try:
             if type is not None and env is not None and hasattr(env, "close"):
                 attempt.stage = "close"
@@ -348,7 +353,6 @@ class EnvWorker:
         try:
             call = handle.call if handle is not None else None
             if call is not None and not call.done():
-                call.add_done_callback(ignore_result)
                 await asyncio.wait([call], timeout=seconds)
             await with_deadline(seconds, type.call("close", env.close)(), "close_seconds")
         except DeadlinePassed:
