@@ -129,10 +129,13 @@ def text(path: Path, words: str) -> list[int]:
 
 
 _ids = iter(range(1, 1 << 30))
+_asked: list[int] = []
+"""The ids of all requests, in order."""
 
 
 def ask(tokens: list[int], count: int = 24, sampling: Sampling = GREEDY, **fields: Any) -> Request:
     id = next(_ids)
+    _asked.append(id)
     values = {"seed": 11, "offset": 0, "session": id, "group": id, "epoch": 1 << 20}
     half = len(tokens) // 2
     chunks = (np.array(tokens[:half], np.int32), np.array(tokens[half:], np.int32))
@@ -335,7 +338,9 @@ def test_an_aborted_turn_goes_on_elsewhere_as_one_sequence(
 
 
 async def until_written(replica: Replica, count: int) -> None:
-    while not any(progress.written >= count for progress in replica.requests_in_flight()):  # noqa: ASYNC110 - another process writes
+    """Until the request that was asked for last has so many tokens: the report may still be of those before it."""
+    newest = _asked[-1]
+    while not any(p.id == newest and p.written >= count for p in replica.requests_in_flight()):  # noqa: ASYNC110 - another process writes
         await asyncio.sleep(0.05)
 
 
