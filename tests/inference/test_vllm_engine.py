@@ -574,7 +574,7 @@ async def up(config: ServerConfig, process: subprocess.Popen[bytes]) -> None:
         assert process.poll() is None, "the server ended"
         server = Server(config.model_copy(update={"tries": 1}))
         try:
-            await server.ask("GET", "/v1/models")
+            await server.request_json("GET", "/v1/models")
         except ReplicaError:
             await asyncio.sleep(1.0)
         else:
