@@ -12,24 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.datasets import RowError
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import ignore_result, with_deadline
-from cadenza.rewards import DomainReward, LateReward
+from cadenza.rewards import DomainReward, LateReward, RewardHost
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.domain_rollout import DomainRollout, add_score, reward_configs, reward_sample
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import logger
+from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, RolloutContext, TokenCounter
+from cadenza.rollout.policy_chat import PolicyChat
 from cadenza.rollout.records import Trajectory
-from cadenza.rollout.reward_pool import PooledReward, RewardPool
+from cadenza.rollout.reward_pool import NoRewardProcess, PooledReward, RewardPool
 from cadenza.rollout.sampler import GrantSource
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
@@ -64,6 +66,10 @@ class AttemptQueue(Protocol):
 
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None: ...
 
+    def fatal(self, error: RolloutError) -> None:
+        """Nothing more can be done: end the run."""
+        ...
+
 
 class SlotPool(Protocol):
     """What the scheduler needs of the slots: this worker in its own process, or a fleet of them (fleet.py)."""
@@ -75,6 +81,12 @@ class SlotPool(Protocol):
 
     @property
     def expired(self) -> int: ...
+
+    @property
+    def judge_calls(self) -> int: ...
+
+    @property
+    def judge_tokens(self) -> int: ...
 
     @property
     def stop_seconds(self) -> float: ...
@@ -116,7 +128,9 @@ class EnvWorker:
         max_reward_tries: int,
         slice_tokens: int,
         is_training: bool = True,
+        reward_processes: Sequence[WorkerHandle] = (),
     ) -> None:
+        """`reward_processes` are those of `devices.reward`."""
         self.config = config
         self.busy = 0
         self.leaked_envs = 0
@@ -145,12 +159,15 @@ class EnvWorker:
             slice_tokens=slice_tokens if slice_tokens < config.longest_answer else 0,
         )
         self._codec = codec
-        configs = reward_configs(config, max_reward_tries)
-        self._reward_pool: RewardPool | None = None
-        if config.reward_workers:
-            self._reward_pool = RewardPool(configs, config.reward_workers, backend, config.close_seconds)
+        self._policy_chat = PolicyChat(shared)
+        configs, chat = reward_configs(config, max_reward_tries), self._policy_chat
+        pool = self._reward_pool = (
+            RewardPool(configs, config.reward_workers, backend, config.close_seconds, chat, reward_processes)
+            if configs and (config.reward_workers or reward_processes)
+            else None
+        )
         rewards: dict[str, DomainReward | PooledReward] = {
-            name: self._reward_pool.reward(name) if self._reward_pool is not None else DomainReward(own, name)
+            name: DomainReward(own, name, RewardHost(ask_policy=chat)) if pool is None else pool.reward(name)
             for name, own in configs.items()
         }
         self._domains = {
@@ -205,6 +222,16 @@ class EnvWorker:
             asyncio.get_running_loop().call_later(self.stop_seconds, self._abandon, attempt)
         if attempt not in self._closing:
             attempt.runner.cancel()
+
+    @property
+    def judge_calls(self) -> int:
+        """Questions of rewards to the policy."""
+        return self._policy_chat.calls
+
+    @property
+    def judge_tokens(self) -> int:
+        """Tokens that the policy wrote to answer them; no attempt has them on its account."""
+        return self._policy_chat.tokens
 
     @property
     def stop_seconds(self) -> float:
@@ -328,6 +355,8 @@ class EnvWorker:
             self._queue.fail(attempt, str(error), weight=weight)
             return
         self._queue.fail(attempt, f"{stage}: {type(error).__name__}", str(error)[:200], weight=weight)
+        if isinstance(error, NoRewardProcess):  # every other task would fail in the same way
+            self._queue.fatal(RolloutError(str(error)))
 
     def _expire(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env

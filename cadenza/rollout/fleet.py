@@ -77,7 +77,7 @@ class _FleetWorker:
         self.number = number
         self.free = list(reversed(slots))
         self.attempts: dict[int, _RemoteAttempt] = {}
-        self.counters = EnvWorkerCounters(0, 0)
+        self.counters = EnvWorkerCounters()
         self.handle: WorkerHandle | None = None
         self.channel: Channel
         self.grant_server: GrantServer
@@ -99,6 +99,7 @@ class EnvFleet:
         max_reward_tries: int,
         slice_tokens: int,
         is_training: bool = True,
+        reward_processes: Sequence[WorkerHandle] = (),
     ) -> None:
         self.config = config
         self.busy = 0
@@ -113,9 +114,10 @@ class EnvFleet:
         self._max_reward_tries = max_reward_tries
         self._slice_tokens = slice_tokens
         self._is_training = is_training
+        self._reward_processes = reward_processes
         self._namespace = sampler.namespace()
         self._workers: list[_FleetWorker] = []
-        self._past_counters = EnvWorkerCounters(0, 0)
+        self._past_counters = EnvWorkerCounters()
         """Of workers that are gone."""
         self._starting = 0
         self._losses_in_a_row = 0
@@ -132,6 +134,14 @@ class EnvFleet:
     @property
     def expired(self) -> int:
         return self._past_counters.expired + sum(worker.counters.expired for worker in self._workers)
+
+    @property
+    def judge_calls(self) -> int:
+        return self._past_counters.judge_calls + sum(worker.counters.judge_calls for worker in self._workers)
+
+    @property
+    def judge_tokens(self) -> int:
+        return self._past_counters.judge_tokens + sum(worker.counters.judge_tokens for worker in self._workers)
 
     @property
     def stop_seconds(self) -> float:
@@ -211,6 +221,7 @@ class EnvFleet:
             max_reward_tries=self._max_reward_tries,
             slice_tokens=self._slice_tokens,
             is_training=self._is_training,
+            reward_processes=self._reward_processes,
         )
         self._starting += 1
         try:
