@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders import causes, column, fates, got, now, playing, publish, responses, simulate, site, timed
+from builders import causes, chain, column, fates, got, now, playing, publish, responses, simulate, site, timed
 
 from cadenza.inference.replica import Request
 from cadenza.rewards.judge import REMINDER
@@ -154,6 +154,21 @@ def test_weights_that_are_published_in_the_middle_of_judging_end_no_verdict() ->
                 await publish(scheduler, version)
                 await got(scheduler, 4)
             assert fates(scheduler) == {"trained": 16}
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("reward_workers", [0, 1])
+def test_verdicts_and_turns_that_fill_the_cache_wait_for_each_other_and_not_for_ever(reward_workers: int) -> None:
+    async def main() -> None:
+        replica = policy(judges=2.0, kv_capacity=40)  # a context has some 20 tokens
+        options = {"env": chain(3, seconds=1.0), "slots": 8, "alpha": 1.0, "reward_workers": reward_workers}
+        async with playing([replica], reward=JUDGE, batch_size=8, **options) as scheduler:
+            for version in (1, 2, 3):
+                await got(scheduler, 8)
+                await publish(scheduler, version)
+            assert fates(scheduler)["trained"] == 24
+            assert "failed" not in fates(scheduler)
 
     simulate(main)
 
