@@ -155,7 +155,7 @@ class RolloutScheduler:
             self._uncollated = []
             for attempt in attempts:
                 attempt.trajectory = None
-            version = cut[0].trained
+            version = cut[0].batch_version
             batch.meta_info.update({"global_step": version, **labels, "version": version})
             batch.meta_info["wait_seconds"] = loop.time() - asked
             batch.meta_info["metrics"] = self.metrics()

@@ -85,11 +85,11 @@ class SavedGroup(msgspec.Struct, frozen=True):
     id: int
     domain: str
     task: SavedTask
-    begun: int
+    begun_version: int = msgspec.field(name="begun")
     opened: float
     state: GroupState
     """CLOSED when it was cut for a batch that was not returned yet."""
-    trained: int
+    batch_version: int = msgspec.field(name="trained")
     attempts: list[SavedAttempt]
     finished: list[tuple[int, SavedTrajectory]]
     """Which of the attempts, in the order in which they finished."""
@@ -131,7 +131,7 @@ class SavedState(msgspec.Struct, frozen=True):
     """Loop time of the saving: all times here are of that clock."""
     version: int
     consumed: int
-    base: int
+    consumed_for_earlier_versions: int = msgspec.field(name="base")
     domains: dict[str, SavedDomain]
     sums: SavedSums
     groups: list[SavedGroup]
@@ -156,7 +156,7 @@ def save(directory: Path, queue: GroupQueue, uncollated: Sequence[Group] = ()) -
         asyncio.get_running_loop().time(),
         queue.version,
         queue.consumed,
-        queue.bound.in_earlier_batches,
+        queue.bound.consumed_for_earlier_versions,
         {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
         [_saved_group(group, positions[group.task.domain], lost) for group in groups],
@@ -222,8 +222,8 @@ def _saved_group(group: Group, positions: dict[str, int], lost: set[str]) -> Sav
         if attempt.trajectory is not None
     ]
     return SavedGroup(
-        group.id, group.task.domain, SavedTask(positions[group.task.id], group.task.id), group.begun, group.opened,
-        group.state, group.trained, attempts, finished, group.weighted_tries, group.extra_begun,
+        group.id, group.task.domain, SavedTask(positions[group.task.id], group.task.id), group.begun_version,
+        group.opened, group.state, group.batch_version, attempts, finished, group.weighted_tries, group.extra_begun,
     )  # fmt: skip
 
 
@@ -305,7 +305,7 @@ def restore(directory: Path, queue: GroupQueue) -> list[Group]:
     queue.staleness.update(state.sums.staleness)
     uncollated = [group for group in groups if group.state is GroupState.CLOSED]
     pending = [group for group in groups if group.state is not GroupState.CLOSED]
-    queue.restore(state.version, state.consumed, state.base, state.pass_start, pending)
+    queue.restore(state.version, state.consumed, state.consumed_for_earlier_versions, state.pass_start, pending)
     for name, tasks in again.items():
         domains[name].to_redraw.extend(tasks)
     queue.ledger.check()
@@ -374,9 +374,9 @@ def _find(domain: Domain, saved: SavedTask) -> Task:
 
 
 def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], clock_offset: float) -> Group:
-    group = Group(saved.id, task, saved.begun, saved.opened + clock_offset)
+    group = Group(saved.id, task, saved.begun_version, saved.opened + clock_offset)
     group.weighted_tries, group.extra_begun = saved.tries, saved.extra_begun
-    group.trained = saved.trained
+    group.batch_version = saved.batch_version
     # A filter that ran is lost: the group is whole, and goes to it again.
     group.state = GroupState.OPEN if saved.state is GroupState.FILTERING else saved.state
     for record in saved.attempts:

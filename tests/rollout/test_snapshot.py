@@ -261,18 +261,18 @@ def test_a_group_keeps_its_age_only_with_its_tokens(tmp_path: Path) -> None:
             await got(scheduler, 2)
             await asyncio.sleep(3.0)
             await publish(scheduler, 2)
-            assert [group.begun for group in scheduler.ledger.open_groups()] == [1, 1, 2]
+            assert [group.begun_version for group in scheduler.ledger.open_groups()] == [1, 1, 2]
             scheduler.save(tmp_path)
 
     async def second() -> dict[str, int]:
         async with playing([keyed()], **options) as scheduler:
             scheduler.restore(tmp_path)
             assert scheduler.queue.version == 2
-            assert {group.task.id: group.begun for group in scheduler.ledger.open_groups()} == {"toy/1": 1}
+            assert {group.task.id: group.begun_version for group in scheduler.ledger.open_groups()} == {"toy/1": 1}
             await scheduler.sampler.load_weights(2)
             await scheduler.resume()
             assert column(await got(scheduler, 2), "task_id") == ["toy/1", "toy/1"]
-            return {group.task.id: group.begun for group in scheduler.ledger.open_groups()}
+            return {group.task.id: group.begun_version for group in scheduler.ledger.open_groups()}
 
     simulate(first)
     assert simulate(second) == {"toy/2": 2, "toy/3": 2}

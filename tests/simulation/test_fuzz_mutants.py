@@ -114,7 +114,7 @@ def test_a_cut_without_its_rule_is_found(monkeypatch: Patch) -> None:
 
 
 def test_admission_without_a_reservation_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(StalenessBound, "limit", lambda self: self.consumed + 40)
+    monkeypatch.setattr(StalenessBound, "max_started", lambda self: self.consumed + 40)
     hunt(3)
 
 
@@ -125,7 +125,7 @@ def test_waiting_for_the_oldest_group_is_found(monkeypatch: Patch) -> None:
     cut = GroupQueue.cut
 
     def patient(self: GroupQueue) -> list[Group] | None:
-        groups = self.bound.wanted
+        groups = self.bound.awaited_groups
         oldest = self.ledger.open_groups()[: None if groups is None or groups == math.inf else int(groups)]
         waits = self.end_error is None and any(group.state.value != "ready" for group in oldest)
         return None if waits else cut(self)
