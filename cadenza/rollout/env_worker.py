@@ -56,7 +56,7 @@ class AttemptQueue(Protocol):
 
     def issue(self, slot: int) -> Attempt | None: ...
 
-    def slot_freed(self, attempt: Attempt) -> None: ...
+    def release_slot(self, attempt: Attempt) -> None: ...
 
     def await_reward(self, attempt: Attempt) -> None: ...
 
@@ -368,7 +368,7 @@ class EnvWorker:
         if self._occupants[attempt.slot] is not attempt:
             return
         self._occupants[attempt.slot] = None
-        self._queue.slot_freed(attempt)
+        self._queue.release_slot(attempt)
         self._free.append(attempt.slot)
         self.busy -= 1
         self.fill()

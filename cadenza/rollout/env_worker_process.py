@@ -178,7 +178,7 @@ class RemoteQueue:
             del self._attempts[attempt.id]
         self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.stage))
 
-    def slot_freed(self, attempt: Attempt) -> None:
+    def release_slot(self, attempt: Attempt) -> None:
         if attempt.fate is not None:
             del self._attempts[attempt.id]
         self._send(SlotFreed(attempt.id, attempt.turns, attempt.tokens))

@@ -272,7 +272,7 @@ class EnvFleet:
         slots = [remote.attempt.slot for remote in worker.attempts.values() if not remote.is_slot_free] + worker.free
         for remote in worker.attempts.values():
             if not remote.is_slot_free:
-                self._queue.slot_freed(remote.attempt)
+                self._queue.release_slot(remote.attempt)
                 self.busy -= 1
         for remote in list(worker.attempts.values()):  # a failure may retire its task, and stop others of them
             if remote.attempt.fate is None:
@@ -281,14 +281,14 @@ class EnvFleet:
         self._resolve_if_empty()
         if self._losses_in_a_row > MAX_LOSSES * self.config.workers:
             self._queue.fatal(NoEnvWorkers(f"{self._losses_in_a_row} env workers died in a row, the last one: {error}"))
-        elif self._queue.end_error is None:
+        elif self._queue.fatal_error is None:
             successor = _FleetWorker(worker.number, range(0))
             successor.free = slots
             self._spawn(self._replace_worker(successor), f"start of env worker {worker.number}")
 
     async def _replace_worker(self, worker: _FleetWorker) -> None:
         """Start a worker anew, again and again, until it runs or the run ends."""
-        while self._queue.end_error is None and not self._draining.is_set():
+        while self._queue.fatal_error is None and not self._draining.is_set():
             try:
                 if await self._unless_draining(self._start_worker(worker)):
                     self._add_worker(worker)
@@ -347,11 +347,11 @@ class EnvFleet:
         if worker.grant_server.receive(message):
             return
         if isinstance(message, _ReceivedRecord):
-            self._attempt_finished(worker, message.record, message.bundle)
+            self._on_attempt_finished(worker, message.record, message.bundle)
         elif isinstance(message, SlotFreed):
-            self._slot_freed(worker, message)
+            self._on_slot_freed(worker, message)
         elif isinstance(message, AttemptFailed):
-            self._attempt_failed(worker, message)
+            self._on_attempt_failed(worker, message)
         elif isinstance(message, UserCodeRaised):
             self._queue.errors.count(message.origin, message.kind, lambda: message.text)
         elif isinstance(message, EnvWorkerCounters):
@@ -361,7 +361,7 @@ class EnvFleet:
         else:
             raise TypeError(f"env worker {worker.number} says {message!r}, which means nothing here")
 
-    def _attempt_finished(self, worker: _FleetWorker, record: TrajectoryRecord, bundle: TokenBundle) -> None:
+    def _on_attempt_finished(self, worker: _FleetWorker, record: TrajectoryRecord, bundle: TokenBundle) -> None:
         remote = worker.attempts.pop(record.id, None)
         if remote is None or remote.attempt.fate is not None:
             return
@@ -389,13 +389,13 @@ class EnvFleet:
         )
         self._queue.put(attempt, trajectory)
 
-    def _slot_freed(self, worker: _FleetWorker, message: SlotFreed) -> None:
+    def _on_slot_freed(self, worker: _FleetWorker, message: SlotFreed) -> None:
         remote = worker.attempts[message.id]
         attempt = remote.attempt
         remote.is_slot_free = True
         attempt.turns = message.turns
         self._queue.ledger.add_tokens(attempt, message.tokens - attempt.tokens)
-        self._queue.slot_freed(attempt)
+        self._queue.release_slot(attempt)
         worker.free.append(attempt.slot)
         self.busy -= 1
         if attempt.fate is None:
@@ -407,7 +407,7 @@ class EnvFleet:
         self._resolve_if_empty()
         self.fill()
 
-    def _attempt_failed(self, worker: _FleetWorker, message: AttemptFailed) -> None:
+    def _on_attempt_failed(self, worker: _FleetWorker, message: AttemptFailed) -> None:
         remote = worker.attempts.get(message.id)
         if remote is None or remote.attempt.fate is not None:
             return

@@ -37,7 +37,7 @@ class GroupQueue:
 
         with queue.awaiting(groups=2):          # `get_batch` waits for two groups
             attempt = queue.issue(slot=0)        # a slot is free: which attempt to run, None for none
-            queue.slot_freed(attempt)            # its episode is over, another attempt may have the slot
+            queue.release_slot(attempt)          # its episode is over, another attempt may have the slot
             queue.await_reward(attempt)
             queue.put(attempt, trajectory)       # or queue.fail(attempt, "env: crashed"): the next try is issued
             batch = queue.cut()                  # the two oldest whole groups; None while there is nothing to cut
@@ -114,8 +114,8 @@ class GroupQueue:
         self.bound.begin(version)
         return self.ledger.issue(group, 0, slot, self._now())
 
-    def slot_freed(self, attempt: Attempt) -> None:
-        """The env of this attempt is gone."""
+    def release_slot(self, attempt: Attempt) -> None:
+        """The env of this attempt is closed: its slot and its env do not count for the domain any more."""
         self.domains.all[attempt.group.task.domain].running -= 1
 
     def await_reward(self, attempt: Attempt) -> None:
@@ -273,7 +273,7 @@ class GroupQueue:
                 f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
             )
         self.bound.begin_pass()
-        self.domains.restart()
+        self.domains.begin_pass()
         self.pass_counts.begin(self.consumed)
         self.on_work()
 
@@ -301,8 +301,8 @@ class GroupQueue:
     # -- over a restart ------------------------------------------------------------------------------------------
 
     @property
-    def end_error(self) -> RolloutError | None:
-        """What ended the run."""
+    def fatal_error(self) -> RolloutError | None:
+        """What `fatal` ended the run with, a `SchedulerClosed` after a shutdown; None while it goes on."""
         return self._error
 
     def restore(

@@ -128,7 +128,7 @@ class GroupQueueManager(GroupQueue):
         original = self._given_out.end(attempt)
         if original is None:
             return None
-        self.slot_freed(original)
+        self.release_slot(original)
         self._workers.wake_next()
         if original is not attempt:
             original.turns = turns
@@ -139,7 +139,7 @@ class GroupQueueManager(GroupQueue):
         """The worker of an attempt is silent: its slot is free. It counts against the task, for a task that always ends
         its worker must be retired."""
         detail = f"no word from its worker within lease_seconds {self._given_out.seconds:g}"
-        self.slot_freed(attempt)
+        self.release_slot(attempt)
         if attempt.fate is None:
             logger.warning("%s of task '%s' failed: %s", attempt.key, attempt.group.task.id, detail)
             self.fail(attempt, "worker: lease expired", detail)

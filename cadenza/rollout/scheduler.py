@@ -224,7 +224,7 @@ class RolloutScheduler:
         """Write into this directory what another process needs to go on: the position in the order of the tasks, the
         finished rollouts, the counters. Generation may be under way. A batch that `get_batch` gave out counts as
         trained: save after its train step. Called on the loop."""
-        if (error := self.queue.end_error) is not None:
+        if (error := self.queue.fatal_error) is not None:
             raise SchedulerClosed(f"nothing is left to save, the rollouts have ended: {error}") from error
         groups = [*self.ledger.open_groups(), *self._uncollated]
         try:
@@ -245,7 +245,7 @@ class RolloutScheduler:
         """Go on from what `save` wrote, with the same config; before the first call. The version that was published
         then (`queue.version`), or the next one if its batch was trained, must be published before the first batch is
         asked for. Called on the loop."""
-        if self._run_task is not None or self.queue.end_error or self.ledger.groups_opened:
+        if self._run_task is not None or self.queue.fatal_error or self.ledger.groups_opened:
             raise RuntimeError("restore goes before the first call: this scheduler has begun; make a new one")
         self._uncollated = snapshot.restore(directory, self.queue)
 

@@ -127,7 +127,7 @@ def test_waiting_for_the_oldest_group_is_found(monkeypatch: Patch) -> None:
     def patient(self: GroupQueue) -> list[Group] | None:
         groups = self.bound.awaited_groups
         oldest = self.ledger.open_groups()[: None if groups is None or groups == math.inf else int(groups)]
-        waits = self.end_error is None and any(group.state.value != "ready" for group in oldest)
+        waits = self.fatal_error is None and any(group.state.value != "ready" for group in oldest)
         return None if waits else cut(self)
 
     monkeypatch.setattr(GroupQueue, "cut", patient)
