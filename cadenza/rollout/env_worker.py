@@ -32,7 +32,8 @@ from cadenza.rollout.records import Trajectory
 from cadenza.rollout.reward_pool import PooledReward, RewardPool
 from cadenza.rollout.sampler import GrantSource
 
-Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+StartTask = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+"""Starts a task of this name, in the task group of the run."""
 
 
 class ErrorCounter(Protocol):
@@ -109,7 +110,7 @@ class EnvWorker:
         queue: AttemptQueue,
         sampler: GrantSource,
         codec: Codec,
-        spawn: Spawn,
+        start_task: StartTask,
         *,
         backend: str,
         seed: int,
@@ -124,14 +125,14 @@ class EnvWorker:
         self.expired = 0
         """Leases that ran out."""
         self._queue = queue
-        self._spawn = spawn
+        self._start_task = start_task
         self._seed = seed
         self._free = list(range(config.slots - 1, -1, -1))
         self._occupants: list[Attempt | None] = [None] * config.slots
         """The attempt in each slot, None for a free one: the only record of slot ownership."""
         self._closing: set[Attempt] = set()
         """Attempts that close their env."""
-        self._leases = LeaseDeadlines(config.lease_seconds, self._expire, self._occupants)
+        self._leases = LeaseDeadlines(config.lease_seconds, self._on_lease_expired, self._occupants)
         shared = RolloutContext(
             sampler=sampler,
             codec=codec,
@@ -191,7 +192,7 @@ class EnvWorker:
         while self._free and (attempt := self._queue.issue(self._free[-1])) is not None:
             self._occupants[self._free.pop()] = attempt
             self.busy += 1
-            attempt.runner = self._spawn(self._run(attempt), attempt.key)
+            attempt.runner = self._start_task(self._run(attempt), attempt.key)
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end its task."""
@@ -232,7 +233,7 @@ class EnvWorker:
         self._leases.renew(attempt)
         type, env = domain.env_type, None
         handle: EnvHandle | None = None
-        model = Model(attempt, trajectory, domain.context)
+        model = Model(attempt, trajectory, domain.shared)
         try:
             try:
                 if isinstance(task.data, RowError):
@@ -240,7 +241,7 @@ class EnvWorker:
                 if type is not None:
                     env = await type.make()
                     type.check(env)
-                    handle = EnvHandle(env, type, attempt, trajectory, domain.context)
+                    handle = EnvHandle(env, type, attempt, trajectory, domain.shared)
                 attempt.stage = "rollout"
                 full: ContextFull | None = None
                 try:
@@ -329,11 +330,11 @@ class EnvWorker:
             return
         self._queue.fail(attempt, f"{stage}: {type(error).__name__}", str(error)[:200], weight=weight)
 
-    def _expire(self, attempt: Attempt) -> None:
+    def _on_lease_expired(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env
         always hangs must be retired."""
         self.expired += 1
-        detail = f"no progress within lease_seconds {self._leases.seconds}"
+        detail = f"no progress within lease_seconds {self._leases.lease_seconds}"
         logger.warning(
             "%s of domain '%s' failed in %s: %s", attempt.key, attempt.group.task.domain, attempt.stage, detail
         )

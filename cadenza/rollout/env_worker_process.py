@@ -240,7 +240,7 @@ class EnvWorkerProcess(Worker):
             self._queue,
             self._grant_client,
             spec.codec,
-            self._spawn,
+            self._start_task,
             backend=spec.backend,
             seed=spec.seed,
             max_reward_tries=spec.max_reward_tries,
@@ -255,7 +255,7 @@ class EnvWorkerProcess(Worker):
         else:
             self._queue.receive(message)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

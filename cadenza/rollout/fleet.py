@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple
 
 from cadenza.cluster.channel import Channel
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.off_loop import done_before, with_deadline
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_worker import sampling_key
+from cadenza.rollout.env_worker import StartTask, sampling_key
 from cadenza.rollout.env_worker_process import (
     AttemptFailed,
     AttemptLease,
@@ -45,8 +45,6 @@ RETRY_SECONDS = 60.0
 """Between two tries to replace a worker that died."""
 MAX_LOSSES = 3
 """Of every worker, in a row and without one trajectory in between, before the run ends."""
-
-Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 
 class NoEnvWorkers(RolloutError):
@@ -92,7 +90,7 @@ class EnvFleet:
         queue: GroupQueue,
         sampler: Sampler,
         codec: Codec,
-        spawn: Spawn,
+        start_task: StartTask,
         *,
         backend: str,
         seed: int,
@@ -107,7 +105,7 @@ class EnvFleet:
         self._queue = queue
         self._sampler = sampler
         self._codec = codec
-        self._spawn = spawn
+        self._start_task = start_task
         self._backend = backend
         self._seed = seed
         self._max_reward_tries = max_reward_tries
@@ -284,7 +282,7 @@ class EnvFleet:
         elif self._queue.fatal_error is None:
             successor = _FleetWorker(worker.number, range(0))
             successor.free = slots
-            self._spawn(self._replace_worker(successor), f"start of env worker {worker.number}")
+            self._start_task(self._replace_worker(successor), f"start of env worker {worker.number}")
 
     async def _replace_worker(self, worker: _FleetWorker) -> None:
         """Start a worker anew, again and again, until it runs or the run ends."""

@@ -217,7 +217,7 @@ class Model:
     ) -> Reply:
         """`chat` in tokens: append them to the context, and await the model's answer."""
         attempt = self._attempt
-        drawing = self._shared.sampling if sampling is None else self._changed_sampling(sampling)
+        call_sampling = self._shared.sampling if sampling is None else self._changed_sampling(sampling)
         fresh = fresh or not self._chunks
         self._check_turn()
         if len(self.trajectory.turns) >= self._shared.max_turns:
@@ -229,17 +229,17 @@ class Model:
         if fresh and not len(prompt):
             raise ValueError("the first prompt of a context must hold at least one token, got none")
         chunks, length = ((*chunks, prompt), length + len(prompt)) if len(prompt) else (chunks, length)
-        limit = min(self._shared.max_context - length, drawing.max_tokens)
-        if limit <= 0:
+        max_tokens = min(self._shared.max_context - length, call_sampling.max_tokens)
+        if max_tokens <= 0:
             raise ContextFull(f"{length} tokens leave no room in max_context {self._shared.max_context}")
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._shared.leases.ask(attempt)  # from here to the answer the sampler keeps the deadlines
         self._busy = True
         try:
-            answer = await self._generate_once(chunks, length, limit, drawing, 0)
-            if answer.finish is Finish.ABORT:
-                answer = await self._continue(chunks, length, limit, drawing, answer)
+            generation = await self._generate_once(chunks, length, max_tokens, call_sampling, 0)
+            if generation.finish is Finish.ABORT:
+                generation = await self._continue(chunks, length, max_tokens, call_sampling, generation)
         finally:
             self._busy = False
             if self._waiter is not None and not self._waiter.done():
@@ -248,10 +248,13 @@ class Model:
                 self._shared.leases.renew(attempt)
         if attempt.fate is not None:
             raise RuntimeError(RETURNED)
-        self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
-        self._length = length + len(answer.tokens)
-        self._shared.sampler.observe_answer_length(len(answer.tokens))
-        turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
+        self._chunks = (*chunks, generation.tokens) if len(generation.tokens) else chunks
+        self._length = length + len(generation.tokens)
+        self._shared.sampler.observe_answer_length(len(generation.tokens))
+        turn = Turn(
+            prompt, generation.tokens, generation.logprobs, generation.spans, generation.finish,
+            fresh, asked, loop.time(),
+        )  # fmt: skip
         if self._branch is None:
             attempt.last_turn = len(self.trajectory.turns)
             self.trajectory.turns.append(turn)
@@ -327,20 +330,20 @@ class Model:
             )
 
     async def _continue(
-        self, chunks: tuple[Tokens, ...], length: int, limit: int, sampling: Sampling, answer: Generation
+        self, chunks: tuple[Tokens, ...], length: int, max_tokens: int, sampling: Sampling, generation: Generation
     ) -> Generation:
         """Go on from the tokens of an interrupted answer, over as many interruptions as come."""
-        while answer.finish is Finish.ABORT:
-            done = len(answer.tokens)
-            if done >= limit:
-                return Generation(answer.tokens, answer.logprobs, answer.spans, Finish.LENGTH)
-            so_far = (*chunks, answer.tokens) if done else chunks
-            rest = await self._generate_once(so_far, length + done, limit - done, sampling, done)
-            answer = _concatenate(answer, rest)
-        return answer
+        while generation.finish is Finish.ABORT:
+            written = len(generation.tokens)
+            if written >= max_tokens:
+                return Generation(generation.tokens, generation.logprobs, generation.spans, Finish.LENGTH)
+            so_far = (*chunks, generation.tokens) if written else chunks
+            rest = await self._generate_once(so_far, length + written, max_tokens - written, sampling, written)
+            generation = _concatenate(generation, rest)
+        return generation
 
     async def _generate_once(
-        self, chunks: tuple[Tokens, ...], length: int, limit: int, sampling: Sampling, done: int
+        self, chunks: tuple[Tokens, ...], length: int, max_tokens: int, sampling: Sampling, written: int
     ) -> Generation:
         """One answer of one replica: whole, or the beginning of it. What one replica fails the next one gets."""
         attempt, shared = self._attempt, self._shared
@@ -348,7 +351,7 @@ class Model:
         branch = self._branch
         turns, key = (attempt.turns, 0) if branch is None else (branch.turns, BRANCH_KEY * branch.number)
         seed = (self.trajectory.seed + GOLDEN * (turns + 1) + key) & MASK64
-        route_request = self._route_request(length, done)
+        route_request = self._route_request(length, written)
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
@@ -356,15 +359,15 @@ class Model:
             self._interrupted = None
             entry = grant.entry
             request = Request(  # by position: this is the hot path
-                grant.request_id, chunks, length, limit, sampling, seed, done,
+                grant.request_id, chunks, length, max_tokens, sampling, seed, written,
                 route_request.session, route_request.group, grant.epoch,
             )  # fmt: skip
             self._emit("ask", entry.replica.name)
-            answer: asyncio.Future[Generation] | None = None
+            pending: asyncio.Future[Generation] | None = None
             outcome, replica_error, cached = RequestOutcome.UNSENT, None, 0
             try:
-                answer = entry.replica.generate(request)
-                generation = await answer
+                pending = entry.replica.generate(request)
+                generation = await pending
                 if len(generation.logprobs) != len(generation.tokens) or sum(s.length for s in generation.spans) != len(
                     generation.tokens
                 ):
@@ -373,7 +376,7 @@ class Model:
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
                 if is_cancelled_from_outside(error):
-                    self._give_up(entry, request, answer)
+                    self._give_up(entry, request, pending)
                     raise
                 self._emit("answer", "error")
                 outcome, replica_error = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
@@ -392,17 +395,17 @@ class Model:
             return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
 
-    def _route_request(self, length: int, done: int) -> RouteRequest:
+    def _route_request(self, length: int, written: int) -> RouteRequest:
         attempt, namespace, size = self._attempt, self._shared.namespace, self._shared.slice_tokens
         group = attempt.group.id
         if namespace:  # else no new number, of which a hundred thousand turns would each keep one
             group += namespace
-        return RouteRequest(self._session, group, length, attempt.group.id, done // size if size else 0, size)
+        return RouteRequest(self._session, group, length, attempt.group.id, written // size if size else 0, size)
 
-    def _give_up(self, entry: ReplicaEntry, request: Request, answer: asyncio.Future[Generation] | None) -> None:
+    def _give_up(self, entry: ReplicaEntry, request: Request, pending: asyncio.Future[Generation] | None) -> None:
         """The attempt was cancelled: end its request. An answer that came at the same moment is booked."""
-        if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
-            self._shared.ledger.add_tokens(self._attempt, len(answer.result().tokens))
+        if pending is not None and pending.done() and not pending.cancelled() and pending.exception() is None:
+            self._shared.ledger.add_tokens(self._attempt, len(pending.result().tokens))
         else:
             entry.replica.abort(request.id, self._attempt.cause or "cancelled")
 

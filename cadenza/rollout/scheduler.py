@@ -106,14 +106,14 @@ class RolloutScheduler:
             self.queue,
             self.sampler,
             codec,
-            self._spawn,
+            self._start_task,
             backend=resource_manager.backend,
             seed=config.seed,
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
             is_training=mode == "train",
         )
-        self.queue.start_task = lambda coroutine: self._spawn(coroutine, "group filter")
+        self.queue.start_task = lambda coroutine: self._start_task(coroutine, "group filter")
         self._uncollated: list[Group] = []
         self._batch_lock = asyncio.Lock()
         self._suspensions = 0
@@ -323,7 +323,7 @@ class RolloutScheduler:
             await self._closing.wait()
             await self._slots.drain()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         if self._tasks is None:
             raise RuntimeError("the scheduler has not started")
         try:

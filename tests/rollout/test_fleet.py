@@ -364,7 +364,7 @@ def test_an_error_of_the_env_worker_itself_ends_the_run() -> None:
             await scheduler.resume()
             worker = fleet(scheduler)._workers[0]
             host = worker.handle._worker_host._worker  # type: ignore[attr-defined]
-            host._spawn(_bug(), "bug")
+            host._start_task(_bug(), "bug")
             with pytest.raises(RolloutError, match="assert False"):
                 await get(scheduler, 8)
 

@@ -190,11 +190,11 @@ def test_a_fence_that_is_not_raised_is_found(monkeypatch: Patch) -> None:
 
 def test_partial_tokens_that_are_thrown_away_are_found(monkeypatch: Patch) -> None:
     async def wasteful(
-        self: Model, chunks: Any, length: int, limit: int, sampling: Any, answer: Generation
+        self: Model, chunks: Any, length: int, max_tokens: int, sampling: Any, generation: Generation
     ) -> Generation:
-        while answer.finish is Finish.ABORT:
-            answer = await self._generate_once(chunks, length, limit, sampling, 0)
-        return answer
+        while generation.finish is Finish.ABORT:
+            generation = await self._generate_once(chunks, length, max_tokens, sampling, 0)
+        return generation
 
     monkeypatch.setattr(Model, "_continue", wasteful)
     assert "continues from token 0" in hunt(6)
@@ -208,11 +208,11 @@ def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> No
         return balancer is not None and model._interrupted in balancer._targets
 
     async def wasteful(
-        self: Model, chunks: Any, length: int, limit: int, sampling: Any, answer: Generation
+        self: Model, chunks: Any, length: int, max_tokens: int, sampling: Any, generation: Generation
     ) -> Generation:
-        while answer.finish is Finish.ABORT and is_moved(self):
-            answer = await self._generate_once(chunks, length, limit, sampling, 0)
-        return await going_on(self, chunks, length, limit, sampling, answer)
+        while generation.finish is Finish.ABORT and is_moved(self):
+            generation = await self._generate_once(chunks, length, max_tokens, sampling, 0)
+        return await going_on(self, chunks, length, max_tokens, sampling, generation)
 
     monkeypatch.setattr(Model, "_continue", wasteful)
     assert "continues from token 0" in hunt(6)
