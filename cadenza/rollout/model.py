@@ -32,6 +32,7 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.observe.events import Event, EventSink
+from cadenza.rollout.branches import Branch
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
@@ -45,12 +46,6 @@ MAX_REROUTES = 16
 """Replicas that may fail one turn, one after the other, before its attempt is given up."""
 GOLDEN, MASK64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """Weyl steps keep the seeds of turns apart."""
-BRANCH_KEY = 0xD1B54A32D192ED03
-"""The same for branches."""
-BRANCH_SESSIONS = 1 << 56
-"""Between the session ids of two branches of an attempt; more than the ids of all schedulers of a sampler."""
-
-
 RETURNED = "the rollout has returned: await every call of the model before it does"
 
 
@@ -130,17 +125,6 @@ class RolloutContext:
     """Tokens after which a long answer may be interrupted for turns that wait; 0 where no answer is so long."""
 
 
-@dataclass(slots=True)
-class _Branch:
-    """One conversation of an attempt that has several."""
-
-    number: int
-    models: list[Model]
-    """Of all branches of the attempt; one list for all."""
-    turns: int = 0
-    last_turn: Turn | None = None
-
-
 class Model:
     """The model, as the rollout of one attempt sees it: a conversation that is recorded token by token.
 
@@ -161,7 +145,7 @@ class Model:
     )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
-        self._branch: _Branch | None = None
+        self._branch: Branch | None = None
         """None while the attempt has one conversation only."""
         self.trajectory = trajectory
         self._attempt = attempt
@@ -187,13 +171,11 @@ class Model:
         """Another conversation that goes on from the tokens of this one. Its turns are a row of their own, in which
         what was said before is prompt and trains nothing. Branches may be asked side by side."""
         self._check_turn()
-        own, turns = self._branch, self.trajectory.turns
-        if own is None:
-            own = self._branch = _Branch(0, [self], len(turns), turns[-1] if turns else None)
+        if self._branch is None:
+            self._branch = Branch.first(self)
         model = Model(self._attempt, self.trajectory, self._shared)
         model._chunks, model._length = self._chunks, self._length
-        model._branch = _Branch(len(own.models), own.models)
-        own.models.append(model)
+        model._branch = self._branch.add(model)
         return model
 
     def encode(self, text: str) -> Tokens:
@@ -259,7 +241,7 @@ class Model:
             attempt.last_turn = len(self.trajectory.turns)
             self.trajectory.turns.append(turn)
         else:
-            self._record_in_branch(self._branch, turn, chunks)
+            attempt.last_turn = self._branch.record(turn, self.trajectory.turns, chunks)
         attempt.turns += 1
         return Reply(turn, self._shared.codec)
 
@@ -274,20 +256,6 @@ class Model:
                     f"are trained: leave {key} out, or set it for all calls in the config"
                 )
         return changed
-
-    def _record_in_branch(self, branch: _Branch, turn: Turn, chunks: tuple[Tokens, ...]) -> None:
-        """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches. The
-        row of a branch begins with what was said before it."""
-        turns = self.trajectory.turns
-        if branch.number and not branch.turns:
-            turn.fresh, turn.prompt = True, np.concatenate(chunks)
-        branches = [model._branch for model in branch.models[: branch.number + 1]]
-        before = [other.last_turn for other in branches if other is not None and other.last_turn is not None]
-        place = next(n for n, other in enumerate(turns, 1) if other is before[-1]) if before else 0
-        self._attempt.last_turn = place
-        turns.insert(place, turn)
-        branch.last_turn = turn
-        branch.turns += 1
 
     @property
     def is_busy(self) -> bool:
@@ -317,7 +285,7 @@ class Model:
         session, namespace = self._attempt.id, self._shared.namespace
         if namespace:  # else no new number, as in `_route_request`
             session += namespace
-        return session if self._branch is None else session + self._branch.number * BRANCH_SESSIONS
+        return session if self._branch is None else session + self._branch.session_offset
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
@@ -349,7 +317,7 @@ class Model:
         attempt, shared = self._attempt, self._shared
         sampler = shared.sampler
         branch = self._branch
-        turns, key = (attempt.turns, 0) if branch is None else (branch.turns, BRANCH_KEY * branch.number)
+        turns, key = (attempt.turns, 0) if branch is None else (branch.turns, branch.seed_key)
         seed = (self.trajectory.seed + GOLDEN * (turns + 1) + key) & MASK64
         route_request = self._route_request(length, written)
         for _ in range(MAX_REROUTES):
