@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cadenza.datasets import RowError
@@ -34,6 +35,19 @@ from cadenza.rollout.sampler import GrantSource
 
 StartTask = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 """Starts a task of this name, in the task group of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSettings:
+    """What slots need to know of the run beside the envs, in whichever process they are."""
+
+    codec: Codec
+    backend: str
+    """Where workers of their own are started: 'embedded' or 'ray'."""
+    seed: int
+    max_reward_tries: int
+    slice_tokens: int
+    is_training: bool
 
 
 class ErrorCounter(Protocol):
@@ -107,16 +121,10 @@ class EnvWorker:
     def __init__(
         self,
         config: EnvManagerConfig,
+        settings: SlotSettings,
         queue: AttemptQueue,
         sampler: GrantSource,
-        codec: Codec,
         start_task: StartTask,
-        *,
-        backend: str,
-        seed: int,
-        max_reward_tries: int,
-        slice_tokens: int,
-        is_training: bool = True,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -126,7 +134,7 @@ class EnvWorker:
         """Leases that ran out."""
         self._queue = queue
         self._start_task = start_task
-        self._seed = seed
+        self._seed = settings.seed
         self._free = list(range(config.slots - 1, -1, -1))
         self._occupants: list[Attempt | None] = [None] * config.slots
         """The attempt in each slot, None for a free one: the only record of slot ownership."""
@@ -135,21 +143,21 @@ class EnvWorker:
         self._leases = LeaseDeadlines(config.lease_seconds, self._on_lease_expired, self._occupants)
         shared = RolloutContext(
             sampler=sampler,
-            codec=codec,
+            codec=settings.codec,
             sampling=config.sampling,
             max_context=config.max_context,
             max_turns=config.max_turns,
             leases=self._leases,
             ledger=queue.ledger,
             namespace=sampler.namespace(),
-            is_training=is_training,
-            slice_tokens=slice_tokens if slice_tokens < config.longest_answer else 0,
+            is_training=settings.is_training,
+            slice_tokens=settings.slice_tokens if settings.slice_tokens < config.longest_answer else 0,
         )
-        self._codec = codec
-        configs = reward_configs(config, max_reward_tries)
+        self._codec = settings.codec
+        configs = reward_configs(config, settings.max_reward_tries)
         self._reward_pool: RewardPool | None = None
         if config.reward_workers:
-            self._reward_pool = RewardPool(configs, config.reward_workers, backend, config.close_seconds)
+            self._reward_pool = RewardPool(configs, config.reward_workers, settings.backend, config.close_seconds)
         rewards: dict[str, DomainReward | PooledReward] = {
             name: self._reward_pool.reward(name) if self._reward_pool is not None else DomainReward(own, name)
             for name, own in configs.items()

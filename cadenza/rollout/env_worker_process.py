@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_worker import EnvWorker
+from cadenza.rollout.env_worker import EnvWorker, SlotSettings
 from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
-from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.sampler import ReplicaAddress
 from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
@@ -103,14 +102,9 @@ class EnvWorkerSpec:
 
     name: str
     config: EnvManagerConfig
-    codec: Codec
+    settings: SlotSettings
     replicas: Sequence[ReplicaAddress]
     namespace: int
-    backend: str
-    seed: int
-    max_reward_tries: int
-    slice_tokens: int
-    is_training: bool
 
 
 class RemoteQueue:
@@ -235,18 +229,7 @@ class EnvWorkerProcess(Worker):
         spec = self._spec
         entries = make_replica_entries(spec.replicas, spec.name)
         self._grant_client = GrantClient(entries, spec.namespace, self._mailbox.send)
-        self._envs = EnvWorker(
-            spec.config,
-            self._queue,
-            self._grant_client,
-            spec.codec,
-            self._start_task,
-            backend=spec.backend,
-            seed=spec.seed,
-            max_reward_tries=spec.max_reward_tries,
-            slice_tokens=spec.slice_tokens,
-            is_training=spec.is_training,
-        )
+        self._envs = EnvWorker(spec.config, spec.settings, self._queue, self._grant_client, self._start_task)
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Granted | GrantDenied):

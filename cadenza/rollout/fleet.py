@@ -20,7 +20,7 @@ from cadenza.cluster.channel import Channel
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.off_loop import done_before, with_deadline
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_worker import StartTask, sampling_key
+from cadenza.rollout.env_worker import SlotSettings, StartTask, sampling_key
 from cadenza.rollout.env_worker_process import (
     AttemptFailed,
     AttemptLease,
@@ -36,7 +36,6 @@ from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.grants import GrantServer
 from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState
-from cadenza.rollout.model import Codec
 from cadenza.rollout.sampler import ReplicaAddress, Sampler
 from cadenza.rollout.token_bundles import LazyTrajectory, TokenBundle, TrajectoryRecord
 
@@ -87,16 +86,10 @@ class EnvFleet:
     def __init__(
         self,
         config: EnvManagerConfig,
+        settings: SlotSettings,
         queue: GroupQueue,
         sampler: Sampler,
-        codec: Codec,
         start_task: StartTask,
-        *,
-        backend: str,
-        seed: int,
-        max_reward_tries: int,
-        slice_tokens: int,
-        is_training: bool = True,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -104,13 +97,8 @@ class EnvFleet:
         """Env workers that died."""
         self._queue = queue
         self._sampler = sampler
-        self._codec = codec
         self._start_task = start_task
-        self._backend = backend
-        self._seed = seed
-        self._max_reward_tries = max_reward_tries
-        self._slice_tokens = slice_tokens
-        self._is_training = is_training
+        self._settings = settings
         self._namespace = sampler.namespace()
         self._workers: list[_FleetWorker] = []
         self._past_counters = EnvWorkerCounters(0, 0)
@@ -201,19 +189,19 @@ class EnvFleet:
         spec = EnvWorkerSpec(
             name=f"env-worker-{self._namespace}-{worker.number}-{self.lost}",
             config=config.model_copy(update={"domains": domains, "slots": slots, "workers": 0}),
-            codec=self._codec,
+            settings=self._settings,
             replicas=self._addresses(),
             namespace=self._namespace,
-            backend=self._backend,
-            seed=self._seed,
-            max_reward_tries=self._max_reward_tries,
-            slice_tokens=self._slice_tokens,
-            is_training=self._is_training,
         )
         self._starting += 1
         try:
             peer = await start_worker(
-                self._backend, "env worker", worker.number, EnvWorkerProcess, {"spec": spec}, seconds=START_SECONDS
+                self._settings.backend,
+                "env worker",
+                worker.number,
+                EnvWorkerProcess,
+                {"spec": spec},
+                seconds=START_SECONDS,
             )
             try:
                 await with_deadline(START_SECONDS, peer.call("open_rewards"), "start_seconds")
@@ -249,7 +237,9 @@ class EnvFleet:
 
     def _addresses(self) -> Sequence[ReplicaAddress]:
         known = self._sampler.addresses
-        if self._backend == "ray" and (here := [a.name for a in known if not isinstance(a.endpoint, WorkerHandle)]):
+        if self._settings.backend == "ray" and (
+            here := [a.name for a in known if not isinstance(a.endpoint, WorkerHandle)]
+        ):
             raise ValueError(
                 f"env workers on Ray cannot reach the replicas {', '.join(here)}, which are in this process: "
                 "set workers to 0, or start the replicas as workers of a cluster"
@@ -373,7 +363,7 @@ class EnvFleet:
             member=attempt.member,
             attempt=attempt.number,
             slot=attempt.slot,
-            seed=sampling_key(self._seed, attempt),
+            seed=sampling_key(self._settings.seed, attempt),
             terminated=record.terminated,
             truncated=record.truncated,
             score=record.score,

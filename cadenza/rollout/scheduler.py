@@ -23,7 +23,7 @@ from cadenza.off_loop import done_before
 from cadenza.rollout import snapshot, token_bundles
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
-from cadenza.rollout.env_worker import EnvWorker, SlotPool
+from cadenza.rollout.env_worker import EnvWorker, SlotPool, SlotSettings
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TrajectoriesLost, logger
 from cadenza.rollout.fleet import EnvFleet
 from cadenza.rollout.group_queue import GroupQueue, Mode
@@ -101,18 +101,15 @@ class RolloutScheduler:
         self._resources = resource_manager
         self._collate = collator or collate
         kind: Callable[..., SlotPool] = EnvFleet if env_manager_config.workers else EnvWorker
-        self._slots: SlotPool = kind(
-            env_manager_config,
-            self.queue,
-            self.sampler,
-            codec,
-            self._start_task,
+        settings = SlotSettings(
+            codec=codec,
             backend=resource_manager.backend,
             seed=config.seed,
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
             is_training=mode == "train",
         )
+        self._slots: SlotPool = kind(env_manager_config, settings, self.queue, self.sampler, self._start_task)
         self.queue.start_task = lambda coroutine: self._start_task(coroutine, "group filter")
         self._uncollated: list[Group] = []
         self._batch_lock = asyncio.Lock()
