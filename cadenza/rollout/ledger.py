@@ -146,6 +146,11 @@ class Group:
         """Attempts without a fate."""
         return [attempt for attempt in self.attempts if attempt.fate is None]
 
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Of the finished members, in the order in which they finished; none after they were handed over."""
+        return [attempt.trajectory for attempt in self.finished if attempt.trajectory is not None]
+
 
 class Ledger:
     """Owns the states and fates of all tasks, groups and attempts; nothing else changes them.

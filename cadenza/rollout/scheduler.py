@@ -225,17 +225,15 @@ class RolloutScheduler:
             raise SchedulerClosed(f"nothing is left to save, the rollouts have ended: {error}") from error
         groups = [*self.ledger.open_groups(), *self._uncollated]
         try:
-            token_bundles.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
+            token_bundles.load_now(trajectory for group in groups for trajectory in group.trajectories)
         except InfrastructureError:
             for group in self.ledger.open_groups():
                 try:
-                    token_bundles.load_now(a.trajectory for a in group.finished if a.trajectory is not None)
+                    token_bundles.load_now(group.trajectories)
                 except InfrastructureError as error:
                     logger.error("g%d is lost with what its members had finished: %s", group.id, error)
                     self.queue.lose_group(group)
-            token_bundles.load_now(
-                a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None
-            )
+            token_bundles.load_now(trajectory for group in self._uncollated for trajectory in group.trajectories)
         snapshot.save(directory, self.queue, self._uncollated)
 
     def restore(self, directory: Path) -> None:
@@ -368,7 +366,7 @@ class RolloutScheduler:
             whole, self._uncollated = self._uncollated, []
             for group in whole:
                 with suppress(InfrastructureError):
-                    await token_bundles.load([a.trajectory for a in group.finished if a.trajectory is not None])
+                    await token_bundles.load(group.trajectories)
                     self._uncollated.append(group)
             raise TrajectoriesLost(
                 f"{len(whole) - len(self._uncollated)} of the {len(whole)} groups of this batch are lost: {error}; "

@@ -15,7 +15,7 @@ they write the same tokens again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ def save(directory: Path, queue: GroupQueue, uncollated: Sequence[Group] = ()) -
     )
     if lost:
         logger.warning("the info of finished rollouts is saved without %s: JSON cannot hold them", sorted(lost))
-    write(directory, state, [turn for trajectory in _trajectories(groups) for turn in trajectory.turns])
+    write(
+        directory, state, [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    )
 
 
 def _settings_to_match(queue: GroupQueue) -> dict[str, Any]:
@@ -158,10 +160,6 @@ def _from_numpy(value: object) -> object:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-def _trajectories(groups: Iterable[Group]) -> Iterator[Trajectory]:
-    return (a.trajectory for group in groups for a in group.finished if a.trajectory is not None)
 
 
 # -- restore -----------------------------------------------------------------------------------------------------------
