@@ -14,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any
 
-from cadenza.cluster.channel import Channel
-from cadenza.cluster.worker_handle import WorkerHandle, start_worker
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.off_loop import done_before, with_deadline
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import SlotSettings, StartTask, sampling_key
@@ -26,20 +26,18 @@ from cadenza.rollout.env_worker_process import (
     AttemptLease,
     EnvWorkerCounters,
     EnvWorkerCrashed,
-    EnvWorkerProcess,
     EnvWorkerSpec,
     SlotFreed,
     StopAttempt,
     UserCodeRaised,
 )
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.grants import GrantServer
+from cadenza.rollout.fleet_worker import FleetWorker, ReceivedRecord, RemoteAttempt
 from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState
 from cadenza.rollout.sampler import ReplicaAddress, Sampler
 from cadenza.rollout.token_bundles import LazyTrajectory, TokenBundle, TrajectoryRecord
 
-START_SECONDS = 600.0
 RETRY_SECONDS = 60.0
 """Between two tries to replace a worker that died."""
 MAX_LOSSES = 3
@@ -48,36 +46,6 @@ MAX_LOSSES = 3
 
 class NoEnvWorkers(RolloutError):
     """No env worker is left, and none can be started."""
-
-
-class _ReceivedRecord(NamedTuple):
-    """A record as it came, and the bundle with its tokens."""
-
-    record: TrajectoryRecord
-    bundle: TokenBundle
-
-
-class _RemoteAttempt:
-    """An attempt on its worker."""
-
-    __slots__ = ("attempt", "is_slot_free")
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
-        self.is_slot_free = False
-
-
-class _FleetWorker:
-    """One env worker, as the fleet knows it."""
-
-    def __init__(self, number: int, slots: range) -> None:
-        self.number = number
-        self.free = list(reversed(slots))
-        self.attempts: dict[int, _RemoteAttempt] = {}
-        self.counters = EnvWorkerCounters(0, 0)
-        self.handle: WorkerHandle | None = None
-        self.channel: Channel
-        self.grant_server: GrantServer
 
 
 class EnvFleet:
@@ -100,7 +68,7 @@ class EnvFleet:
         self._start_task = start_task
         self._settings = settings
         self._namespace = sampler.namespace()
-        self._workers: list[_FleetWorker] = []
+        self._workers: list[FleetWorker] = []
         self._past_counters = EnvWorkerCounters(0, 0)
         """Of workers that are gone."""
         self._starting = 0
@@ -128,7 +96,10 @@ class EnvFleet:
         """Start all workers, or none is left."""
         count, each = self.config.workers, self.config.slots / self.config.workers
         bounds = [round(number * each) for number in range(count + 1)]
-        workers = [_FleetWorker(number, range(bounds[number], bounds[number + 1])) for number in range(count)]
+        workers = [
+            FleetWorker(number, list(reversed(range(first, end))))
+            for number, (first, end) in enumerate(pairwise(bounds))
+        ]
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in workers:
@@ -150,7 +121,7 @@ class EnvFleet:
                 return
             worker.free.pop()
             self.busy += 1
-            worker.attempts[attempt.id] = _RemoteAttempt(attempt)
+            worker.attempts[attempt.id] = RemoteAttempt(attempt)
             attempt.stage = "env worker"
             attempt.runner = worker
             group = attempt.group
@@ -159,7 +130,7 @@ class EnvFleet:
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end it."""
         worker = attempt.runner
-        if not isinstance(worker, _FleetWorker) or (remote := worker.attempts.get(attempt.id)) is None:
+        if not isinstance(worker, FleetWorker) or (remote := worker.attempts.get(attempt.id)) is None:
             return
         assert attempt.fate is not None
         worker.channel.send(StopAttempt(attempt.id, attempt.fate, attempt.cause))
@@ -177,12 +148,12 @@ class EnvFleet:
     def close(self) -> None:
         self._is_closed = True
         for worker in self._workers:
-            self._end_worker(worker)
+            worker.close()
         self._workers.clear()
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    async def _start_worker(self, worker: _FleetWorker) -> None:
+    async def _start_worker(self, worker: FleetWorker) -> None:
         config = self.config
         slots = len(worker.free)
         domains = {name: domain.model_copy(update={"tasks": None}) for name, domain in config.domains.items()}
@@ -195,39 +166,16 @@ class EnvFleet:
         )
         self._starting += 1
         try:
-            peer = await start_worker(
-                self._settings.backend,
-                "env worker",
-                worker.number,
-                EnvWorkerProcess,
-                {"spec": spec},
-                seconds=START_SECONDS,
+            await worker.start(
+                spec,
+                self._sampler,
+                on_message=lambda message: self._on_message(worker, message),
+                on_lost=lambda error: self._on_worker_lost(worker, error),
             )
-            try:
-                await with_deadline(START_SECONDS, peer.call("open_rewards"), "start_seconds")
-            except BaseException:
-                peer.kill()
-                raise
         finally:
             self._starting -= 1
 
-        async def call(number: int, messages: list[Any]) -> tuple[int, list[Any]]:
-            (number, said, remote_time), handle = await peer.call_with_bulk("exchange", number, messages)
-            bundle: TokenBundle | None = None
-            for index, message in enumerate(said):
-                if isinstance(message, TrajectoryRecord):
-                    if bundle is None:
-                        bundle = TokenBundle(peer, handle, asyncio.get_running_loop().time() - remote_time)
-                    said[index] = _ReceivedRecord(message, bundle)
-            return number, said
-
-        worker.handle = peer
-        worker.channel = Channel(
-            call, lambda message: self._on_message(worker, message), lambda error: self._on_worker_lost(worker, error)
-        )
-        worker.grant_server = GrantServer(self._sampler, worker.channel.send)
-
-    async def _close_rewards(self, workers: Sequence[_FleetWorker]) -> None:
+    async def _close_rewards(self, workers: Sequence[FleetWorker]) -> None:
         """Let workers close their rewards. They end all the same, so what goes wrong is logged."""
         calls = [worker.handle.call("close_rewards") for worker in workers if worker.handle is not None]
         ends = [with_deadline(self.stop_seconds, call, "close_seconds") for call in calls]
@@ -246,12 +194,12 @@ class EnvFleet:
             )
         return known
 
-    def _on_worker_lost(self, worker: _FleetWorker, error: Exception) -> None:
+    def _on_worker_lost(self, worker: FleetWorker, error: Exception) -> None:
         if self._is_closed:
             return
         logger.warning("env worker %d is lost with %d attempts: %s", worker.number, len(worker.attempts), error)
         self._workers.remove(worker)
-        self._end_worker(worker)
+        worker.close()
         self.lost += 1
         self._losses_in_a_row += 1
         self._past_counters = EnvWorkerCounters(
@@ -270,11 +218,10 @@ class EnvFleet:
         if self._losses_in_a_row > MAX_LOSSES * self.config.workers:
             self._queue.fatal(NoEnvWorkers(f"{self._losses_in_a_row} env workers died in a row, the last one: {error}"))
         elif self._queue.fatal_error is None:
-            successor = _FleetWorker(worker.number, range(0))
-            successor.free = slots
+            successor = FleetWorker(worker.number, slots)
             self._start_task(self._replace_worker(successor), f"start of env worker {worker.number}")
 
-    async def _replace_worker(self, worker: _FleetWorker) -> None:
+    async def _replace_worker(self, worker: FleetWorker) -> None:
         """Start a worker anew, again and again, until it runs or the run ends."""
         while self._queue.fatal_error is None and not self._draining.is_set():
             try:
@@ -308,7 +255,7 @@ class EnvFleet:
         doing.result()
         return True
 
-    def _add_worker(self, worker: _FleetWorker) -> None:
+    def _add_worker(self, worker: FleetWorker) -> None:
         if self._is_closed:
             if worker.handle is not None:
                 worker.handle.kill()
@@ -316,25 +263,19 @@ class EnvFleet:
             self._workers.append(worker)
             worker.channel.open()
 
-    def _end_worker(self, worker: _FleetWorker) -> None:
-        worker.channel.close()
-        worker.grant_server.close("env_worker_lost")
-        if worker.handle is not None:
-            worker.handle.kill()
-
     # -- what they tell --------------------------------------------------------------------------------------------
 
-    def _on_message(self, worker: _FleetWorker, message: Any) -> None:
+    def _on_message(self, worker: FleetWorker, message: Any) -> None:
         try:
             self._handle_message(worker, message)
         except Exception as error:  # noqa: BLE001 - a bug, which ends the run with its traceback
             trace = "".join(traceback.format_exception(error))
             self._queue.fatal(RolloutError(f"what env worker {worker.number} says cannot be booked:\n{trace}"))
 
-    def _handle_message(self, worker: _FleetWorker, message: Any) -> None:
+    def _handle_message(self, worker: FleetWorker, message: Any) -> None:
         if worker.grant_server.receive(message):
             return
-        if isinstance(message, _ReceivedRecord):
+        if isinstance(message, ReceivedRecord):
             self._on_attempt_finished(worker, message.record, message.bundle)
         elif isinstance(message, SlotFreed):
             self._on_slot_freed(worker, message)
@@ -349,7 +290,7 @@ class EnvFleet:
         else:
             raise TypeError(f"env worker {worker.number} says {message!r}, which means nothing here")
 
-    def _on_attempt_finished(self, worker: _FleetWorker, record: TrajectoryRecord, bundle: TokenBundle) -> None:
+    def _on_attempt_finished(self, worker: FleetWorker, record: TrajectoryRecord, bundle: TokenBundle) -> None:
         remote = worker.attempts.pop(record.id, None)
         if remote is None or remote.attempt.fate is not None:
             return
@@ -377,7 +318,7 @@ class EnvFleet:
         )
         self._queue.put(attempt, trajectory)
 
-    def _on_slot_freed(self, worker: _FleetWorker, message: SlotFreed) -> None:
+    def _on_slot_freed(self, worker: FleetWorker, message: SlotFreed) -> None:
         remote = worker.attempts[message.id]
         attempt = remote.attempt
         remote.is_slot_free = True
@@ -395,7 +336,7 @@ class EnvFleet:
         self._resolve_if_empty()
         self.fill()
 
-    def _on_attempt_failed(self, worker: _FleetWorker, message: AttemptFailed) -> None:
+    def _on_attempt_failed(self, worker: FleetWorker, message: AttemptFailed) -> None:
         remote = worker.attempts.get(message.id)
         if remote is None or remote.attempt.fate is not None:
             return
@@ -411,5 +352,5 @@ class EnvFleet:
             self._empty.set_result(None)
 
 
-def _free_slots(worker: _FleetWorker) -> int:
+def _free_slots(worker: FleetWorker) -> int:
     return len(worker.free)
