@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from cadenza.datasets import RowError
 from cadenza.envs.protocol import EnvType
@@ -28,79 +26,11 @@ from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
-from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, RolloutContext, TokenCounter
+from cadenza.rollout.model import GOLDEN, MASK64, ContextFull, Model, RolloutContext
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.reward_pool import PooledReward, RewardPool
 from cadenza.rollout.sampler import GrantSource
-
-StartTask = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-"""Starts a task of this name, in the task group of the run."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotSettings:
-    """What slots need to know of the run beside the envs, in whichever process they are."""
-
-    codec: Codec
-    backend: str
-    """Where workers of their own are started: 'embedded' or 'ray'."""
-    seed: int
-    max_reward_tries: int
-    slice_tokens: int
-    is_training: bool
-
-
-class ErrorCounter(Protocol):
-    """Where exceptions of user code are counted."""
-
-    def add(self, origin: str, error: BaseException) -> None: ...
-
-
-class AttemptQueue(Protocol):
-    """Gives slots their attempts and takes the results: the group queue, or what stands for it in another
-    process."""
-
-    on_stop: Callable[[Attempt], None]
-    on_work: Callable[[], None]
-
-    @property
-    def ledger(self) -> TokenCounter: ...
-
-    @property
-    def errors(self) -> ErrorCounter: ...
-
-    def issue(self, slot: int) -> Attempt | None: ...
-
-    def release_slot(self, attempt: Attempt) -> None: ...
-
-    def await_reward(self, attempt: Attempt) -> None: ...
-
-    def put(self, attempt: Attempt, trajectory: Trajectory) -> None: ...
-
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None: ...
-
-
-class SlotPool(Protocol):
-    """What the scheduler needs of the slots: this worker in its own process, or a fleet of them (fleet.py)."""
-
-    busy: int
-
-    @property
-    def leaked_envs(self) -> int: ...
-
-    @property
-    def expired(self) -> int: ...
-
-    @property
-    def stop_seconds(self) -> float: ...
-
-    async def open(self) -> None: ...
-
-    async def drain(self) -> None: ...
-
-    def fill(self) -> None: ...
-
-    def close(self) -> None: ...
+from cadenza.rollout.slot_pool import AttemptQueue, SlotSettings, StartTask
 
 
 class EnvWorker:

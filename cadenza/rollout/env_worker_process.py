@@ -23,11 +23,12 @@ from typing import Any, NamedTuple
 from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_worker import EnvWorker, SlotSettings
+from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.sampler import ReplicaAddress
+from cadenza.rollout.slot_pool import SlotSettings
 from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.off_loop import done_before, with_deadline
 from cadenza.rollout.config import EnvManagerConfig
-from cadenza.rollout.env_worker import SlotSettings, StartTask, sampling_key
+from cadenza.rollout.env_worker import sampling_key
 from cadenza.rollout.env_worker_process import (
     AttemptFailed,
     AttemptLease,
@@ -36,6 +36,7 @@ from cadenza.rollout.fleet_worker import FleetWorker, ReceivedRecord, RemoteAtte
 from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState
 from cadenza.rollout.sampler import ReplicaAddress, Sampler
+from cadenza.rollout.slot_pool import SlotSettings, StartTask
 from cadenza.rollout.token_bundles import LazyTrajectory, TokenBundle, TrajectoryRecord
 
 RETRY_SECONDS = 60.0

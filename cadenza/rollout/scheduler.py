@@ -23,7 +23,7 @@ from cadenza.off_loop import done_before
 from cadenza.rollout import snapshot, token_bundles
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
-from cadenza.rollout.env_worker import EnvWorker, SlotPool, SlotSettings
+from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TrajectoriesLost, logger
 from cadenza.rollout.fleet import EnvFleet
 from cadenza.rollout.group_queue import GroupQueue, Mode
@@ -32,6 +32,7 @@ from cadenza.rollout.metrics import rollout_metrics
 from cadenza.rollout.model import Codec, prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import NoReplicas, Sampler
+from cadenza.rollout.slot_pool import SlotPool, SlotSettings
 
 
 class InferenceCluster(Protocol):
