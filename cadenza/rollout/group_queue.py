@@ -133,7 +133,7 @@ class GroupQueue:
                 patience = self.config.extra_after * (self.last_end_time - group.opened)
                 asyncio.get_running_loop().call_later(patience, self._start_extra_members, group)
             return
-        self._on_group_whole(group)
+        self._filter.judge(group)
         if self.config.extra_members:
             for loser in group.live:
                 if loser not in group.finished:
@@ -346,7 +346,7 @@ class GroupQueue:
         """Send restored groups that are whole and not filtered yet to the filter; called once, when the run starts."""
         for group in self.ledger.open_groups():
             if group.state is GroupState.OPEN and len(group.finished) == self._group_size:
-                self._on_group_whole(group)
+                self._filter.judge(group)
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
@@ -390,10 +390,6 @@ class GroupQueue:
             pending = self.domains.all[group.task.domain].pending
             pending.extendleft((group, member) for member in range(self._members - 1, self._initial_members - 1, -1))
             self.on_work()
-
-    def _on_group_whole(self, group: Group) -> None:
-        """The group is whole: to the filters."""
-        self._filter.judge(group)
 
     def _record(self, group: Group) -> None:
         """Tell the domain what came of a group that is judged. Not before: a group that is saved while its filter
