@@ -2,11 +2,10 @@
 
 All leases are equally long, so renewing one moves it to the end of the queue and the first in the queue expires first:
 one timer for all of them, and a renewal costs a dict operation. The watch over progress reads the same queue, with one
-more timer. The pause between two lines of the log doubles, so that
-envs whose steps always take long do not fill it.
+more timer. The pause between two lines of the log doubles, so that envs whose steps always take long do not fill it.
 
     renew: the env answered     ask: the model is asked, the sampler keeps the deadlines
-    score, scored: the reward is computed, under its own deadline     end: the episode is over
+    await_reward, scored: the reward is computed, under its own deadline     end: the episode is over
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class LeaseDeadlines:
         self._named.discard(attempt)
 
     def end(self, attempt: Attempt) -> None:
-        """The episode is over: no lease, until `score` nothing to watch."""
+        """The episode is over: no lease, and nothing to watch until `await_reward`."""
         self._deadlines.pop(attempt, None)
         self._named.discard(attempt)
 

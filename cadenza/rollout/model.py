@@ -108,7 +108,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """What all attempts of a scheduler share."""
+    """What all attempts of a domain share, as `shared` in this package: services and limits. The context of a model
+    call is another thing: the tokens before its answer."""
 
     sampler: GrantSource
     codec: Codec
