@@ -22,11 +22,11 @@ from cadenza.inference.replica import (
     ReplicaLost,
     Request,
     RequestProgress,
-    RequestRefused,
     Span,
     StaleEpoch,
     Tokens,
 )
+from cadenza.inference.request_context import checked_context
 
 
 @dataclass(slots=True, eq=False)
@@ -121,17 +121,10 @@ class TaskReplica(ABC):
         self._check_alive()
         if request.epoch < self.fence:
             raise StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}")
-        if request.id in self._in_flight:
-            raise ReplicaError(f"{self.name}: request {request.id} is already in flight")
-        if not 0 < request.context < self.max_context or request.max_tokens < 1:
-            text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
-            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self.max_context - 1} tokens")
-        context: Tokens = np.concatenate(request.chunks)
         last = np.iinfo(np.int32).max if self.vocab is None else self.vocab - 1
-        if len(context) != request.context or not 0 <= context.min() <= context.max() <= last:
-            text = f"{request.context} tokens of 0 to {last}"
-            raise RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}")
-        return context
+        return checked_context(
+            request, replica=self.name, in_flight=self._in_flight, max_context=self.max_context, last_token=last
+        )
 
     async def _serve(self, pending: PendingRequest) -> None:
         """The life of a request."""
