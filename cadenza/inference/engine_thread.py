@@ -17,7 +17,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -25,8 +25,8 @@ from cadenza.inference.engine import Engine, NonFiniteLogits
 from cadenza.inference.meter import StepMeter
 from cadenza.inference.replica import PauseMode, ReplicaError, ReplicaLost
 from cadenza.inference.sequence import EngineSequence
+from cadenza.off_loop import resolve_future
 
-T = TypeVar("T")
 _FOREVER = 1 << 62
 
 
@@ -209,13 +209,3 @@ class EngineThread:
         except RuntimeError:  # the loop is closed: nothing waits for results any more
             pass
         return False
-
-
-def resolve_future(future: asyncio.Future[T], outcome: T | Exception) -> None:
-    """Resolve a future that may be resolved already, or belong to a loop that is gone."""
-    if future.done() or future.get_loop().is_closed():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)

@@ -27,6 +27,7 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.inference.request_context import checked_context
+from cadenza.off_loop import resolve_future
 
 
 @dataclass(slots=True, eq=False)
@@ -46,14 +47,6 @@ class PendingRequest:
 
     def generation(self, spans: Sequence[Span], finish: Finish) -> Generation:
         return Generation(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), tuple(spans), finish)
-
-    def resolve(self, answer: Generation | ReplicaError) -> None:
-        if self.future.done():
-            return
-        if isinstance(answer, ReplicaError):
-            self.future.set_exception(answer)
-        else:
-            self.future.set_result(answer)
 
 
 class TaskReplica(ABC):
@@ -156,7 +149,7 @@ class TaskReplica(ABC):
             self._discard("failed", pending)
         elif pending.future.done():
             self._discard(pending.cause or "unclaimed", pending)
-        pending.resolve(answer)
+        resolve_future(pending.future, answer)
 
     def _check_alive(self) -> None:
         if self._lost_reason:
@@ -180,7 +173,7 @@ class TaskReplica(ABC):
         self._lost_event.set()
         for pending in self._in_flight.values():
             self._discard(cause, pending)
-            pending.resolve(ReplicaLost(text))
+            resolve_future(pending.future, ReplicaLost(text))
         self._in_flight.clear()
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()

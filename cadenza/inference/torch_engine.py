@@ -20,7 +20,7 @@ from torch import nn
 
 from cadenza.inference.decoders import Decoder, decoder_for
 from cadenza.inference.engine import Engine
-from cadenza.inference.engine_thread import EngineThread, resolve_future
+from cadenza.inference.engine_thread import EngineThread
 from cadenza.inference.prepared_weights import PreparedWeights, WeightPacker
 from cadenza.inference.replica import (
     Generation,
@@ -34,7 +34,7 @@ from cadenza.inference.replica import (
 )
 from cadenza.inference.request_context import checked_context
 from cadenza.inference.sequence import EngineSequence
-from cadenza.off_loop import as_async
+from cadenza.off_loop import as_async, resolve_future
 
 _PREFILL_WORK = 1 << 33
 """Weights times tokens that are prefilled in one go: about a second of one core."""
