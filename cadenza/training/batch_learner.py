@@ -15,7 +15,7 @@ from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from cadenza.algorithms import merge_metrics
+from cadenza.algorithms import denominator, merge_metrics
 from cadenza.data import DataProto
 from cadenza.training.checkpoint import TrainingState
 from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, merge_updates
@@ -26,7 +26,8 @@ C = TypeVar("C", bound=LearnerConfig)
 
 
 class BatchLearner(Generic[C]):
-    """A model that learns from batches. A subclass has `train(batch)`, usually by `train_updates`."""
+    """A model that learns from batches. A subclass has `train(batch)`, by `train_updates` or `train_tokens`; an actor,
+    whose updates may come in chunks, has a loop of its own."""
 
     dropout: ClassVar[bool] = False
     """Whether an update drops what the model's config says."""
@@ -85,6 +86,20 @@ class BatchLearner(Generic[C]):
                 (metrics | merge_metrics(measured for about in ranks for measured in about), weight(chosen))
                 for metrics, ranks, chosen in zip(done, of_all_ranks, updates, strict=True)
             ]
+        )
+
+    def train_tokens(
+        self, batch: DataProto, rows: TokenRows, mask: Tensor, losses: Callable[[Array], Iterable[MicroLoss]]
+    ) -> dict[str, float]:
+        """`train_updates` where tokens have the losses: divided as `aggregation` says, and weighed by their number.
+        `mask` [N, L] has the trained ones."""
+        by, length = self.config.aggregation, self.config.constant_length
+        return self.train_updates(
+            batch,
+            rows,
+            losses,
+            count=lambda chosen: denominator(mask[chosen], by, constant_length=length),
+            weight=lambda chosen: float(rows.counts[chosen].sum()),
         )
 
     def weights(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from cadenza.algorithms import denominator, explained_variance, loss_sum, token_weights, value_clip
+from cadenza.algorithms import explained_variance, loss_sum, token_weights, value_clip
 from cadenza.data import DataProto
 from cadenza.training.batch_learner import BatchLearner
 from cadenza.training.checkpoint import TrainingState
@@ -70,14 +70,7 @@ class Critic(BatchLearner[CriticConfig]):
         columns = {name: rows.pad(rows.read(batch, name)) for name in ("returns", "values")}
         columns["mask"] = mask = rows.pad(np.ones(len(rows.trained), bool))
         columns["weights"] = token_weights(mask, self.config.aggregation)
-        by, length = self.config.aggregation, self.config.constant_length
-        metrics = self.train_updates(
-            batch,
-            rows,
-            lambda computed: self._losses(rows, columns, computed),
-            count=lambda chosen: denominator(mask[chosen], by, constant_length=length),
-            weight=lambda chosen: float(rows.counts[chosen].sum()),
-        )
+        metrics = self.train_tokens(batch, rows, mask, lambda computed: self._losses(rows, columns, computed))
         metrics["value_loss"] = metrics.pop("loss")
         return metrics | {"explained_variance": explained_variance(columns["values"], columns["returns"], mask)}
 

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from cadenza.algorithms import denominator, loss_sum, token_weights
+from cadenza.algorithms import loss_sum, token_weights
 from cadenza.data import DataProto, Ragged
 from cadenza.training.batch_learner import BatchLearner
 from cadenza.training.forward import evaluating
@@ -44,15 +44,8 @@ class Supervised(BatchLearner[SupervisedConfig]):
         """Learn from a batch with the columns `input_ids` and `response_mask`."""
         rows = TokenRows.of(batch)
         mask = rows.pad(np.ones(len(rows.trained), bool))
-        by, length = self.config.aggregation, self.config.constant_length
-        weights = token_weights(mask, by)
-        metrics = self.train_updates(
-            batch,
-            rows,
-            lambda computed: self._losses(rows, weights, computed),
-            count=lambda chosen: denominator(mask[chosen], by, constant_length=length),
-            weight=lambda chosen: float(rows.counts[chosen].sum()),
-        )
+        weights = token_weights(mask, self.config.aggregation)
+        metrics = self.train_tokens(batch, rows, mask, lambda computed: self._losses(rows, weights, computed))
         return metrics | {"tokens": float(len(rows.trained))}
 
     def fit(self, data: DataProto, *, passes: int = 1) -> Iterator[dict[str, float]]:
