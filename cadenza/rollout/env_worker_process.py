@@ -22,15 +22,14 @@ from typing import Any, NamedTuple
 
 from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
-from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
-from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.sampler import ReplicaAddress
+from cadenza.rollout.slot_pool import SlotSettings
 from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 
 
@@ -107,16 +106,9 @@ class EnvWorkerSpec:
 
     name: str
     config: EnvManagerConfig
-    codec: Codec
+    settings: SlotSettings
     replicas: Sequence[ReplicaAddress]
     namespace: int
-    backend: str
-    seed: int
-    max_reward_tries: int
-    slice_tokens: int
-    is_training: bool
-    reward_processes: Sequence[WorkerHandle]
-    """Those of `devices.reward`."""
 
 
 class RemoteQueue:
@@ -187,7 +179,7 @@ class RemoteQueue:
     def fatal(self, error: RolloutError) -> None:
         self._send(EnvWorkerCrashed(str(error)))
 
-    def slot_freed(self, attempt: Attempt) -> None:
+    def release_slot(self, attempt: Attempt) -> None:
         if attempt.fate is not None:
             del self._attempts[attempt.id]
         self._send(SlotFreed(attempt.id, attempt.turns, attempt.tokens))
@@ -245,19 +237,7 @@ class EnvWorkerProcess(Worker):
         spec = self._spec
         entries = make_replica_entries(spec.replicas, spec.name)
         self._grant_client = GrantClient(entries, spec.namespace, self._mailbox.send)
-        self._envs = EnvWorker(
-            spec.config,
-            self._queue,
-            self._grant_client,
-            spec.codec,
-            self._spawn,
-            backend=spec.backend,
-            seed=spec.seed,
-            max_reward_tries=spec.max_reward_tries,
-            slice_tokens=spec.slice_tokens,
-            is_training=spec.is_training,
-            reward_processes=spec.reward_processes,
-        )
+        self._envs = EnvWorker(spec.config, spec.settings, self._queue, self._grant_client, self._start_task)
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Granted | GrantDenied):
@@ -266,7 +246,7 @@ class EnvWorkerProcess(Worker):
         else:
             self._queue.receive(message)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

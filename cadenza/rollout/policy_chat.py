@@ -16,8 +16,9 @@ from dataclasses import replace
 
 from cadenza.inference.replica import Sampling
 from cadenza.rewards import Sample
+from cadenza.rollout.branches import BRANCH_SESSIONS
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
-from cadenza.rollout.model import BRANCH_SESSIONS, MASK64, ContextFull, Model, RolloutContext
+from cadenza.rollout.model import MASK64, ContextFull, Model, RolloutContext
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.router import RouteRequest
 
@@ -76,6 +77,6 @@ class _Question(Model):
     def _session(self) -> int:
         return ~(super()._session + self._number * BRANCH_SESSIONS)  # those of rollouts are not negative
 
-    def _route_request(self, length: int, done: int) -> RouteRequest:
-        found = super()._route_request(length, done)
+    def _route_request(self, length: int, written: int) -> RouteRequest:
+        found = super()._route_request(length, written)
         return found._replace(group=~found.group)

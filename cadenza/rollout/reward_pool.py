@@ -26,6 +26,7 @@ from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.off_loop import ignore_result, with_deadline
 from cadenza.rewards import AskPolicy, RewardUnavailable, Sample, Scored
+from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.failures import logger
 from cadenza.rollout.reward_process import (
     CancelQuestion,
@@ -37,6 +38,7 @@ from cadenza.rollout.reward_process import (
     ScoreRequest,
     portable,
 )
+from cadenza.rollout.slot_pool import SlotSettings
 
 START_SECONDS = 600.0
 MAX_LOSSES = 3
@@ -298,6 +300,23 @@ class RewardPool:
                 self._workers.append(worker)
                 return
         logger.error("a reward process is not replaced any more, %d are left", len(self._workers))
+
+
+def make_reward_pool(
+    rewards: RewardConfigs, config: EnvManagerConfig, settings: SlotSettings, ask_policy: AskPolicy
+) -> RewardPool | None:
+    """The pool that a config asks for, with `reward_workers` or `devices.reward`; None where rewards are computed
+    beside the slots."""
+    if not rewards or not (config.reward_workers or settings.reward_processes):
+        return None
+    return RewardPool(
+        rewards,
+        config.reward_workers,
+        settings.backend,
+        config.close_seconds,
+        ask_policy,
+        settings.reward_processes,
+    )
 
 
 class PooledReward:
