@@ -44,7 +44,7 @@ from cadenza.inference.replica import (
     StaleEpoch,
 )
 from cadenza.inference.sequence import EngineSequence
-from cadenza.off_loop import as_async
+from cadenza.off_loop import COMPUTE_POOL, as_async
 
 T = TypeVar("T")
 _FOREVER = 1 << 62
@@ -232,7 +232,7 @@ class TorchReplica:
     async def prepare(self, weights: object) -> PreparedWeights:
         """Make weights ready for `load_weights`, off the loop and beside the generation. One at a time."""
         self._check_alive()
-        prepared: PreparedWeights = await as_async(self._prepare_weights)(weights)
+        prepared: PreparedWeights = await as_async(self._prepare_weights, COMPUTE_POOL)(weights)
         return prepared
 
     def clone(self, **options: Any) -> TorchReplica:
