@@ -15,7 +15,7 @@ from typing import Any
 from cadenza.cluster.placement import Place
 from cadenza.cpu import limit_onednn
 from cadenza.errors import USER_CODE_ERRORS, InfrastructureError, raise_if_cancelled
-from cadenza.off_loop import as_async, is_async
+from cadenza.off_loop import COMPUTE_POOL, as_async, is_async
 
 
 class WorkerLost(InfrastructureError):
@@ -77,7 +77,7 @@ class WorkerHost:
             if is_async(function):
                 return await function()
             async with self._call_lock:
-                return await as_async(function)()
+                return await as_async(function, COMPUTE_POOL)()
         except USER_CODE_ERRORS as error:
             raise_if_cancelled(error)
             if isinstance(error, Exception):

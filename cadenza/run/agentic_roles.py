@@ -10,7 +10,7 @@ from cadenza.cluster import Cluster, ResourceManager
 from cadenza.cluster.placement import format_devices
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.data import DataProto
-from cadenza.off_loop import as_async
+from cadenza.off_loop import COMPUTE_POOL, as_async
 from cadenza.rollout.reward_process import RewardProcess
 from cadenza.run.cold_start import cold_start_examples
 from cadenza.run.cold_start_config import ColdStartConfig
@@ -101,7 +101,7 @@ class AgenticRoles(Roles):
             batch = await _with_column(self.actor.logprobs, batch)
         if self.critic is not None:
             batch = await _with_column(self.critic.values, batch)
-        found: tuple[DataProto, dict[str, float]] = await as_async(self.estimator.advantages)(batch)
+        found: tuple[DataProto, dict[str, float]] = await as_async(self.estimator.advantages, COMPUTE_POOL)(batch)
         return found
 
     async def learn(self, batch: DataProto) -> dict[str, float]:
@@ -121,7 +121,7 @@ class AgenticRoles(Roles):
             return {}
         metrics: dict[str, float] = await self.actor.finish()
         whole = DataProto.concat([_tensors_only(chunk) for chunk in chunks])
-        batch_metrics: dict[str, float] = await as_async(self.estimator.metrics)(whole)
+        batch_metrics: dict[str, float] = await as_async(self.estimator.metrics, COMPUTE_POOL)(whole)
         return metrics | batch_metrics
 
     async def offload(self) -> None:
