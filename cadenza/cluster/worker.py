@@ -8,7 +8,7 @@ until it ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,8 +40,9 @@ class Worker:
     place: Place
     """Role, rank and devices of this worker; set before `__init__` runs."""
 
-    def close(self) -> None:
-        """Free what would outlive the worker. Called once, when its cluster shuts down."""
+    def close(self) -> Awaitable[None] | None:
+        """Free what would outlive the worker, plain or async. Called once, when its cluster shuts down."""
+        return None
 
 
 class WorkerHost:
