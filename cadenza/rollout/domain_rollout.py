@@ -42,7 +42,7 @@ class DomainRollout:
         if domain.env is not None:
             type = EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
         function = domain.rollout or (config.rollout if type is not None else "single_turn")
-        context = shared if domain.sampling is None else replace(shared, sampling=domain.sampling)
+        context = replace(shared, sampling=config.sampling_of(name))
         return cls(type, rollout_functions.make(function), context, reward)
 
 
