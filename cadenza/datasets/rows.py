@@ -7,8 +7,10 @@ names too.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from cadenza.config import nearest_key
@@ -122,6 +124,12 @@ def _checked(given: Any, name: str, place: str) -> list[Message]:
     if not any(message["content"].strip() for message in messages if message["role"] != "system"):
         raise RowError(place, "empty prompt", f"the messages of '{name}' are empty: there is nothing to ask the model")
     return messages
+
+
+def fingerprint(messages: list[Message]) -> int:
+    """A number of 64 bits for a prompt: equal prompts have equal ones."""
+    digest = blake2b(json.dumps(messages, default=str, sort_keys=True).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def require_if_present(reader: RowReader, raw: Mapping[str, Any], name: str) -> None:
