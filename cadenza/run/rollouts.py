@@ -117,7 +117,10 @@ async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tup
 async def check_rollouts(config: RolloutRunConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
     queue = GroupQueue(*train_configs(config), "train", count_tokens=prompt_tokens(load_run_codec(config)))
-    snapshot.restore(checkpoint / "rollouts", queue)
+    try:
+        snapshot.restore(checkpoint / "rollouts", queue)
+    finally:
+        queue.domains.close()
 
 
 class RolloutSnapshots:

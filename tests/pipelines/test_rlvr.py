@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -252,6 +253,13 @@ def test_a_validation_of_earlier_weights_does_not_choose_the_best_checkpoint(her
     assert best(done.run) == "step-000003"
 
 
+@pytest.mark.parametrize("success", [True, False])
+def test_of_weights_with_the_same_success_the_newest_are_the_best(here: Path, success: bool) -> None:
+    domains = judged_by(here, f"always_{success}".lower(), f"return {success}")
+    done = trained(here, steps=3, domains=domains, validation={"every": 1})
+    assert best(done.run) == "step-000003"
+
+
 def test_a_target_that_earlier_weights_reached_must_be_reached_by_the_present_ones(here: Path) -> None:
     domains = judged_by(here, "first_is_enough", "return count <= 6")
     done = trained(here, steps=3, domains=domains, validation=BESIDE, target=0.5)
@@ -358,6 +366,42 @@ def test_every_row_is_trained_once_per_epoch_however_often_the_run_is_killed(her
     assert Counter(ids) == wanted, "two members of each group"
 
 
+def open_files(directory: Path) -> set[str]:
+    """Files of this directory that this process has open."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            found.add(link.readlink())
+    return {path.name for path in found if path.parent == directory}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the open files of a process are read from /proc")
+@pytest.mark.parametrize("reward", ["exact", "failing:reward"])
+def test_the_files_of_datasets_are_closed_at_the_end_of_a_run_also_when_it_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch, reward: str
+) -> None:
+    (here / "failing.py").write_text("def reward(sample):\n    raise ValueError('no score')\n")
+    kept: list[JsonLines] = []
+    begin = JsonLines.__init__
+
+    def remembered(self: JsonLines, paths: Any) -> None:
+        """Keep the source alive: the files of one that is collected are closed too, some time."""
+        kept.append(self)
+        begin(self, paths)
+
+    monkeypatch.setattr(JsonLines, "__init__", remembered)
+    domains = {"sums": {"data": "sums.jsonl", "reward": reward, "validation": "held.jsonl"}}
+    done = cadenza("train", written(here, domains=domains), "--json")
+    assert (done.code == 0) == (reward == "exact"), done.err
+    if done.code == 0:
+        assert cadenza("resume", done.run, "steps=3", "--json").code == 0
+        assert cadenza("eval", done.run, "--json").code == 0
+    rows_file(here / "bad.jsonl", [{}])
+    refused(here, domains={**domains, "worse": {"data": "bad.jsonl", "reward": "exact"}})
+    assert len(kept) >= 4
+    assert open_files(here) == set()
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +458,35 @@ def test_a_domain_that_cannot_be_trained_is_refused(here: Path, changes: dict[st
 def test_a_dataset_that_is_shorter_than_a_batch_fills_it_with_its_next_epochs(here: Path) -> None:
     rows_file(here / "sums.jsonl", sums(3))
     assert trained(here).figures["samples"] == 32
+
+
+def test_a_file_that_is_written_anew_during_a_run_ends_it_with_one_error_and_it_can_be_resumed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "rewriting.py").write_text(
+        "from pathlib import Path\n"
+        "calls = 0\n"
+        "def reward(sample):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 24:\n"
+        "        file = Path('sums.jsonl')\n"
+        "        file.write_text(file.read_text().replace('+', ' - '))\n"
+        "    return 0.0\n"
+    )
+    rows = (here / "sums.jsonl").read_text()
+    domains = {"sums": {"data": {"path": "sums.jsonl", "epochs": 1}, "reward": "rewriting:reward"}}
+    done = cadenza("train", written(here, steps=50, domains=domains, validation=None))
+    assert done.code == 1
+    assert done.err.count("sums.jsonl was changed while it is read") == 1
+    assert "a row is left out" not in caplog.text
+    assert "Traceback" not in done.err + caplog.text
+    assert "digest" in cadenza("resume", "runs/tiny").err, "the rows are others"
+    (here / "sums.jsonl").write_text(rows)
+    resumed = cadenza("resume", "runs/tiny", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.figures["samples"] == 40 * 4
 
 
 def test_a_bad_row_behind_those_that_are_checked_costs_its_own_attempts_and_is_named(
