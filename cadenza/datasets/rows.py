@@ -24,11 +24,13 @@ Row = dict[str, Any]
 
 
 class RowReader:
-    """Makes rows as one config says. `required` are fields that each row must have besides those the config names."""
+    """Makes rows as one config says. `required` are fields that each row must have besides those the config names; with
+    `answered` each has an `answer` that a response can be compared with."""
 
-    def __init__(self, config: DataConfig, required: Iterable[str] = ()) -> None:
+    def __init__(self, config: DataConfig, required: Iterable[str] = (), *, answered: bool = False) -> None:
         self._config = config
-        self.required = dict.fromkeys(required)
+        self._answered = answered
+        self.required = dict.fromkeys([*required, *(["answer"] if answered else [])])
         """Names of ours, in their order."""
         self._shown = () if config.template is None else tuple(dict.fromkeys(template_fields(config.template)))
 
@@ -40,6 +42,8 @@ class RowReader:
         for name in (*self._shown, *self.required):
             if row.get(name) is None:
                 raise _missing(raw, name, place, null=name in row)
+        if self._answered:
+            _check_answer(row["answer"], place)
         row["messages"] = self._messages(row, place)
         return row
 
@@ -102,6 +106,17 @@ def _missing(raw: Mapping[str, Any], name: str, place: str, *, ours: str | None 
     return RowError(
         place, "missing field", f"the field '{name}'{meaning} is missing; {there}the row has {names}; map it in fields"
     )
+
+
+def _check_answer(answer: Any, place: str) -> None:
+    """Raise unless it is text, a number, or whatever else a table has in a cell; or a list of these."""
+    is_list = isinstance(answer, (list, tuple))
+    if is_list and not answer:
+        raise RowError(place, "wrong type", "the field 'answer' is an empty list: no response can be right")
+    for value in answer if is_list else (answer,):
+        if value is None or isinstance(value, (Mapping, list, tuple)):
+            kind, wanted = type(answer).__name__, "text, a number or a list of them"
+            raise RowError(place, "wrong type", f"the field 'answer' must be {wanted}, got {kind} {answer!r:.60}")
 
 
 def _checked(given: Any, name: str, place: str) -> list[Message]:

@@ -142,6 +142,11 @@ class DomainConfig(Config):
         """Whether the tasks are rows, and not seeds."""
         return self.data is not None or isinstance(self.tasks, (list, tuple))
 
+    @property
+    def needs_answers(self) -> bool:
+        """Whether a reward compares with the field `answer` of each row."""
+        return any(reward.needs_answer for reward in (self.reward, *self.rewards.values()) if reward is not None)
+
     def with_tasks_up_to(self, count: int) -> DomainConfig:
         """The domain with its first rows only; seeds are left to the caller."""
         if self.data is not None:

@@ -143,7 +143,9 @@ def open_tasks(
 ) -> TaskSource:
     """The tasks that a domain's config names. Datasets of the same rows under other keys have other orders."""
     if config.data is not None:
-        return DatasetRows(name, open_dataset(config.data, key=key, seed=seed, count_tokens=count_tokens))
+        answered = config.needs_answers
+        dataset = open_dataset(config.data, key=key, seed=seed, count_tokens=count_tokens, answered=answered)
+        return DatasetRows(name, dataset)
     if config.tasks is None or isinstance(config.tasks, int):
         return Seeds(name, config.tasks, first_seed)
     return Rows(name, config.tasks)

@@ -164,6 +164,7 @@ def _report(source: DataSource, config: RunConfig, codec: TextCodec) -> DatasetR
             key=source.key,
             seed=config.seed,
             count_tokens=lambda messages: len(codec.encode(messages, first=True)),
+            answered=source.answered,
             examine=True,
         )
     except DataError as error:
