@@ -21,7 +21,7 @@ class DataSource:
     config: DataConfig
     weight: float | None
     """Of the domain that it belongs to."""
-    answered: bool
+    answered: bool = False
     """Whether a reward of that domain compares with the field `answer` of each row."""
 
     @property
@@ -49,6 +49,8 @@ def find_data(config: BaseModel) -> list[DataSource]:
 def _walk(value: Any, path: str, owner: Any) -> Iterator[DataSource]:
     if isinstance(value, DataConfig):
         source = DataSource(path, value, getattr(owner, "weight", None), getattr(owner, "needs_answers", False))
+        if (passes := getattr(owner, "passes", None)) is not None:  # of a cold start, whatever its `epochs` say
+            source = replace(source, config=value.model_copy(update={"epochs": passes}))
         yield _as_validated(source) if path.endswith(".validation") else source
         return
     if isinstance(value, BaseModel):

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from cadenza.data import DataProto
+from cadenza.inference.codec import TextCodec
 from cadenza.inference.replica import ReplicaStats
 from cadenza.rollout import snapshot
 from cadenza.rollout.collate import collate
@@ -19,6 +20,7 @@ from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.model import prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.rollout.tasks import Domains
 from cadenza.rollout.trace import RunStep, trace_groups
 from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.episodes import EpisodeStats, RolloutMode
@@ -89,6 +91,15 @@ def validation_configs(config: RolloutRunConfig) -> tuple[RolloutConfig, EnvMana
         **patience,
     )
     return rollout, config.validation_env_manager(settings)
+
+
+def check_tasks(config: RolloutRunConfig, codec: TextCodec) -> None:
+    """Raise what is wrong with the rows of a run; nothing stays open."""
+    found = [("train", train_configs(config))]
+    if config.validation is not None:
+        found.append(("val", validation_configs(config)))
+    for mode, (rollout, envs) in found:
+        Domains(envs, mode, rollout.seed, prompt_tokens(codec)).close()
 
 
 async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tuple[DataProto, int]:

@@ -455,6 +455,14 @@ def test_a_row_needs_no_answer_where_the_reward_needs_none(here: Path) -> None:
     assert trained(here, domains={"sums": form}, validation=None).figures["samples"] == 32
 
 
+@pytest.mark.parametrize("key", ["data", "validation"])
+def test_bad_rows_are_found_before_a_cold_start_that_may_be_long(here: Path, key: str) -> None:
+    rows_file(here / "bad.jsonl", [{"prompt": "2+2="}])
+    domains = {"sums": {**TINY["domains"]["sums"], key: "bad.jsonl"}}
+    said = refused(here, domains=domains, cold_start={"data": "sums.jsonl"})
+    assert "bad.jsonl line 1: the field 'answer' is missing" in said, "and not that sums.jsonl has no response"
+
+
 def test_a_malformed_line_is_named(here: Path) -> None:
     with (here / "sums.jsonl").open("a") as file:
         file.write('{"prompt": "2+2=", \n')
@@ -516,9 +524,7 @@ def test_an_endpoint_that_is_down_costs_its_domain_alone_and_is_named_once(
     done = trained(here, domains=domains)
     assert done.figures["domains"]["sums"]["samples"] == 32
     assert done.figures["domains"].get("judged", {"samples": 0})["samples"] == 0, "never a zero: no reward, no sample"
-    warned = [
-        record.getMessage() for record in caplog.records if f"POST {url}/v1/chat/completions" in record.getMessage()
-    ]
+    warned = [said for said in caplog.messages if f"POST {url}/v1/chat/completions" in said]
     assert len(warned) == 2, "once in training and once in validation"
     assert "domain 'judged'" in warned[0]
     assert "asked 2 times" in warned[0]
@@ -545,7 +551,7 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_told_once(
     domains = {"sums": {"data": {"path": "sums.jsonl", "epochs": 1}, "reward": "exact"}}
     done = trained(here, domains=domains, validation=None, max_context=40, steps=10)
     assert done.figures["samples"] == 8 * 4
-    warned = [record.getMessage() for record in caplog.records if "max_context" in record.getMessage()]
+    warned = [said for said in caplog.messages if "max_context" in said]
     assert len(warned) == 1
     assert "83 tokens leave no room in max_context 40" in warned[0]
     said = refused(here, domains=domains, validation=None, max_context=3)
