@@ -96,13 +96,14 @@ def test_the_errors_that_the_page_quotes_are_those_that_a_run_prints(page: Path)
     good = Path("sums.jsonl").read_text().splitlines(keepends=True)[:3]
     printed = ""
     for row in (
-        '{"prompt": "1+1=", "anwser": "2"}', '{"prompt": "1+1=", "answer": ', '{"prompt": 11, "answer": "3"}'
+        '{"prompt": "1+1=", "anwser": "2"}', '{"prompt": "1+1=", "answer": ', '{"prompt": 11, "answer": "3"}',
+        '{"prompt": "1+2=", "answer": {"value": 3}}',
     ):  # fmt: skip
         printed += failure([*good, row])
     printed += failure(['{"prompt": "", "answer": "1"}'])
     for override in ("domains.sums.weight=0", "domains.sums.reward=exakt", "sampling.max_token=4"):
         printed += cadenza("train", "sums.yaml", override).err
-    assert len(cells) == 7
+    assert len(cells) == 8
     for cell in cells:
         assert cell in printed
 
@@ -111,5 +112,5 @@ def failure(lines: list[str]) -> str:
     """What a domain says of a file with these lines."""
     Path("sums.jsonl").write_text("".join(lines))
     with pytest.raises(DataError) as caught:
-        open_dataset(DataConfig(path="sums.jsonl"), key="sums", seed=0)
+        open_dataset(DataConfig(path="sums.jsonl"), key="sums", seed=0, answered=True)
     return f"{caught.value}\n"
