@@ -98,6 +98,16 @@ async def done_before(end: asyncio.Future[Any] | asyncio.Event, task: asyncio.Fu
             task.cancel()
 
 
+def resolve_future(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    """Resolve a future that may be resolved already, or belong to a loop that is gone."""
+    if future.done() or future.get_loop().is_closed():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 def ignore_result(future: asyncio.Future[Any]) -> None:
     """A done callback for a call without a waiter: its exception counts as retrieved."""
     _abandoned.discard(future)

@@ -24,7 +24,7 @@ class DomainRollout:
     env_type: EnvType | None
     """None where the rollout asks the model and nothing else."""
     rollout_function: RolloutFunction
-    context: RolloutContext
+    shared: RolloutContext
     """What its attempts share, with the sampling of this domain."""
     reward: DomainReward | PooledReward | None
     """None where the score is the sum of what the env paid."""
@@ -42,8 +42,8 @@ class DomainRollout:
         if domain.env is not None:
             type = EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
         function = domain.rollout or (config.rollout if type is not None else "single_turn")
-        context = replace(shared, sampling=config.sampling_of(name))
-        return cls(type, rollout_functions.make(function), context, reward)
+        shared = replace(shared, sampling=config.sampling_of(name))
+        return cls(type, rollout_functions.make(function), shared, reward)
 
 
 def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, RewardConfig]]:

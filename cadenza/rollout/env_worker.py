@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from cadenza.datasets import RowError
 from cadenza.envs.protocol import EnvType
@@ -27,65 +26,11 @@ from cadenza.rollout.env_handle import EnvHandle
 from cadenza.rollout.failures import logger
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
-from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, RolloutContext, TokenCounter
+from cadenza.rollout.model import GOLDEN, MASK64, ContextFull, Model, RolloutContext
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.reward_pool import PooledReward, RewardPool
 from cadenza.rollout.sampler import GrantSource
-
-Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-
-
-class ErrorCounter(Protocol):
-    """Where exceptions of user code are counted."""
-
-    def add(self, origin: str, error: BaseException) -> None: ...
-
-
-class AttemptQueue(Protocol):
-    """Gives slots their attempts and takes the results: the group queue, or what stands for it in another
-    process."""
-
-    on_stop: Callable[[Attempt], None]
-    on_work: Callable[[], None]
-
-    @property
-    def ledger(self) -> TokenCounter: ...
-
-    @property
-    def errors(self) -> ErrorCounter: ...
-
-    def issue(self, slot: int) -> Attempt | None: ...
-
-    def slot_freed(self, attempt: Attempt) -> None: ...
-
-    def await_reward(self, attempt: Attempt) -> None: ...
-
-    def put(self, attempt: Attempt, trajectory: Trajectory) -> None: ...
-
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None: ...
-
-
-class SlotPool(Protocol):
-    """What the scheduler needs of the slots: this worker in its own process, or a fleet of them (fleet.py)."""
-
-    busy: int
-
-    @property
-    def leaked_envs(self) -> int: ...
-
-    @property
-    def expired(self) -> int: ...
-
-    @property
-    def stop_seconds(self) -> float: ...
-
-    async def open(self) -> None: ...
-
-    async def drain(self) -> None: ...
-
-    def fill(self) -> None: ...
-
-    def close(self) -> None: ...
+from cadenza.rollout.slot_pool import AttemptQueue, SlotSettings, StartTask
 
 
 class EnvWorker:
@@ -106,16 +51,10 @@ class EnvWorker:
     def __init__(
         self,
         config: EnvManagerConfig,
+        settings: SlotSettings,
         queue: AttemptQueue,
         sampler: GrantSource,
-        codec: Codec,
-        spawn: Spawn,
-        *,
-        backend: str,
-        seed: int,
-        max_reward_tries: int,
-        slice_tokens: int,
-        is_training: bool = True,
+        start_task: StartTask,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -124,8 +63,8 @@ class EnvWorker:
         self.expired = 0
         """Leases that ran out."""
         self._queue = queue
-        self._spawn = spawn
-        self._seed = seed
+        self._start_task = start_task
+        self._seed = settings.seed
         self._warned: set[tuple[str, str]] = set()
         """Domains and causes of failures that the log has."""
         self._free = list(range(config.slots - 1, -1, -1))
@@ -133,24 +72,24 @@ class EnvWorker:
         """The attempt in each slot, None for a free one: the only record of slot ownership."""
         self._closing: set[Attempt] = set()
         """Attempts that close their env."""
-        self._leases = LeaseDeadlines(config.lease_seconds, self._expire, self._occupants)
+        self._leases = LeaseDeadlines(config.lease_seconds, self._on_lease_expired, self._occupants)
         shared = RolloutContext(
             sampler=sampler,
-            codec=codec,
+            codec=settings.codec,
             sampling=config.sampling,
             max_context=config.max_context,
             max_turns=config.max_turns,
             leases=self._leases,
             ledger=queue.ledger,
             namespace=sampler.namespace(),
-            is_training=is_training,
-            slice_tokens=slice_tokens if slice_tokens < config.longest_answer else 0,
+            is_training=settings.is_training,
+            slice_tokens=settings.slice_tokens if settings.slice_tokens < config.longest_answer else 0,
         )
-        self._codec = codec
-        configs = reward_configs(config, max_reward_tries)
+        self._codec = settings.codec
+        configs = reward_configs(config, settings.max_reward_tries)
         self._reward_pool: RewardPool | None = None
         if config.reward_workers:
-            self._reward_pool = RewardPool(configs, config.reward_workers, backend, config.close_seconds)
+            self._reward_pool = RewardPool(configs, config.reward_workers, settings.backend, config.close_seconds)
         rewards: dict[str, DomainReward | PooledReward] = {
             name: self._reward_pool.reward(name) if self._reward_pool is not None else DomainReward(own, name)
             for name, own in configs.items()
@@ -193,7 +132,7 @@ class EnvWorker:
         while self._free and (attempt := self._queue.issue(self._free[-1])) is not None:
             self._occupants[self._free.pop()] = attempt
             self.busy += 1
-            attempt.runner = self._spawn(self._run(attempt), attempt.key)
+            attempt.runner = self._start_task(self._run(attempt), attempt.key)
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end its task."""
@@ -234,7 +173,7 @@ class EnvWorker:
         self._leases.renew(attempt)
         type, env = domain.env_type, None
         handle: EnvHandle | None = None
-        model = Model(attempt, trajectory, domain.context)
+        model = Model(attempt, trajectory, domain.shared)
         try:
             try:
                 if isinstance(task.data, RowError):
@@ -242,7 +181,7 @@ class EnvWorker:
                 if type is not None:
                     env = await type.make()
                     type.check(env)
-                    handle = EnvHandle(env, type, attempt, trajectory, domain.context)
+                    handle = EnvHandle(env, type, attempt, trajectory, domain.shared)
                 attempt.stage = "rollout"
                 full: ContextFull | None = None
                 try:
@@ -341,11 +280,11 @@ class EnvWorker:
                 "an attempt of domain '%s' failed, %s: %s; further ones are only counted", domain, cause, error
             )
 
-    def _expire(self, attempt: Attempt) -> None:
+    def _on_lease_expired(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env
         always hangs must be retired."""
         self.expired += 1
-        detail = f"no progress within lease_seconds {self._leases.seconds}"
+        detail = f"no progress within lease_seconds {self._leases.lease_seconds}"
         logger.warning(
             "%s of domain '%s' failed in %s: %s", attempt.key, attempt.group.task.domain, attempt.stage, detail
         )
@@ -380,7 +319,7 @@ class EnvWorker:
         if self._occupants[attempt.slot] is not attempt:
             return
         self._occupants[attempt.slot] = None
-        self._queue.slot_freed(attempt)
+        self._queue.release_slot(attempt)
         self._free.append(attempt.slot)
         self.busy -= 1
         self.fill()

@@ -26,9 +26,9 @@ from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
-from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.sampler import ReplicaAddress
+from cadenza.rollout.slot_pool import SlotSettings
 from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 
 
@@ -103,14 +103,9 @@ class EnvWorkerSpec:
 
     name: str
     config: EnvManagerConfig
-    codec: Codec
+    settings: SlotSettings
     replicas: Sequence[ReplicaAddress]
     namespace: int
-    backend: str
-    seed: int
-    max_reward_tries: int
-    slice_tokens: int
-    is_training: bool
 
 
 class RemoteQueue:
@@ -178,7 +173,7 @@ class RemoteQueue:
             del self._attempts[attempt.id]
         self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.stage))
 
-    def slot_freed(self, attempt: Attempt) -> None:
+    def release_slot(self, attempt: Attempt) -> None:
         if attempt.fate is not None:
             del self._attempts[attempt.id]
         self._send(SlotFreed(attempt.id, attempt.turns, attempt.tokens))
@@ -235,18 +230,7 @@ class EnvWorkerProcess(Worker):
         spec = self._spec
         entries = make_replica_entries(spec.replicas, spec.name)
         self._grant_client = GrantClient(entries, spec.namespace, self._mailbox.send)
-        self._envs = EnvWorker(
-            spec.config,
-            self._queue,
-            self._grant_client,
-            spec.codec,
-            self._spawn,
-            backend=spec.backend,
-            seed=spec.seed,
-            max_reward_tries=spec.max_reward_tries,
-            slice_tokens=spec.slice_tokens,
-            is_training=spec.is_training,
-        )
+        self._envs = EnvWorker(spec.config, spec.settings, self._queue, self._grant_client, self._start_task)
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Granted | GrantDenied):
@@ -255,7 +239,7 @@ class EnvWorkerProcess(Worker):
         else:
             self._queue.receive(message)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cadenza.rollout.env_worker import SlotPool
 from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler
+from cadenza.rollout.slot_pool import SlotPool
 
 DISPATCHED = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS)
 """Whose lengths the length bias compares: what was sent out to be trained. Attempts that were cut short count with

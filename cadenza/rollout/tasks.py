@@ -121,8 +121,8 @@ class Domains:
     def exhausted(self) -> bool:
         return all(domain.exhausted for domain in self._list)
 
-    def restart(self) -> None:
-        """Follow the order of every domain from its beginning."""
+    def begin_pass(self) -> None:
+        """The tasks begin anew: follow the order of every domain from its beginning."""
         for domain in self._list:
             domain.drawn = domain.started = 0
             domain.to_redraw.clear()
