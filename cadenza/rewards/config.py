@@ -85,6 +85,11 @@ class RewardConfig(Config):
         return bool(getattr(reward, "asks_policy", False))
 
     @property
+    def needs_answer(self) -> bool:
+        """Whether each row must have an `answer` for it."""
+        return bool(getattr(find_reward(self.name), "needs_answer", False))
+
+    @property
     def short_name(self) -> str:
         """What metrics and messages call it where the config gives it no key."""
         return called(self.name)

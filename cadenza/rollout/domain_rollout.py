@@ -42,8 +42,7 @@ class DomainRollout:
         if domain.env is not None:
             type = EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
         function = domain.rollout or (config.rollout if type is not None else "single_turn")
-        if domain.sampling is not None:
-            shared = replace(shared, sampling=domain.sampling)
+        shared = replace(shared, sampling=config.sampling_of(name))
         return cls(type, rollout_functions.make(function), shared, reward)
 
 

@@ -66,6 +66,8 @@ class EnvWorker:
         self._queue = queue
         self._start_task = start_task
         self._seed = settings.seed
+        self._warned: set[tuple[str, str]] = set()
+        """Domains and causes of failures that the log has."""
         self._free = list(range(config.slots - 1, -1, -1))
         self._occupants: list[Attempt | None] = [None] * config.slots
         """The attempt in each slot, None for a free one: the only record of slot ownership."""
@@ -276,9 +278,19 @@ class EnvWorker:
             logger.warning("%s failed: %s", attempt.key, error)
             self._queue.fail(attempt, str(error), weight=weight)
             return
-        self._queue.fail(attempt, f"{stage}: {type(error).__name__}", str(error)[:200], weight=weight)
+        cause = f"{stage}: {type(error).__name__}"
+        if isinstance(error, (ContextFull, InfrastructureError)):
+            self._warn_once(attempt.group.task.domain, cause, error)
+        self._queue.fail(attempt, cause, str(error)[:200], weight=weight)
         if isinstance(error, NoRewardProcess):  # every other task would fail in the same way
             self._queue.fatal(RolloutError(str(error)))
+
+    def _warn_once(self, domain: str, cause: str, error: BaseException) -> None:
+        if (domain, cause) not in self._warned:
+            self._warned.add((domain, cause))
+            logger.warning(
+                "an attempt of domain '%s' failed, %s: %s; further ones are only counted", domain, cause, error
+            )
 
     def _on_lease_expired(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env

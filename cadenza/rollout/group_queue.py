@@ -18,9 +18,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from cadenza.datasets import DataError
 from cadenza.observe.events import EventSink
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
-from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, UserErrors
+from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TasksUnreadable, UserErrors
 from cadenza.rollout.group_filter import GroupFilterRunner
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.pass_counts import PassCounts, PassStart
@@ -100,7 +101,11 @@ class GroupQueue:
                 return self.ledger.issue(group, member, slot, self._now())
         if self.started >= self.bound.max_started():
             return None
-        drawn = self.domains.draw()
+        try:
+            drawn = self.domains.draw()
+        except DataError as error:  # no other row can be trusted either
+            self.fatal(TasksUnreadable(str(error)))
+            return None
         if drawn is None:
             self._wake()
             return None

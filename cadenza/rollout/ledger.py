@@ -175,6 +175,8 @@ class Ledger:
         self.tokens: Counter[Fate] = Counter()
         self.causes: Counter[tuple[Fate, str]] = Counter()
         """Attempts by fate and cause."""
+        self.first_details: dict[str, str] = {}
+        """Of each cause of a failure, what the first one said."""
         self.lost_tokens: Counter[str] = Counter()
         """Tokens of attempts that were neither trained nor validated, by cause."""
         self.origin = 0.0
@@ -270,6 +272,8 @@ class Ledger:
         self.tokens[fate] += attempt.tokens
         if fate is not Fate.TRAINED and fate is not Fate.VALIDATED:
             self.causes[fate, cause] += 1
+            if fate is Fate.FAILED:
+                self.first_details.setdefault(cause, detail)
             self.lost_tokens[cause] += attempt.tokens
             attempt.trajectory = None
         if self.events is not None:

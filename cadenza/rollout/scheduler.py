@@ -201,9 +201,10 @@ class RolloutScheduler:
         return await self.sampler.expand(target_gpus, skip_load)
 
     async def shutdown(self) -> None:
-        """End everything. What is not consumed is cancelled, envs are closed, callers that wait get
+        """End everything. What is not consumed is cancelled, envs and datasets are closed, callers that wait get
         `SchedulerClosed`."""
         self.queue.fatal(SchedulerClosed("the scheduler was shut down"))
+        self.queue.domains.close()  # after `fatal` no task is drawn
         if self._on_version in self.sampler.on_version:
             self.sampler.on_version.remove(self._on_version)
             self.sampler.on_lost.remove(self._on_replica_lost)

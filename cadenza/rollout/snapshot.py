@@ -90,17 +90,17 @@ def _positions(domain: Domain, ids: set[str]) -> dict[str, int]:
     for position in range(domain.drawn - 1, -1, -1):
         if len(positions) == len(ids):
             break
-        task = domain.tasks.at(position)
-        if task is not None and task.id in ids:
-            positions[task.id] = position
+        id = domain.tasks.id_at(position)
+        if id is not None and id in ids:
+            positions[id] = position
     return positions
 
 
 def _saved_domain(domain: Domain, positions: dict[str, int]) -> SavedDomain:
-    last = domain.tasks.at(domain.drawn - 1) if domain.drawn else None
+    last = domain.tasks.id_at(domain.drawn - 1) if domain.drawn else None
     again = [SavedTask(positions[task.id], task.id) for task in domain.to_redraw]
     return SavedDomain(
-        domain.drawn, domain.started, last.id if last is not None else None, again,
+        domain.drawn, domain.started, last, again,
         domain.rested, domain.resting, domain.tasks.state(),
     )  # fmt: skip
 

@@ -100,7 +100,7 @@ class RolloutRunConfig(RunConfig):
         sampling, which wins over that of all domains."""
         manager, changed = self.validation_tasks(settings), settings.sampling.applied_to
         domains = {
-            name: domain.model_copy(update={"sampling": domain.sampling and changed(domain.sampling)})
+            name: domain.model_copy(update={"sampling": changed(domain.sampling)})
             for name, domain in manager.domains.items()
         }
         return manager.model_copy(update={"domains": domains, "sampling": changed(manager.sampling)})
@@ -195,10 +195,10 @@ class RolloutRunConfig(RunConfig):
             if temperature not in (1.0, sampled):
                 raise ValueError(f"{name}.temperature {temperature} is not that of sampling, {sampled}: leave it out")
         for name, domain in self.env_manager.domains.items():
-            if domain.sampling is not None and (own := domain.sampling.temperature) != sampled:
+            if (own := domain.sampling.temperature) not in (None, sampled):
                 raise ValueError(
                     f"domains.{name}.sampling.temperature {own} differs from sampling.temperature {sampled}, and the "
-                    "actor is trained at one temperature: write the same in both, or set validation.sampling"
+                    "actor is trained at one temperature: leave it out, or set validation.sampling"
                 )
 
     def _check_group_settings(self) -> None:

@@ -51,12 +51,14 @@ class RolloutPipeline(Pipeline):
             processes = self.roles.reward_processes
             self.rollouts = scheduler_for("train", self.config, self.inference, reward_processes=processes)
             self._snapshots = RolloutSnapshots(self.run.path / ".rollouts", self.rollouts)
-            if checkpoint is not None:
-                self.rollouts.restore(checkpoint / "rollouts")
-            if devices := self.config.shared_devices:
-                groups, roles = self.config.rollout.groups_per_batch, self.roles
-                self.shared = SharedDevices(self.rollouts, devices, groups, offload=roles.offload, reload=roles.reload)
             try:
+                if checkpoint is not None:
+                    self.rollouts.restore(checkpoint / "rollouts")
+                if devices := self.config.shared_devices:
+                    groups, roles = self.config.rollout.groups_per_batch, self.roles
+                    self.shared = SharedDevices(
+                        self.rollouts, devices, groups, offload=roles.offload, reload=roles.reload
+                    )
                 yield
             finally:
                 if self._validation is not None:

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.data import DataProto
+from cadenza.inference.codec import TextCodec
 from cadenza.inference.replica import ReplicaStats
 from cadenza.rollout import snapshot
 from cadenza.rollout.collate import collate
@@ -20,6 +21,7 @@ from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.model import prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.rollout.tasks import Domains
 from cadenza.rollout.trace import RunStep, trace_groups
 from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.episodes import EpisodeStats, RolloutMode
@@ -99,6 +101,15 @@ def validation_configs(config: RolloutRunConfig) -> tuple[RolloutConfig, EnvMana
     return rollout, config.validation_env_manager(settings)
 
 
+def check_tasks(config: RolloutRunConfig, codec: TextCodec) -> None:
+    """Raise what is wrong with the rows of a run; nothing stays open."""
+    found = [("train", train_configs(config))]
+    if config.validation is not None:
+        found.append(("val", validation_configs(config)))
+    for mode, (rollout, envs) in found:
+        Domains(envs, mode, rollout.seed, prompt_tokens(codec)).close()
+
+
 async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tuple[DataProto, int]:
     """The batch of a validation with the weights of a checkpoint, and their version."""
     version = int(step_of(checkpoint))
@@ -125,7 +136,10 @@ async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tup
 async def check_rollouts(config: RolloutRunConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
     queue = GroupQueue(*train_configs(config), "train", count_tokens=prompt_tokens(load_run_codec(config)))
-    snapshot.restore(checkpoint / "rollouts", queue)
+    try:
+        snapshot.restore(checkpoint / "rollouts", queue)
+    finally:
+        queue.domains.close()
 
 
 class RolloutSnapshots:
