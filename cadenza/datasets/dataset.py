@@ -98,6 +98,10 @@ class Dataset:
         """The row of that number in the source: what `at` said first."""
         return self._reader.read(self._source[number], self._source.place(number))
 
+    def own_messages_begin(self, row: Row) -> int:
+        """How many of a row's `messages` come before its own: the system message and the worked examples."""
+        return self._reader.own_messages_begin(row["messages"])
+
     def place(self, number: int) -> str:
         """Where a row of the source stands, for messages."""
         return self._source.place(number)

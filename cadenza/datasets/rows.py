@@ -65,6 +65,10 @@ class RowReader:
         first = int(messages[0]["role"] == "system")
         return [*messages[:first], *self._few_shot, *messages[first:]]
 
+    def own_messages_begin(self, messages: Sequence[Message]) -> int:
+        """How many messages of a row come before its own: the system message and the worked examples."""
+        return int(messages[0]["role"] == "system") + len(self._few_shot)
+
     def _prompt(self, row: Row, place: str) -> tuple[Any, str]:
         """Text or messages, and the name of where they come from."""
         config = self._config
