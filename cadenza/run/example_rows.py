@@ -1,8 +1,8 @@
 """From the rows of a dataset to tokens that train: conversations, and pairs of answers.
 
 Invariant: a token trains if and only if the model should have written it: the text of an answer and the end token
-behind it. The worked examples of the config (`few_shot`) are prompt. Everything is encoded as a rollout would show it (inference/codec.py), so that what is learned here is what
-is asked there.
+behind it. The worked examples of the config (`few_shot`) are prompt. Everything is encoded as a rollout would show it
+(inference/codec.py), so that what is learned here is what is asked there.
 """
 
 from __future__ import annotations

@@ -127,18 +127,6 @@ def test_each_device_has_one_process_for_training_and_validation_and_all_env_wor
     until(lambda: not actors())
 
 
-def test_eval_computes_its_rewards_on_the_devices_too(nodes: RayTestCluster, config: Path, tmp_path: Path) -> None:
-    done = train(config, "steps=1")
-    assert done.code == 0, done.err
-    for path in [*tmp_path.glob("*.json"), *tmp_path.glob("*.scored")]:
-        path.unlink()
-    measured = cadenza("eval", done.run, "--json")
-    assert measured.code == 0, measured.err
-    assert len(processes(tmp_path)) == 2
-    assert os.getpid() not in processes(tmp_path)
-    assert sum(scored(tmp_path).values()) == 6
-
-
 def test_a_reward_process_that_dies_costs_nothing_while_another_is_left(
     nodes: RayTestCluster, config: Path, tmp_path: Path
 ) -> None:
