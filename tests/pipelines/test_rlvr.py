@@ -578,6 +578,16 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_told_once(
     assert "tokens leave no room in max_context 3" in said
 
 
+def test_a_run_that_is_resumed_goes_on_with_the_rows_that_a_file_had_before_it_grew(here: Path) -> None:
+    domains = {"sums": {"data": {"path": "sums.jsonl", "epochs": 1}, "reward": "exact"}}
+    trained(here, steps=1, domains=domains, validation=None)
+    with (here / "sums.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "0+0=", "answer": "0"}) + "\n")
+    resumed = cadenza("resume", "runs/tiny", "steps=50", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.figures["samples"] == 40 * 4
+
+
 def test_a_file_that_is_written_anew_during_a_run_ends_it_with_one_error_and_it_can_be_resumed(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
