@@ -38,6 +38,13 @@ class CurriculumConfig(Config):
         return self
 
 
+class WorkedExample(Config):
+    """A question with its answer."""
+
+    prompt: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
 class DataConfig(Config):
     """A source of rows. A path alone is short for `{path: ...}`."""
 
@@ -55,6 +62,8 @@ class DataConfig(Config):
     """Makes the user's prompt of the row's fields, as in 'What is {a} + {b}?'. Braces that stay are doubled."""
     system: str | None = None
     """The first message of each row that has no system message."""
+    few_shot: tuple[WorkedExample, ...] = ()
+    """Worked examples that the model sees before every prompt, as earlier turns of the chat."""
     min_tokens: int | None = Field(default=None, ge=0)
     """Leave out rows whose rendered prompt is shorter."""
     max_tokens: int | None = Field(default=None, gt=0)

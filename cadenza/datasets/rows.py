@@ -2,7 +2,7 @@
 
 The messages come from, in this order: the template; `messages`; `prompt`, which is text or messages itself. Where a
 row has both `messages` and `prompt`, the one that `fields` names counts. All fields of the source stay, under their own
-names too.
+names too. The system message and the worked examples of the config come before them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ class RowReader:
         self._answered = answered
         self.required = dict.fromkeys([*required, *(["answer"] if answered else [])])
         """Names of ours, in their order."""
+        self._few_shot: list[Message] = [
+            {"role": role, "content": text}
+            for example in config.few_shot
+            for role, text in (("user", example.prompt), ("assistant", example.answer))
+        ]
         self._shown = () if config.template is None else tuple(dict.fromkeys(template_fields(config.template)))
 
     def read(self, raw: Mapping[str, Any], place: str) -> Row:
@@ -57,7 +62,8 @@ class RowReader:
             messages = _checked(given, name, place)
         if self._config.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._config.system})
-        return messages
+        first = int(messages[0]["role"] == "system")
+        return [*messages[:first], *self._few_shot, *messages[first:]]
 
     def _prompt(self, row: Row, place: str) -> tuple[Any, str]:
         """Text or messages, and the name of where they come from."""

@@ -34,7 +34,7 @@ from cadenza.inference.replica import (
 )
 from cadenza.inference.request_context import checked_context
 from cadenza.inference.sequence import EngineSequence
-from cadenza.off_loop import as_async, resolve_future
+from cadenza.off_loop import COMPUTE_POOL, as_async, resolve_future
 
 _PREFILL_WORK = 1 << 33
 """Weights times tokens that are prefilled in one go: about a second of one core."""
@@ -205,7 +205,7 @@ class TorchReplica:
     async def prepare(self, weights: object) -> PreparedWeights:
         """Make weights ready for `load_weights`, off the loop and beside the generation. One at a time."""
         self._check_alive()
-        prepared: PreparedWeights = await as_async(self._weights.prepare)(weights)
+        prepared: PreparedWeights = await as_async(self._weights.prepare, COMPUTE_POOL)(weights)
         return prepared
 
     def clone(self, **options: Any) -> TorchReplica:

@@ -24,8 +24,8 @@ class ConfiguredReward(Config):
         reward: {name: my_module:Short, words: 20}
 
     `__call__` is plain, and runs off the loop, or async. What it needs while it works is made in `async open()` and
-    given up in `async close()`; both are optional, and so are `score_batch(samples) -> list` with `batch_size`, and
-    `concurrency`, the calls at once that it bears.
+    given up in `async close()`; both are optional, and so are `score_batch(samples) -> list` with `batch_size`,
+    `concurrency`, the calls at once that it bears, and `use_host(host)`, which gets the `RewardHost` before `open`.
     """
 
     needs_answer: ClassVar[bool] = False

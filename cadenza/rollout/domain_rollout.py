@@ -48,7 +48,8 @@ class DomainRollout:
 
 def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, RewardConfig]]:
     """The rewards of each domain that has any, by name. Where a reward does not say it itself, one call may take
-    `reward_seconds`, and one that is late is asked again up to so many `tries`."""
+    `reward_seconds`, and one that is late is asked again up to so many `tries`. One that asks the policy may wait while
+    the gate is closed: the sampler keeps its deadlines."""
     patience = {"seconds": config.reward_seconds, "tries": tries}
     found: dict[str, dict[str, RewardConfig]] = {}
     for domain, settings in config.domains.items():
@@ -56,7 +57,11 @@ def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, 
         if rewards:
             found[domain] = {
                 name: reward.model_copy(
-                    update={key: value for key, value in patience.items() if key not in reward.model_fields_set}
+                    update={
+                        key: value
+                        for key, value in patience.items()
+                        if key not in reward.model_fields_set and not (key == "seconds" and reward.asks_policy)
+                    }
                 )
                 for name, reward in rewards.items()
             }

@@ -19,16 +19,17 @@ from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import ignore_result, with_deadline
-from cadenza.rewards import DomainReward, LateReward
+from cadenza.rewards import DomainReward, LateReward, RewardHost
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.domain_rollout import DomainRollout, add_score, reward_configs, reward_sample
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import logger
+from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import GOLDEN, MASK64, ContextFull, Model, RolloutContext
+from cadenza.rollout.policy_chat import PolicyChat
 from cadenza.rollout.records import Trajectory
-from cadenza.rollout.reward_pool import PooledReward, RewardPool
+from cadenza.rollout.reward_pool import NoRewardProcess, PooledReward, make_reward_pool
 from cadenza.rollout.sampler import GrantSource
 from cadenza.rollout.slot_pool import AttemptQueue, SlotSettings, StartTask
 
@@ -86,12 +87,11 @@ class EnvWorker:
             slice_tokens=settings.slice_tokens if settings.slice_tokens < config.longest_answer else 0,
         )
         self._codec = settings.codec
+        chat = self._policy_chat = PolicyChat(shared)
         configs = reward_configs(config, settings.max_reward_tries)
-        self._reward_pool: RewardPool | None = None
-        if config.reward_workers:
-            self._reward_pool = RewardPool(configs, config.reward_workers, settings.backend, config.close_seconds)
+        pool = self._reward_pool = make_reward_pool(configs, config, settings, chat)
         rewards: dict[str, DomainReward | PooledReward] = {
-            name: self._reward_pool.reward(name) if self._reward_pool is not None else DomainReward(own, name)
+            name: DomainReward(own, name, RewardHost(ask_policy=chat)) if pool is None else pool.reward(name)
             for name, own in configs.items()
         }
         self._domains = {
@@ -146,6 +146,16 @@ class EnvWorker:
             asyncio.get_running_loop().call_later(self.stop_seconds, self._abandon, attempt)
         if attempt not in self._closing:
             attempt.runner.cancel()
+
+    @property
+    def judge_calls(self) -> int:
+        """Questions of rewards to the policy."""
+        return self._policy_chat.calls
+
+    @property
+    def judge_tokens(self) -> int:
+        """Tokens that the policy wrote to answer them; no attempt has them on its account."""
+        return self._policy_chat.tokens
 
     @property
     def stop_seconds(self) -> float:
@@ -272,6 +282,8 @@ class EnvWorker:
         if isinstance(error, (ContextFull, InfrastructureError)):
             self._warn_once(attempt.group.task.domain, cause, error)
         self._queue.fail(attempt, cause, str(error)[:200], weight=weight)
+        if isinstance(error, NoRewardProcess):  # every other task would fail in the same way
+            self._queue.fatal(RolloutError(str(error)))
 
     def _warn_once(self, domain: str, cause: str, error: BaseException) -> None:
         if (domain, cause) not in self._warned:

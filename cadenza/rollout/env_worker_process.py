@@ -24,6 +24,7 @@ from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
+from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
 from cadenza.rollout.records import Fate, Task, Trajectory
@@ -87,12 +88,14 @@ class UserCodeRaised(NamedTuple):
 class EnvWorkerCounters(NamedTuple):
     """Sums since the start."""
 
-    leaked_envs: int
-    expired: int
+    leaked_envs: int = 0
+    expired: int = 0
+    judge_calls: int = 0
+    judge_tokens: int = 0
 
 
 class EnvWorkerCrashed(NamedTuple):
-    """The env worker itself raised: a bug, and the end of the run."""
+    """The env worker cannot go on, by a bug or for want of what it needs: the end of the run."""
 
     text: str
 
@@ -173,6 +176,9 @@ class RemoteQueue:
             del self._attempts[attempt.id]
         self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.stage))
 
+    def fatal(self, error: RolloutError) -> None:
+        self._send(EnvWorkerCrashed(str(error)))
+
     def release_slot(self, attempt: Attempt) -> None:
         if attempt.fate is not None:
             del self._attempts[attempt.id]
@@ -194,7 +200,7 @@ class EnvWorkerProcess(Worker):
         self._queue = RemoteQueue(self._mailbox.send)
         self._grant_client: GrantClient | None = None
         self._envs: EnvWorker
-        self._sent_counters = EnvWorkerCounters(0, 0)
+        self._sent_counters = EnvWorkerCounters()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[Any, BundleArrays | None]:
@@ -202,7 +208,8 @@ class EnvWorkerProcess(Worker):
         if self._grant_client is None:
             self._start()
         number, said = await self._mailbox.exchange(number, messages)
-        counters = EnvWorkerCounters(self._envs.leaked_envs, self._envs.expired)
+        envs = self._envs
+        counters = EnvWorkerCounters(envs.leaked_envs, envs.expired, envs.judge_calls, envs.judge_tokens)
         if counters != self._sent_counters:
             self._sent_counters = counters
             said.append(counters)

@@ -70,7 +70,7 @@ class EnvFleet:
         self._settings = settings
         self._namespace = sampler.namespace()
         self._workers: list[FleetWorker] = []
-        self._past_counters = EnvWorkerCounters(0, 0)
+        self._past_counters = EnvWorkerCounters()
         """Of workers that are gone."""
         self._starting = 0
         self._losses_in_a_row = 0
@@ -87,6 +87,14 @@ class EnvFleet:
     @property
     def expired(self) -> int:
         return self._past_counters.expired + sum(worker.counters.expired for worker in self._workers)
+
+    @property
+    def judge_calls(self) -> int:
+        return self._past_counters.judge_calls + sum(worker.counters.judge_calls for worker in self._workers)
+
+    @property
+    def judge_tokens(self) -> int:
+        return self._past_counters.judge_tokens + sum(worker.counters.judge_tokens for worker in self._workers)
 
     @property
     def stop_seconds(self) -> float:

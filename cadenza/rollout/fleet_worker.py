@@ -50,7 +50,7 @@ class FleetWorker:
         self.free = slots
         """Free slots; the last one is taken first."""
         self.attempts: dict[int, RemoteAttempt] = {}
-        self.counters = EnvWorkerCounters(0, 0)
+        self.counters = EnvWorkerCounters()
         self.handle: WorkerHandle | None = None
         self.channel: Channel
         self.grant_server: GrantServer

@@ -31,6 +31,9 @@ def rollout_metrics(queue: GroupQueue, slots: SlotPool, sampler: Sampler) -> dic
     if any(domain.rest_epochs for domain in domains):
         metrics["tasks/resting"] = sum(len(domain.resting) for domain in domains)
         metrics["tasks/rested"] = sum(domain.rested for domain in domains)
+    if slots.judge_calls:
+        metrics["judge/calls"] = slots.judge_calls
+        metrics["judge/tokens"] = slots.judge_tokens
     for fate in Fate:
         metrics[f"fate/{fate.value}"] = ledger.fates[fate]
         metrics[f"tokens/{fate.value}"] = ledger.tokens[fate]

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.observe.events import EventSink
@@ -91,7 +92,10 @@ class RolloutScheduler:
         collator: Collator | None = None,
         *,
         events: EventSink | None = None,
+        reward_processes: Sequence[WorkerHandle] = (),
     ) -> None:
+        """`reward_processes` are the workers of a cluster of `RewardProcess`, which compute the rewards; without any
+        they are computed as `env_manager_config` says."""
         if mode not in ("train", "val"):
             raise ValueError(f"mode must be 'train' or 'val', got '{mode}'")
         self.config = config
@@ -109,6 +113,7 @@ class RolloutScheduler:
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
             is_training=mode == "train",
+            reward_processes=reward_processes,
         )
         self._slots: SlotPool = kind(env_manager_config, settings, self.queue, self.sampler, self._start_task)
         self.queue.start_task = lambda coroutine: self._start_task(coroutine, "group filter")

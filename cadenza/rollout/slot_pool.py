@@ -1,18 +1,20 @@
 """What a scheduler, its group queue and its slots need of each other, in whichever process the slots are.
 
 scheduler --SlotSettings, StartTask--> SlotPool: `EnvWorker` (env_worker.py) or `EnvFleet` (fleet.py)
-SlotPool --issue, release_slot, await_reward, put, fail--> AttemptQueue: `GroupQueue`, or a `RemoteQueue` that stands
-                                                           for it in the process of an env worker
+SlotPool --issue, release_slot, await_reward, put, fail, fatal--> AttemptQueue: `GroupQueue`, or a `RemoteQueue` that
+                                                                  stands for it in the process of an env worker
 AttemptQueue --on_work, on_stop--> SlotPool
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cadenza.cluster.worker_handle import WorkerHandle
+from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import Codec, TokenCounter
 from cadenza.rollout.records import Trajectory
@@ -32,6 +34,8 @@ class SlotSettings:
     max_reward_tries: int
     slice_tokens: int
     is_training: bool
+    reward_processes: Sequence[WorkerHandle]
+    """Those of `devices.reward`, which compute the rewards; empty where the rewards have no devices."""
 
 
 class ErrorCounter(Protocol):
@@ -75,6 +79,10 @@ class AttemptQueue(Protocol):
         """The attempt is lost; `weight` says how much of a try it was."""
         ...
 
+    def fatal(self, error: RolloutError) -> None:
+        """No attempt can succeed any more: end the run."""
+        ...
+
 
 class SlotPool(Protocol):
     """What the scheduler needs of the slots: an env worker in its own process (env_worker.py), or a fleet of
@@ -91,6 +99,16 @@ class SlotPool(Protocol):
     @property
     def expired(self) -> int:
         """Leases that ran out."""
+        ...
+
+    @property
+    def judge_calls(self) -> int:
+        """Questions of rewards to the policy."""
+        ...
+
+    @property
+    def judge_tokens(self) -> int:
+        """Tokens that the policy wrote to answer them; no attempt has them on its account."""
         ...
 
     @property

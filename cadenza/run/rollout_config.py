@@ -19,7 +19,7 @@ from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError, RunConfig, check_name
 from cadenza.run.config_tree import merged_trees, value_at
 from cadenza.run.engines import EngineConfig, find_engine
-from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE
+from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE, REWARD
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig
 from cadenza.training.estimators import names_within_groups
 from cadenza.training.learner import LearnerConfig
@@ -179,6 +179,7 @@ class RolloutRunConfig(RunConfig):
         if self.model.lora is not None and self.cold_start is None and self.model.lora.dropout:
             raise ValueError(f"model.lora.dropout {self.model.lora.dropout} does nothing without cold_start: remove it")
         self._check_engine()
+        self._check_reward_devices()
         self._check_chunks()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
@@ -225,6 +226,35 @@ class RolloutRunConfig(RunConfig):
             with named_user_code("engine.kind", kind, passes=(ValueError,)):
                 engine.check_devices(devices)
 
+    def _check_reward_devices(self) -> None:
+        """Processes on devices compute the rewards, if there are any."""
+        if (config := self.devices.get(REWARD)) is None:
+            return
+        if config.devices == AUTO:
+            raise ValueError("devices.reward: 'auto' is for actor and inference: name the devices, as in reward: 2-3")
+        named, envs = f"devices.reward: {format_devices(config.device_numbers)}", self.env_manager
+        if self.backend == "embedded":
+            raise ValueError(
+                f"{named} are processes of their own, and backend 'embedded' has none: set backend=ray, or remove it"
+            )
+        if config.devices_per_replica > 1:
+            raise ValueError(
+                f"{named}: a process that computes rewards has one device: leave out devices_per_worker and "
+                "tensor_parallel"
+            )
+        if envs.reward_workers:
+            raise ValueError(
+                f"{named} and reward_workers {envs.reward_workers} both say where rewards are computed: remove one"
+            )
+        domains = [*envs.domains.values()]
+        if self.validation is not None:
+            domains += self.validation_tasks(self.validation).domains.values()
+        if not any(domain.reward or domain.rewards for domain in domains):
+            raise ValueError(
+                f"{named} have nothing to compute: no domain has a reward, its score is what the env paid. Give one a "
+                "reward, or remove devices.reward"
+            )
+
     def _check_chunks(self) -> None:
         """The chunks of a batch must come to what the whole batch would."""
         chunks, updates = self.batch_parts, self.actor.epochs * self.actor.mini_batches
@@ -270,12 +300,14 @@ class RolloutRunConfig(RunConfig):
 
     @property
     def role_names(self) -> tuple[str, ...]:
-        """The roles that get devices. Under an adapter the actor is the reference too, unless that is a teacher."""
+        """The roles that get devices. Under an adapter the actor is the reference too, unless that is a teacher.
+        Rewards have devices where they are named."""
         found = {
             CRITIC: self.critic is not None,
             REFERENCE: self.needs_reference and (self.model.lora is None or self.teacher is not None),
         }
-        return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE)
+        rewards = (REWARD,) if REWARD in self.devices else ()
+        return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE, *rewards)
 
     @property
     def shared_devices(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.data import DataProto
 from cadenza.inference.codec import TextCodec
 from cadenza.inference.replica import ReplicaStats
@@ -49,11 +50,16 @@ def named_as_validation() -> Iterator[None]:
 
 
 def scheduler_for(
-    mode: RolloutMode, config: RolloutRunConfig, inference: Inference, *, beside: RolloutScheduler | None = None
+    mode: RolloutMode,
+    config: RolloutRunConfig,
+    inference: Inference,
+    *,
+    reward_processes: Sequence[WorkerHandle] = (),
+    beside: RolloutScheduler | None = None,
 ) -> RolloutScheduler:
     """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`, and those of the training
     how long everything in them took in `meta_info["trace"]`. What user code raises is shown once by it and by the one
-    `beside` it."""
+    `beside` it. `reward_processes` are those of `devices.reward`."""
     rollout, envs = (train_configs if mode == "train" else validation_configs)(config)
 
     def collator(trajectories: list[Trajectory]) -> DataProto:
@@ -63,7 +69,9 @@ def scheduler_for(
             batch.meta_info["trace"] = trace_groups(trajectories)
         return batch
 
-    scheduler = RolloutScheduler(rollout, envs, inference.resources, inference, mode, collator)
+    scheduler = RolloutScheduler(
+        rollout, envs, inference.resources, inference, mode, collator, reward_processes=reward_processes
+    )
     if beside is not None:
         scheduler.queue.errors.share_log(beside.queue.errors)
     return scheduler

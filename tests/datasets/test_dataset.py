@@ -134,6 +134,11 @@ def test_a_source_says_the_same_as_long_as_its_rows_and_its_order_are_the_same(t
             {"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]},
             [("system", "Own."), ("user", "Hi")],
         ),
+        (
+            {"system": "Be brief.", "few_shot": [{"prompt": "1+1=", "answer": "2"}]},
+            {"prompt": "2+2="},
+            [("system", "Be brief."), ("user", "1+1="), ("assistant", "2"), ("user", "2+2=")],
+        ),
     ],
 )  # fmt: skip
 def test_a_row_becomes_messages(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from loopback import nowhere, serving
-from pipeline_cases import Commands, Done, cadenza, column, lines, until
+from pipeline_cases import Commands, Done, cadenza, column, lines, steps, until
 
 from cadenza.datasets import DataError
 from cadenza.datasets.jsonl import JsonLines
@@ -604,3 +604,49 @@ def test_a_bad_row_behind_those_that_are_checked_costs_its_own_attempts_and_is_n
     )
     assert done.figures["samples"] == 99 * 2
     assert "a row is left out: sums.jsonl line 51: the field 'answer' is missing" in caplog.text
+
+
+# -- the policy as its own judge ---------------------------------------------------------------------------------------
+
+SELF_JUDGED = {
+    "name": "judge",
+    "model": "policy",
+    "template": "{prompt} {response} good? ",
+    "max_tokens": 24,
+    "temperature": 1.0,
+    "pattern": r"([a-zA-Z0-9])",
+    "labels": {letter: number / 35 for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz0123456789")},
+}
+"""The last letter of what the policy says is worth something, whichever it is."""
+
+
+@pytest.mark.parametrize("alpha", [0, 1])
+def test_a_run_is_judged_by_its_own_policy_and_trains_on_no_token_of_the_judge(here: Path, alpha: int) -> None:
+    domains = {"sums": {"data": "sums.jsonl", "reward": SELF_JUDGED, "validation": "held.jsonl"}}
+    rollout = {**TINY["rollout"], "alpha": alpha}
+    done = trained(here, "samples=64", steps=4, domains=domains, rollout=rollout, validation={"every": 2})
+    told = steps(done.run)[4]
+    assert told["judge/calls"] >= 4 * 16
+    assert told["judge/tokens"] >= told["judge/calls"]
+    assert told["tokens/trained"] == sum(column(done.run, "train/tokens").values()) <= 4 * 16 * 2
+    asked = {row["prompt"] for row in sums(40)}
+    samples = [sample for sample in lines(done.run, "samples") if sample["mode"] == "train"]
+    assert len(samples) == 64
+    assert {sample["turns"][0]["prompt"] for sample in samples} <= asked
+    assert len({sample["score"] for sample in samples}) > 1
+    assert told["fate/trained"] == 64
+
+
+def test_a_run_that_judges_itself_is_the_same_run_again(here: Path) -> None:
+    domains = {"sums": {"data": "sums.jsonl", "reward": SELF_JUDGED}}
+    runs = [trained(here, f"name=r{n}", "samples=32", domains=domains, validation=None).run for n in range(2)]
+    one, two = ([(s["task"], s["score"], s["turns"]) for s in lines(run, "samples")] for run in runs)
+    assert one == two
+
+
+def test_playing_a_checkpoint_asks_its_policy_too(here: Path) -> None:
+    domains = {"sums": {"data": "sums.jsonl", "reward": SELF_JUDGED, "validation": "held.jsonl"}}
+    done = trained(here, domains=domains)
+    found = cadenza("eval", done.run, "--episodes", "4", "--json")
+    assert found.code == 0, found.err
+    assert 0 <= found.figures["reward_mean"] <= 1
