@@ -116,7 +116,7 @@ TASKS: dict[str, LetterTask | SumTask] = {
     for task in (
         LetterTask("short", max_tokens=10, steps=100, groups=8, lr=5e-4, last=20, rounds=3),
         LetterTask("long", max_tokens=LONG, steps=50, groups=8, lr=5e-4, last=20, rounds=3),
-        SumTask("smollm2", max_tokens=4, steps=24, groups=4, lr=5e-4, last=8, rounds=1, lora=LoraSize(16, 32)),
+        SumTask("smollm2", max_tokens=4, steps=24, groups=4, lr=3e-4, last=8, rounds=1, lora=LoraSize(16, 32)),
     )
 }
 """Short answers end with the end token (6 tokens on average), long ones at 64 tokens; both are of a tiny model.
