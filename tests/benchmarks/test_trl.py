@@ -62,7 +62,7 @@ def test_without_a_task_the_json_has_an_entry_for_each_of_the_tiny_model(
     }
 
 
-@pytest.mark.parametrize("missed", [{"trl_ms": 149.0}, {"trl_reward": 0.95}])
+@pytest.mark.parametrize("missed", [{"trl_ms": 149.0}, {"trl_reward": 0.97}])
 def test_too_low_a_ratio_and_too_low_a_reward_fail(
     missed: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
