@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 from cadenza.errors import DeadlinePassed
 
 T = TypeVar("T")
+_Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreadPool(Executor):
-    """Daemon threads, made when all others are busy.
+    """Daemon threads, made when all others are busy. A call goes to the thread that became idle last.
 
     The standard pool joins its threads when the interpreter ends, and has a fixed number of them: one hung env
     would hang the exit, and enough of them the run. Here a hung thread costs itself.
@@ -26,40 +27,45 @@ class DaemonThreadPool(Executor):
     """
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
         self._lock = Lock()
-        self._idle = 0
+        self._idle: list[SimpleQueue[_Call]] = []
+        """The queues of the threads without work, each of one call at most; the last became idle last."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         with self._lock:
-            if self._idle:
-                self._idle -= 1
-            else:
-                Thread(target=self._run, name="cadenza-off-loop", daemon=True).start()
-        self._work.put((future, lambda: fn(*args, **kwargs)))
+            calls = self._idle.pop() if self._idle else None
+        if calls is None:
+            calls = SimpleQueue()
+            Thread(target=self._run, args=(calls,), name="cadenza-off-loop", daemon=True).start()
+        calls.put((future, lambda: fn(*args, **kwargs)))
         return future
 
-    def _run(self) -> None:
+    def _run(self, calls: SimpleQueue[_Call]) -> None:
         while True:
-            future, call = self._work.get()
+            future, call = calls.get()
             is_wanted = future.set_running_or_notify_cancel()
+            result, error = None, None
             try:
                 result = call() if is_wanted else None
-            except BaseException as error:  # noqa: BLE001 - it belongs to the waiter of the future
-                del call
+            except BaseException as raised:  # noqa: BLE001 - it belongs to the waiter of the future
+                error = raised
+            del call
+            with self._lock:  # before the waiter knows: its next call comes to this thread
+                self._idle.append(calls)
+            if error is not None:
                 future.set_exception(error)
-            else:
-                del call
-                if is_wanted:
-                    future.set_result(result)
-                del result
-            del future
-            with self._lock:
-                self._idle += 1
+            elif is_wanted:
+                future.set_result(result)
+            del future, result, error
 
 
 THREAD_POOL = DaemonThreadPool()
+"""For code that may hang or wait: envs, rewards, filters, files."""
+COMPUTE_POOL = DaemonThreadPool()
+"""For computations with large tensors. Few run at once, so that they use the same few threads again and again: the C
+library keeps a heap for each thread, and what one thread frees is of no use to another. On the threads of all calls, a
+run with a model of 135M parameters grew by a copy of its weights with every step."""
 _abandoned: set[asyncio.Future[Any]] = set()
 """Calls without a waiter; kept until they end, so that they are not collected half-way."""
 
@@ -98,6 +104,16 @@ async def done_before(end: asyncio.Future[Any] | asyncio.Event, task: asyncio.Fu
             task.cancel()
 
 
+def resolve_future(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    """Resolve a future that may be resolved already, or belong to a loop that is gone."""
+    if future.done() or future.get_loop().is_closed():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
 def ignore_result(future: asyncio.Future[Any]) -> None:
     """A done callback for a call without a waiter: its exception counts as retrieved."""
     _abandoned.discard(future)
@@ -112,8 +128,8 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def as_async(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
-    """The function itself if it is async, else its form that runs in a thread."""
+def as_async(function: Callable[..., Any], pool: Executor = THREAD_POOL) -> Callable[..., Awaitable[Any]]:
+    """The function itself if it is async, else its form that runs in a thread of the pool."""
     if is_async(function):
         return function
 
@@ -126,6 +142,6 @@ def as_async(function: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
     call.__wrapped__ = function  # type: ignore[attr-defined]  # a virtual loop asks what it costs
 
     def off_loop(*args: Any) -> Awaitable[Any]:
-        return asyncio.get_running_loop().run_in_executor(THREAD_POOL, call, *args)
+        return asyncio.get_running_loop().run_in_executor(pool, call, *args)
 
     return off_loop

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from cadenza import DataProto, ResourceManager, RolloutScheduler
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.inference.replica import Replica, Request
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig, RolloutConfig
 from cadenza.rollout.ledger import Attempt, Group
@@ -152,6 +153,7 @@ def build(
     sampler: Mapping[str, Any] | None = None,
     collator: Any = None,
     events: Any = None,
+    reward_processes: Sequence[WorkerHandle] = (),
     **options: Any,
 ) -> RolloutScheduler:
     """A scheduler; every option goes to the config that has a field of this name."""
@@ -164,7 +166,14 @@ def build(
     manager["domains"] = domains if domains is not None else {"toy": parts[DomainConfig]}
     cluster = cluster or LocalCluster(replicas or [fake()], config=SamplerConfig(**(sampler or {})))
     return RolloutScheduler(
-        RolloutConfig(**rollout), EnvManagerConfig(**manager), cluster.resources, cluster, mode, collator, events=events
+        RolloutConfig(**rollout),
+        EnvManagerConfig(**manager),
+        cluster.resources,
+        cluster,
+        mode,
+        collator,
+        events=events,
+        reward_processes=reward_processes,
     )
 
 

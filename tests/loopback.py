@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
+from threading import Event, Thread
 from typing import Any
 
 Answer = Callable[[Any], tuple[int, Any]]
@@ -52,6 +54,26 @@ async def listening(answer: Answer) -> AsyncIterator[Loopback]:
         yield loopback
     finally:
         server.close()
+
+
+@contextmanager
+def serving(answer: Answer) -> Iterator[str]:
+    """The address of a server in a thread of its own, until the context is left."""
+    address: Future[str] = Future()
+    left = Event()
+
+    async def serve() -> None:
+        async with listening(answer) as loopback:
+            address.set_result(loopback.url)
+            await asyncio.to_thread(left.wait, 60)
+
+    thread = Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        yield address.result(10)
+    finally:
+        left.set()
+        thread.join(10)
 
 
 async def nowhere() -> str:

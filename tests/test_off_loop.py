@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Event
+from threading import Barrier, Event, get_ident
 from typing import Any
 from weakref import ref
 
@@ -49,6 +49,22 @@ def test_a_thread_lets_go_of_what_it_called_before_it_tells_the_result(method: C
     begin.set()
     assert is_told.wait(10)
     assert alive == [False]
+
+
+def test_calls_one_after_the_other_run_in_one_thread() -> None:
+    """What a thread frees is of use to its own next call only: the C library keeps a heap for each thread."""
+    pool, idle = DaemonThreadPool(), Barrier(8)
+    for waiting in [pool.submit(idle.wait, 10) for _ in range(8)]:  # eight threads, all idle afterwards
+        waiting.result(10)
+    assert len({pool.submit(get_ident).result(10) for _ in range(100)}) == 1
+
+
+def test_a_call_that_does_not_return_holds_up_no_other() -> None:
+    pool, end = DaemonThreadPool(), Event()
+    hung = pool.submit(end.wait, 10)
+    assert pool.submit(lambda: "done").result(10) == "done"
+    end.set()
+    assert hung.result(10)
 
 
 def test_a_plain_function_that_does_not_return_in_time_is_late_and_not_cancelled() -> None:

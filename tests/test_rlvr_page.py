@@ -14,6 +14,7 @@ from pipeline_cases import Done, cadenza
 from test_documents import ROOT, blocks
 
 from cadenza.datasets import DataConfig, DataError, open_dataset
+from cadenza.rollout.tasks import Domains
 from cadenza.run.config_file import build_config
 from cadenza.run.rlvr_config import RlvrConfig
 
@@ -67,10 +68,13 @@ def test_the_page_leads_from_a_file_to_a_run_that_plays(page: Path) -> None:
 
 
 @pytest.mark.parametrize("text", shown("yaml")[1:], ids=lambda text: text.split(":")[0] + text[-20:].strip())
-def test_the_keys_of_the_page_are_accepted_in_its_config(page: Path, text: str) -> None:
+def test_the_keys_of_the_page_are_accepted_in_its_config_and_its_data_can_be_read(page: Path, text: str) -> None:
     config = build_config(with_fragment(yaml.safe_load(shown("yaml")[0]), text), source="docs/rlvr.md")
     assert isinstance(config, RlvrConfig)
     config.check_names()
+    Domains(config.env_manager).close()
+    assert config.validation is not None
+    Domains(config.validation_env_manager(config.validation), "val").close()
 
 
 def test_rewards_several_tries_filters_and_a_rollout_of_the_page_work_in_one_run(page: Path) -> None:
@@ -92,13 +96,14 @@ def test_the_errors_that_the_page_quotes_are_those_that_a_run_prints(page: Path)
     good = Path("sums.jsonl").read_text().splitlines(keepends=True)[:3]
     printed = ""
     for row in (
-        '{"prompt": "1+1=", "anwser": "2"}', '{"prompt": "1+1=", "answer": ', '{"prompt": 11, "answer": "3"}'
+        '{"prompt": "1+1=", "anwser": "2"}', '{"prompt": "1+1=", "answer": ', '{"prompt": 11, "answer": "3"}',
+        '{"prompt": "1+2=", "answer": {"value": 3}}',
     ):  # fmt: skip
         printed += failure([*good, row])
     printed += failure(['{"prompt": "", "answer": "1"}'])
     for override in ("domains.sums.weight=0", "domains.sums.reward=exakt", "sampling.max_token=4"):
         printed += cadenza("train", "sums.yaml", override).err
-    assert len(cells) == 7
+    assert len(cells) == 8
     for cell in cells:
         assert cell in printed
 
@@ -107,5 +112,5 @@ def failure(lines: list[str]) -> str:
     """What a domain says of a file with these lines."""
     Path("sums.jsonl").write_text("".join(lines))
     with pytest.raises(DataError) as caught:
-        open_dataset(DataConfig(path="sums.jsonl"), key="sums", seed=0)
+        open_dataset(DataConfig(path="sums.jsonl"), key="sums", seed=0, answered=True)
     return f"{caught.value}\n"

@@ -75,7 +75,7 @@ class Channel:
         self._call = call
         self._on_message = on_message
         self._on_lost = on_lost
-        self._seconds = POLL_SECONDS + grace_seconds
+        self._max_call_seconds = POLL_SECONDS + grace_seconds
         self._linger = linger
         self._is_expecting = is_expecting
         self._outbox: list[Any] = []
@@ -84,7 +84,7 @@ class Channel:
         self._timer: asyncio.TimerHandle | None = None
         """For the next call, if one is scheduled."""
         self._is_closed = False
-        self._answers = Resequencer()
+        self._incoming = Resequencer()
         self._tasks = BackgroundTasks()
 
     def open(self) -> None:
@@ -127,10 +127,10 @@ class Channel:
 
     async def _exchange(self, number: int, messages: list[Any]) -> None:
         try:
-            async with asyncio.timeout(self._seconds):
-                number, answers = await self._call(number, messages)
+            async with asyncio.timeout(self._max_call_seconds):
+                number, incoming = await self._call(number, messages)
         except TimeoutError:
-            self._end(DeadlinePassed(f"no answer within {self._seconds:g} s"))
+            self._end(DeadlinePassed(f"no answer within {self._max_call_seconds:g} s"))
             return
         except Exception as error:  # noqa: BLE001 - whatever ends a call ends the channel, and its owner is told
             self._end(error)
@@ -138,7 +138,7 @@ class Channel:
         finally:
             self._calls_in_flight -= 1
         try:
-            for message in self._answers.accept(number, answers):
+            for message in self._incoming.accept(number, incoming):
                 if self._is_closed:
                     return
                 self._on_message(message)

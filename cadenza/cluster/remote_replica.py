@@ -45,7 +45,7 @@ from cadenza.inference.replica import (
     RequestRefused,
     StaleEpoch,
 )
-from cadenza.off_loop import as_async, done_before, with_deadline
+from cadenza.off_loop import as_async, done_before, resolve_future, with_deadline
 
 SILENT_SECONDS = 600.0
 """After this time without a sign of life either end gives the other up. An engine may hold its process for minutes
@@ -310,12 +310,8 @@ class RemoteReplica:
     def _on_answer(self, message: Answer) -> None:
         id, answer = message
         future = self._futures.pop(id, None)
-        if future is None or future.done():
-            return
-        if isinstance(answer, ReplicaError):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+        if future is not None:
+            resolve_future(future, answer)
 
     async def _refresh_flights(self) -> None:
         try:
@@ -350,8 +346,7 @@ class RemoteReplica:
         self._lost.set_result(text)
         self._channel.close()
         for future in self._futures.values():
-            if not future.done():
-                future.set_exception(ReplicaLost(text))
+            resolve_future(future, ReplicaLost(text))
         self._futures.clear()
 
 

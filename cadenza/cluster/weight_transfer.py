@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cadenza.inference.replica import ReplicaError
-from cadenza.off_loop import as_async
+from cadenza.off_loop import COMPUTE_POOL, as_async
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,7 +158,7 @@ class StoredWeights:
         except ray.exceptions.RayError as error:
             text = f"weights are gone from the object store: {' '.join(str(error).split())}"
             raise WeightTransferError(text) from error
-        tensors: dict[str, Tensor] = await as_async(self.layout.unpack)(buckets)
+        tensors: dict[str, Tensor] = await as_async(self.layout.unpack, COMPUTE_POOL)(buckets)
         return tensors
 
 

@@ -8,14 +8,14 @@ until it ends.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from cadenza.cluster.placement import Place
 from cadenza.cpu import limit_onednn
 from cadenza.errors import USER_CODE_ERRORS, InfrastructureError, raise_if_cancelled
-from cadenza.off_loop import as_async, is_async
+from cadenza.off_loop import COMPUTE_POOL, as_async, is_async
 
 
 class WorkerLost(InfrastructureError):
@@ -40,8 +40,9 @@ class Worker:
     place: Place
     """Role, rank and devices of this worker; set before `__init__` runs."""
 
-    def close(self) -> None:
-        """Free what would outlive the worker. Called once, when its cluster shuts down."""
+    def close(self) -> Awaitable[None] | None:
+        """Free what would outlive the worker, plain or async. Called once, when its cluster shuts down."""
+        return None
 
 
 class WorkerHost:
@@ -76,7 +77,7 @@ class WorkerHost:
             if is_async(function):
                 return await function()
             async with self._call_lock:
-                return await as_async(function)()
+                return await as_async(function, COMPUTE_POOL)()
         except USER_CODE_ERRORS as error:
             raise_if_cancelled(error)
             if isinstance(error, Exception):

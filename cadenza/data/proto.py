@@ -12,17 +12,7 @@ padded view, and writing into it does not reach the rows that are sliced, shippe
 
 from __future__ import annotations
 
-import sys
-from collections.abc import (
-    Callable,
-    Collection,
-    Hashable,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
@@ -30,14 +20,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 import numpy as np
 
 from cadenza.data import columns, disk
+from cadenza.data.column_mappings import (
+    ColumnLike,
+    ColumnTable,
+    ObjectColumns,
+    TensorColumns,
+    listing,
+    lookup,
+    usable_device,
+)
 from cadenza.data.columns import StoredColumn
 from cadenza.data.ragged import Array, Ragged
 
 if TYPE_CHECKING:
     import torch
-
-ColumnLike: TypeAlias = "Array | Ragged | torch.Tensor | Sequence[Array | torch.Tensor]"
-"""What a tensor column is made of: an array or tensor [N, ...], or a list of 1-D ones (becomes ragged)."""
 
 Index: TypeAlias = "int | slice | Sequence[int] | Sequence[bool] | Array | torch.Tensor"
 
@@ -45,133 +41,6 @@ IS_PADDING = "is_padding"
 """The column that marks the rows which `pad_to_multiple` added. A loss must not count them."""
 
 _Value = TypeVar("_Value")
-
-
-class _ColumnTable:
-    """The columns of one DataProto, shared by its two mappings so that they hold each other to N."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, StoredColumn] = {}
-        self.objects: dict[str, Array] = {}
-
-    def copy(self) -> _ColumnTable:
-        """Another table of the same columns."""
-        table = _ColumnTable()
-        table.tensors, table.objects = dict(self.tensors), dict(self.objects)
-        return table
-
-    @property
-    def columns(self) -> dict[str, StoredColumn]:
-        return {**self.tensors, **self.objects}
-
-    def check(self, name: str, column: StoredColumn, others: Collection[str]) -> None:
-        """That `column` can be set as `name`, which must not be among the `others`."""
-        if name in others:
-            raise ValueError(f"column {name!r} is in both batch and non_tensor_batch: rename one of them")
-        rows = next((len(known) for other, known in self.columns.items() if other != name), len(column))
-        if len(column) != rows:
-            raise ValueError(f"column {name!r} has {len(column)} rows, the batch has {rows}")
-
-
-class TensorColumns(MutableMapping[str, "torch.Tensor"]):
-    """`data.batch`: reads as torch tensors [N, ...], ragged columns padded to their longest row."""
-
-    def __init__(self, table: _ColumnTable, device: torch.device | None = None) -> None:
-        self._table = table
-        self._device = device
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        column = self._column(name)
-        if name not in self._tensors:
-            tensor = _to_tensor(columns.dense(column))
-            self._tensors[name] = tensor if self._device is None else tensor.to(self._device)
-        return self._tensors[name]
-
-    def to(self, device: str | int | torch.device) -> TensorColumns:
-        """The same columns, whose tensors are on `device`. A column is padded and moved when it is first read."""
-        return TensorColumns(self._table.copy(), _usable_device(device))
-
-    def numpy(self, name: str) -> Array:
-        """The same view without torch."""
-        return columns.dense(self._column(name))
-
-    def ragged(self, name: str) -> Ragged:
-        column = self._column(name)
-        if not isinstance(column, Ragged):
-            raise TypeError(f"column {name!r} is dense {columns.describe(column)}: read it with numpy()")
-        return column
-
-    def __setitem__(self, name: str, value: ColumnLike) -> None:
-        column = _as_column(name, value)
-        self._table.check(name, column, self._table.objects)
-        self._table.tensors[name] = column
-        self._tensors.pop(name, None)
-
-    def assign_like(self, name: str, padded: Array | torch.Tensor, like: str, *, pad: float = 0) -> None:
-        """Store a padded [N, L] result (advantages, logprobs) as rows of the ragged column `like`.
-
-        Assigned densely it would keep its L when rows are cut, while `like` shrinks to the rows left.
-        """
-        array, family = _as_array(name, padded), self.ragged(like)
-        expected = (len(family), family.width)
-        if array.shape != expected:
-            raise ValueError(f"column {name!r} is {list(array.shape)}, {like!r} is padded to {list(expected)}")
-        self[name] = Ragged.from_padded(array, family.offsets, pad=pad)
-
-    def __delitem__(self, name: str) -> None:
-        self._column(name)
-        del self._table.tensors[name]
-        self._tensors.pop(name, None)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._table.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table.tensors)
-
-    def __len__(self) -> int:
-        return len(self._table.tensors)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorColumns) and columns.all_same(self._table.tensors, other._table.tensors)
-
-    def __repr__(self) -> str:
-        return _listing("TensorColumns", self._table.tensors)
-
-    def _column(self, name: str) -> StoredColumn:
-        return _lookup(self._table.tensors, name, "tensor column")
-
-
-class ObjectColumns(MutableMapping[str, Array]):
-    """`data.non_tensor_batch`: numpy object arrays [N]; any sequence of N values can be assigned."""
-
-    def __init__(self, table: _ColumnTable) -> None:
-        self._table = table
-
-    def __getitem__(self, name: str) -> Array:
-        return _lookup(self._table.objects, name, "object column")
-
-    def __setitem__(self, name: str, values: Sequence[object] | Array) -> None:
-        column = columns.object_column(name, values)
-        self._table.check(name, column, self._table.tensors)
-        self._table.objects[name] = column
-
-    def __delitem__(self, name: str) -> None:
-        _lookup(self._table.objects, name, "object column")
-        del self._table.objects[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._table.objects)
-
-    def __len__(self) -> int:
-        return len(self._table.objects)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ObjectColumns) and columns.all_same(self._table.objects, other._table.objects)
-
-    def __repr__(self) -> str:
-        return _listing("ObjectColumns", self._table.objects)
 
 
 class DataProto:
@@ -183,12 +52,11 @@ class DataProto:
         non_tensor_batch: Mapping[str, Sequence[object] | Array] | None = None,
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
-        self._table = _ColumnTable()
+        self._table = ColumnTable()
         self.batch = TensorColumns(self._table)
         self.non_tensor_batch = ObjectColumns(self._table)
         self.meta_info: dict[str, Any] = dict(meta_info or {})
-        # The columns of another DataProto are taken as stored: reading them as tensors would pad them.
-        tensors = batch._table.tensors if isinstance(batch, TensorColumns) else batch or {}
+        tensors = batch.stored if isinstance(batch, TensorColumns) else batch or {}
         for name, column in tensors.items():
             self.batch[name] = column
         for name, values in (non_tensor_batch or {}).items():
@@ -220,7 +88,7 @@ class DataProto:
 
     def __repr__(self) -> str:
         meta = ", ".join(self.meta_info) or "none"
-        return _listing(f"DataProto: {len(self)} rows, {self.nbytes:,} bytes, meta_info: {meta}", self.columns)
+        return listing(f"DataProto: {len(self)} rows, {self.nbytes:,} bytes, meta_info: {meta}", self.columns)
 
     def __getstate__(self) -> dict[str, Any]:
         """Numpy only, so that pickle 5 and Ray ship the buffers uncopied; padded views and tensors stay."""
@@ -236,7 +104,7 @@ class DataProto:
         process or on disk has no device.
         """
         moved = DataProto(self._table.tensors, self._table.objects, self.meta_info)
-        moved.batch._device = _usable_device(device)
+        moved.batch = TensorColumns(moved._table, usable_device(device))
         return moved
 
     # Rows
@@ -284,7 +152,7 @@ class DataProto:
 
     def group_by(self, column: str) -> dict[Hashable, DataProto]:
         """Rows by the value of a column [N], in the order in which the values first appear."""
-        keys = _lookup(self.columns, column, "column")
+        keys = lookup(self.columns, column, "column")
         if isinstance(keys, Ragged) or keys.ndim != 1:
             raise ValueError(f"group_by: {column!r} is {columns.describe(keys)}, it needs one value per row")
         members: dict[Hashable, list[int]] = {}
@@ -351,7 +219,7 @@ class DataProto:
                 raise ValueError(f"concat: chunk {i} and chunk 0 do not share the columns {sorted(differing)}")
         result = first._like_this({}, {}, _merged_meta("concat", chunks, on_meta_conflict))
         for name in first.batch:
-            result.batch[name] = columns.concat_rows(name, [chunk._table.tensors[name] for chunk in chunks])
+            result.batch[name] = columns.concat_rows(name, [chunk.batch.stored[name] for chunk in chunks])
         for name in first.non_tensor_batch:
             result.non_tensor_batch[name] = np.concatenate([chunk.non_tensor_batch[name] for chunk in chunks])
         return result
@@ -395,7 +263,7 @@ class DataProto:
                 raise ValueError(f"union: column {name!r} differs between the two: rename or drop one")
         result = self.select()
         result.meta_info = _merged_meta("union", [self, other], "raise")
-        for name, tensor_column in other._table.tensors.items():
+        for name, tensor_column in other.batch.stored.items():
             result.batch[name] = tensor_column
         for name, object_column in other.non_tensor_batch.items():
             result.non_tensor_batch[name] = object_column
@@ -404,7 +272,7 @@ class DataProto:
     def rename(self, mapping: Mapping[str, str]) -> DataProto:
         """Columns under new names, in their old order."""
         for old in mapping:
-            _lookup(self.columns, old, "column")
+            lookup(self.columns, old, "column")
         names = [mapping.get(name, name) for name in self.columns]
         for new in mapping.values():
             if names.count(new) > 1:
@@ -445,7 +313,7 @@ class DataProto:
     ) -> DataProto:
         """Other columns, on the same device."""
         result = DataProto(tensors, objects, meta_info)
-        result.batch._device = self.batch._device
+        result.batch = TensorColumns(result._table, self.batch.device)
         return result
 
     def _checked_rows(self, rows: Array) -> Array:
@@ -465,75 +333,8 @@ class DataProto:
         return np.where(numbers < 0, numbers + len(self), numbers)
 
 
-def _as_column(name: str, value: ColumnLike) -> StoredColumn:
-    """The numpy form of a tensor column. Its dtype is the caller's, never guessed from Python numbers."""
-    if isinstance(value, Ragged):
-        return value
-    if isinstance(value, list | tuple):
-        rows = [_as_array(name, row) for row in value]
-        try:
-            return Ragged.from_rows(rows)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"column {name!r}: {error}") from None
-    array = _as_array(name, value)
-    if array.ndim == 0:
-        raise ValueError(f"column {name!r} is one value: a column has an entry per row, shape [N, ...]")
-    return array
-
-
-def _as_array(name: str, value: object) -> Array:
-    if "torch" in sys.modules:  # otherwise it cannot be a tensor, and asking must not import torch
-        import torch
-
-        if isinstance(value, torch.Tensor):
-            if value.dtype == torch.bfloat16:
-                raise TypeError(f"column {name!r} is bfloat16, which numpy does not have: convert it with .float()")
-            value = value.detach().cpu().numpy()
-    if not isinstance(value, np.ndarray):
-        raise TypeError(
-            f"column {name!r}: expected a numpy array, a torch tensor, a Ragged or a list of 1-D arrays, "
-            f"got a {type(value).__name__}"
-        )
-    if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
-        raise TypeError(f"column {name!r} has dtype {value.dtype}, which no tensor has: use non_tensor_batch")
-    return value
-
-
-def _import_torch() -> Any:
-    try:
-        import torch
-    except ImportError as error:
-        raise ImportError(
-            "reading batch[name] needs torch: pip install 'cadenza[torch]'; batch.numpy(name) does not"
-        ) from error
-    return torch
-
-
-def _usable_device(device: str | int | torch.device) -> torch.device:
-    """The device, if this process can put a tensor there; torch's own error if it cannot."""
-    return cast("torch.device", _import_torch().empty(0, device=device).device)
-
-
-def _to_tensor(array: Array) -> torch.Tensor:
-    if not array.flags.writeable or min(array.strides) < 0:
-        # Buffers from Ray's object store are read-only, and torch would let its user write into them.
-        array = array.copy()
-    return cast("torch.Tensor", _import_torch().from_numpy(array))
-
-
-def _listing(head: str, stored: Mapping[str, StoredColumn]) -> str:
-    width = max(map(len, stored), default=0)
-    return "\n".join([head, *(f"  {name:<{width}}  {columns.describe(c)}" for name, c in stored.items())])
-
-
-def _lookup(values: Mapping[str, _Value], name: str, kind: str) -> _Value:
-    if name not in values:
-        raise KeyError(f"no {kind} {name!r}, there are: {', '.join(values) or 'none'}")
-    return values[name]
-
-
 def _select_keys(values: Mapping[str, _Value], names: Iterable[str] | None, kind: str) -> dict[str, _Value]:
-    return dict(values) if names is None else {name: _lookup(values, name, kind) for name in names}
+    return dict(values) if names is None else {name: lookup(values, name, kind) for name in names}
 
 
 def _at_least_one(what: str, number: int) -> None:

@@ -38,6 +38,13 @@ class CurriculumConfig(Config):
         return self
 
 
+class WorkedExample(Config):
+    """A question with its answer."""
+
+    prompt: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
+
+
 class DataConfig(Config):
     """A source of rows. A path alone is short for `{path: ...}`."""
 
@@ -55,12 +62,17 @@ class DataConfig(Config):
     """Makes the user's prompt of the row's fields, as in 'What is {a} + {b}?'. Braces that stay are doubled."""
     system: str | None = None
     """The first message of each row that has no system message."""
+    few_shot: tuple[WorkedExample, ...] = ()
+    """Worked examples that the model sees before every prompt, as earlier turns of the chat."""
     min_tokens: int | None = Field(default=None, ge=0)
     """Leave out rows whose rendered prompt is shorter."""
     max_tokens: int | None = Field(default=None, gt=0)
     """Leave out rows whose rendered prompt is longer."""
+    unique: bool = False
+    """Leave out rows whose prompt an earlier row of the source has, also one before the part that `split` takes: then
+    two parts of a source have no prompt in common."""
     limit: int | None = Field(default=None, gt=0)
-    """Read the first rows only; the length filters come after."""
+    """Read the first rows only; the filters come after."""
     shuffle: bool = True
     """Each epoch in an order of its own; otherwise in the order of the source."""
     epochs: int | None = Field(default=None, gt=0)
@@ -93,6 +105,10 @@ class DataConfig(Config):
     def is_endless(self) -> bool:
         """Whether one pass over the rows never ends."""
         return self.procedural is not None and self.size is None and self.limit is None
+
+    @property
+    def filters_lengths(self) -> bool:
+        return self.min_tokens is not None or self.max_tokens is not None
 
     def first_rows(self, count: int) -> DataConfig:
         """At most so many of the rows."""
@@ -140,9 +156,8 @@ class DataConfig(Config):
             raise ValueError("a procedural source stands alone: make a domain of each")
         if self.curriculum is not None and (self.size or self.limit or self.split):
             raise ValueError("a curriculum makes new rows all the time: leave out size, limit and split")
-        filtered = self.min_tokens is not None or self.max_tokens is not None
-        if filtered and self.is_endless:
-            raise ValueError("length filters read all rows before a run: give the procedural source a size")
+        if (self.filters_lengths or self.unique) and self.is_endless:
+            raise ValueError("filters read all rows before a run: give the procedural source a size")
         if self.subset is not None:
             raise ValueError("subset is for datasets of the hub")
         return self

@@ -1,13 +1,13 @@
 """Rows in an order that can be entered at any position.
 
-    source -> part of it (split, limit) -> length filters -> order of the epoch -> row
+    source -> part of it (split, limit) -> filters (lengths, unique) -> order of the epoch -> row
 
 What is refused, and when:
 - A row that is malformed, lacks a field, has one of a wrong type, or asks nothing, is an error. `open_dataset` raises
-  it for the first rows of a source and its last one, and for all rows where a length filter reads them anyway. A row
+  it for the first rows of a source and its last one, and for all rows where a filter reads them anyway. A row
   behind them raises when it is drawn. With `examine=True` (`cadenza data`), all rows are read, and bad ones are left
   out.
-- A row that is too long or too short is left out and counted.
+- A row that is too long or too short, or repeats an earlier one where `unique` is set, is left out and counted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from cadenza.datasets.config import DataConfig, Split
 from cadenza.datasets.errors import DataError, Reason, RowError
 from cadenza.datasets.order import EpochOrder
-from cadenza.datasets.rows import Message, Row, RowReader
+from cadenza.datasets.rows import Message, Row, RowReader, fingerprint
 from cadenza.datasets.source import Source
 
 logger = logging.getLogger(__name__)
@@ -108,9 +108,13 @@ class Dataset:
         if found is None:
             return None
         number, epoch = found
+        return number, epoch, self.drawn_row(number)
+
+    def drawn_row(self, number: int) -> Row:
+        """The row of that number in the source, which `number_at` said: what `at` does, in two steps."""
         if self._source.curriculum is not None:
             self._source.curriculum.draw(number)
-        return number, epoch, self.source_row(number)
+        return self.source_row(number)
 
     def number_at(self, position: int) -> tuple[int, int] | None:
         """(row number in the source, epoch) at a position, without reading the row; None behind the last one."""
@@ -185,14 +189,15 @@ def check_rows(
 ) -> Used:
     """Read as many rows as must be read before a run; raises the first error, or with `examine` counts them all."""
     used = Used(part)
-    filtered = config.min_tokens is not None or config.max_tokens is not None
-    if filtered and count_tokens is None:
+    if config.filters_lengths and count_tokens is None:
         raise ValueError("min_tokens and max_tokens need count_tokens")
-    if len(part) == ENDLESS or (not filtered and not examine):
+    if len(part) == ENDLESS or not (config.filters_lengths or config.unique or examine):
         checked = [*range(min(len(part), source.checked_rows))] + [len(part) - 1] * (len(part) < ENDLESS)
         for index in checked:
             reader.read(source[part[index]], source.place(part[index]))
         return used
+
+    originals = _originals(source, reader, part[-1] + 1) if config.unique else None
 
     def verdicts() -> Iterator[tuple[int, RowError | None]]:
         for index, number in enumerate(part):
@@ -203,7 +208,11 @@ def check_rows(
                     raise
                 yield index, error
                 continue
-            yield index, _length_error(config, row, source.place(number), count_tokens) if filtered else None
+            if originals is not None and (original := int(originals[number])) != number:
+                message = f"the prompt is that of {source.place(original)}"
+                yield index, RowError(source.place(number), "repeated", message)
+                continue
+            yield index, _length_error(config, row, source.place(number), count_tokens)
 
     used.keep(verdicts())
     if used.refusals.counts:
@@ -212,7 +221,24 @@ def check_rows(
     return used
 
 
+def _originals(source: Source, reader: RowReader, stop: int) -> NDArray[np.int64]:
+    """[stop], of each row of the source the first one with the same prompt. What cannot be read is its own."""
+
+    def fingerprints() -> Iterator[int]:
+        for number in range(stop):
+            try:
+                yield fingerprint(reader.read(source[number], source.place(number))["messages"])
+            except RowError:  # it is named where it is used
+                yield number
+
+    _, first, inverse = np.unique(np.fromiter(fingerprints(), np.uint64, stop), return_index=True, return_inverse=True)
+    originals: NDArray[np.int64] = first[inverse]
+    return originals
+
+
 def _length_error(config: DataConfig, row: Row, place: str, count_tokens: CountTokens | None) -> RowError | None:
+    if not config.filters_lengths:
+        return None
     assert count_tokens is not None
     tokens = count_tokens(row["messages"])
     if config.max_tokens is not None and tokens > config.max_tokens:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +11,7 @@ from numpy.typing import NDArray
 
 from cadenza.datasets.dataset import ENDLESS, Dataset
 from cadenza.datasets.errors import RowError
-from cadenza.datasets.rows import Message, Row
+from cadenza.datasets.rows import Message, Row, fingerprint
 
 SAMPLED = 1_000
 """Rows that are looked at where there is no end to them."""
@@ -88,7 +86,7 @@ def describe_dataset(dataset: Dataset, codec: PromptCodec, *, shown: int = 3) ->
         row = dataset.row(index)
         tokens = _encoded(codec, row, dataset.place(dataset.number(index)))
         lengths[index] = len(tokens)
-        fingerprints[index] = _fingerprint(row["messages"])
+        fingerprints[index] = fingerprint(row["messages"])
         if index < shown:
             prompts.append(_rendered(codec, tokens, row, dataset.place(dataset.number(index))))
     repeated, places = _duplicates(dataset, fingerprints)
@@ -122,11 +120,6 @@ def _rendered(codec: PromptCodec, tokens: list[int], row: Row, place: str) -> Re
 
     fields = {name: value for name, value in row.items() if name not in ("messages", "prompt")}
     return RenderedPrompt(place, text(tokens), tuple(tokens), tuple(text([token]) for token in tokens), fields)
-
-
-def _fingerprint(messages: list[Message]) -> int:
-    digest = blake2b(json.dumps(messages, default=str, sort_keys=True).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 def _duplicates(dataset: Dataset, fingerprints: NDArray[np.uint64]) -> tuple[int, tuple[tuple[str, str], ...]]:

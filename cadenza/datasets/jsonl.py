@@ -70,13 +70,16 @@ _KINDS = {str: "text", int: "a number", float: "a number", bool: "true or false"
 
 
 class _File:
-    """Read by position and not mapped: a file that is cut during a run costs its rows, and not the process."""
+    """Read by position and not mapped: a file that is cut during a run does not kill the process. Its rows are those
+    that it had when it was opened: a file that was written anew since then is refused. A file that a new one replaced
+    under its name is still the old one here."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY)
         self._close = weakref.finalize(self, os.close, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size
+        self._stamp = self._new_stamp()
+        self.size = self._stamp[0]
         digest = blake2b(digest_size=8)
         begins, suspects = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)]
         for offset in range(0, self.size, _PIECE):
@@ -95,6 +98,10 @@ class _File:
         self.rows = len(self._lines) - 1 if self._row_lines is None else len(self._row_lines)
 
     def row(self, row: int) -> bytes:
+        """The line of a row; raises `DataError` if the file has another content than when it was opened."""
+        if (stamp := self._new_stamp()) != self._stamp:
+            self._check_content(stamp[0])
+            self._stamp = stamp
         return self._line(self.line_number(row) - 1)
 
     def line_number(self, row: int) -> int:
@@ -103,6 +110,23 @@ class _File:
     def close(self) -> None:
         self._descriptor = -1  # the number may soon be that of another file
         self._close()
+
+    def _new_stamp(self) -> tuple[int, int]:
+        """The size, and when it was last written: what changes with the content."""
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def _check_content(self, size: int) -> None:
+        """Raise unless the file begins with what it was: rows that are added behind harm none."""
+        digest = blake2b(digest_size=8)
+        for offset in range(0, self.size, _PIECE):
+            digest.update(os.pread(self._descriptor, min(_PIECE, self.size - offset), offset))
+        if digest.hexdigest() != self.digest:
+            raise DataError(
+                f"{self.path} was changed while it is read: it had {self.size} bytes with digest {self.digest}, and "
+                f"has now {size} bytes with other rows. Put it back and resume the run, or train the new rows in a run "
+                "of their own. A new version of a file that a run reads gets another name, or replaces it by a rename"
+            )
 
     def _line(self, line: int) -> bytes:
         begin, end = map(int, self._lines[line : line + 2])

@@ -28,17 +28,21 @@ def open_dataset(
     seed: int,
     count_tokens: CountTokens | None = None,
     required: Sequence[str] = (),
+    answered: bool = False,
     examine: bool = False,
 ) -> Dataset:
     """The rows that a config names, ready to be drawn; raises `DataError` for what can be known to be wrong.
 
     `key` and `seed` choose the order: datasets of the same rows under other keys have other orders. `required` are
     fields that each row must have, besides those of the config; `answer` is one if the first row has it. With
+    `answered` each row must have one that a response can be compared with: text, a number or a list of them. With
     `examine`, all rows are read, and bad ones are counted in `refused` instead of raised.
     """
     source = _open_source(config, key, seed)
     try:
-        return _dataset(config, source, key, seed, count_tokens, required, examine)
+        return _dataset(
+            config, source, key, seed, count_tokens, RowReader(config, required, answered=answered), examine
+        )
     except BaseException:
         source.close()
         raise
@@ -50,14 +54,13 @@ def _dataset(
     key: str,
     seed: int,
     count_tokens: CountTokens | None,
-    required: Sequence[str],
+    reader: RowReader,
     examine: bool,
 ) -> Dataset:
     part = part_of(config, len(source))
     if not part:
         which = f" in its part {config.split}" if len(source) else ""
         raise DataError(f"{', '.join(config.paths)} has no rows{which}")
-    reader = RowReader(config, required)
     with suppress(RowError):  # check_rows says it
         require_if_present(reader, source[part[0]], "answer")
     used = check_rows(config, source, reader, part, count_tokens, examine)

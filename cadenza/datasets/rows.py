@@ -2,13 +2,15 @@
 
 The messages come from, in this order: the template; `messages`; `prompt`, which is text or messages itself. Where a
 row has both `messages` and `prompt`, the one that `fields` names counts. All fields of the source stay, under their own
-names too.
+names too. The system message and the worked examples of the config come before them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from cadenza.config import nearest_key
@@ -22,12 +24,19 @@ Row = dict[str, Any]
 
 
 class RowReader:
-    """Makes rows as one config says. `required` are fields that each row must have besides those the config names."""
+    """Makes rows as one config says. `required` are fields that each row must have besides those the config names; with
+    `answered` each has an `answer` that a response can be compared with."""
 
-    def __init__(self, config: DataConfig, required: Iterable[str] = ()) -> None:
+    def __init__(self, config: DataConfig, required: Iterable[str] = (), *, answered: bool = False) -> None:
         self._config = config
-        self.required = dict.fromkeys(required)
+        self._answered = answered
+        self.required = dict.fromkeys([*required, *(["answer"] if answered else [])])
         """Names of ours, in their order."""
+        self._few_shot: list[Message] = [
+            {"role": role, "content": text}
+            for example in config.few_shot
+            for role, text in (("user", example.prompt), ("assistant", example.answer))
+        ]
         self._shown = () if config.template is None else tuple(dict.fromkeys(template_fields(config.template)))
 
     def read(self, raw: Mapping[str, Any], place: str) -> Row:
@@ -38,6 +47,8 @@ class RowReader:
         for name in (*self._shown, *self.required):
             if row.get(name) is None:
                 raise _missing(raw, name, place, null=name in row)
+        if self._answered:
+            _check_answer(row["answer"], place)
         row["messages"] = self._messages(row, place)
         return row
 
@@ -51,7 +62,8 @@ class RowReader:
             messages = _checked(given, name, place)
         if self._config.system is not None and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self._config.system})
-        return messages
+        first = int(messages[0]["role"] == "system")
+        return [*messages[:first], *self._few_shot, *messages[first:]]
 
     def _prompt(self, row: Row, place: str) -> tuple[Any, str]:
         """Text or messages, and the name of where they come from."""
@@ -102,6 +114,17 @@ def _missing(raw: Mapping[str, Any], name: str, place: str, *, ours: str | None 
     )
 
 
+def _check_answer(answer: Any, place: str) -> None:
+    """Raise unless it is text, a number, or whatever else a table has in a cell; or a list of these."""
+    is_list = isinstance(answer, (list, tuple))
+    if is_list and not answer:
+        raise RowError(place, "wrong type", "the field 'answer' is an empty list: no response can be right")
+    for value in answer if is_list else (answer,):
+        if value is None or isinstance(value, (Mapping, list, tuple)):
+            kind, wanted = type(answer).__name__, "text, a number or a list of them"
+            raise RowError(place, "wrong type", f"the field 'answer' must be {wanted}, got {kind} {answer!r:.60}")
+
+
 def _checked(given: Any, name: str, place: str) -> list[Message]:
     """Messages as the chat template takes them; a table stores keys that a message does not have as null."""
     if not isinstance(given, (list, tuple)):
@@ -122,6 +145,12 @@ def _checked(given: Any, name: str, place: str) -> list[Message]:
     if not any(message["content"].strip() for message in messages if message["role"] != "system"):
         raise RowError(place, "empty prompt", f"the messages of '{name}' are empty: there is nothing to ask the model")
     return messages
+
+
+def fingerprint(messages: list[Message]) -> int:
+    """A number of 64 bits for a prompt: equal prompts have equal ones."""
+    digest = blake2b(json.dumps(messages, default=str, sort_keys=True).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def require_if_present(reader: RowReader, raw: Mapping[str, Any], name: str) -> None:

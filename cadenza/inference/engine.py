@@ -29,33 +29,19 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from cadenza.inference.admission import Admission, PrefixSource, find_prefix
 from cadenza.inference.decode_batch import DecodeBatch
 from cadenza.inference.decoders import Decoder, PrefillSegment
-from cadenza.inference.kv_cache import (
-    CachedPrefix,
-    Index,
-    KVCache,
-    KVPrefixCache,
-    common_prefix_length,
-    rows_needed,
-)
+from cadenza.inference.kv_cache import CachedPrefix, Index, KVCache, KVPrefixCache, rows_needed
 from cadenza.inference.replica import Finish, Sampling
 from cadenza.inference.row_layout import by_row, move_rows, rounded_width, row_blocks, row_moves
 from cadenza.inference.sampling import BatchSampling, batch_sampling, sample_tokens
 from cadenza.inference.sequence import EngineSequence
-
-MIN_SHARED_TOKENS = 4
-"""Tokens of a prompt that make it worth waiting for the member of the group that computes them."""
-
-
-PrefixSource = EngineSequence | CachedPrefix
-"""Where keys and values can be copied from."""
 
 
 class NonFiniteLogits(Exception):
@@ -258,10 +244,10 @@ class Engine:
         """The fewest cells for so many sequences, the longest of this length."""
         return rows_needed(sequences) * rounded_width(longest, self.kv_tokens)
 
-    def _admit(self, last_arrival: int, budget: int) -> _Admission:
+    def _admit(self, last_arrival: int, budget: int) -> Admission:
         """Starts waiting sequences in the order of their arrival, while the rows of all running sequences and one more
         token of the new one fit into the cache."""
-        admission = _Admission()
+        admission = Admission()
         longest = self._longest_running()
         for sequence in self._prefilling.values():
             budget -= admission.prefill(sequence, budget)
@@ -271,7 +257,8 @@ class Engine:
             longest = max(longest, sequence.length + 1)
             if self.running and self._cells_needed(len(self.running) + 1, longest) > self.kv_tokens:
                 break
-            source, length = self._find_prefix(sequence)
+            group_members = self._groups.get(sequence.request.group)
+            source, length = find_prefix(sequence, self._prefix_cache, group_members)
             if source is None and length:
                 continue  # a member of its group is computing the prompt, and is not done with it in this round
             self._start_running(sequence, length)
@@ -287,26 +274,6 @@ class Engine:
             if sequence.computed == sequence.length - 1:
                 self._prefilling.pop(id, None)
         return admission
-
-    def _find_prefix(self, sequence: EngineSequence) -> tuple[PrefixSource | None, int]:
-        """The best source of the beginning of a context, and how many tokens it covers: the prefix cache, by session or
-        group, or a running member of the group. A length without a source means that a member is about to compute so
-        many tokens of it."""
-        request = sequence.request
-        known = sequence.all_tokens()
-        best: PrefixSource | None = None
-        length = 0
-        for context in self._prefix_cache.candidates(request.session, request.group):
-            if (common := min(common_prefix_length(known, context.tokens), len(known) - 1)) > length:
-                best, length = context, common
-        if group_members := self._groups.get(request.group):
-            first_member = next(iter(group_members.values()))
-            common = min(common_prefix_length(known, first_member.context), len(known) - 1)
-            if min(common, first_member.length - 1) - max(first_member.computed, length) >= MIN_SHARED_TOKENS:
-                return None, common
-            if min(common, first_member.computed) > length:
-                best, length = first_member, min(common, first_member.computed)
-        return best, length
 
     def _start_running(self, sequence: EngineSequence, computed: int) -> None:
         request = sequence.request
@@ -438,27 +405,3 @@ class Engine:
             [sequence.length for sequence in batch.ready], self.decoder.shape, self.kv_tokens
         )
         return batch
-
-
-@dataclass(slots=True)
-class _Admission:
-    """What one round of admission decided: which sequences start, what is copied, what is prefilled."""
-
-    scheduled: dict[int, EngineSequence] = field(default_factory=dict)
-    """Sequences that start, or are prefilled further."""
-    copies_before: list[tuple[EngineSequence, PrefixSource, int]] = field(default_factory=list)
-    """Sequences whose prefix is copied before the prefill, from where, and how many tokens."""
-    prefills: list[tuple[EngineSequence, int, int]] = field(default_factory=list)
-    """What is prefilled: sequence, start, count."""
-    copies_after: dict[tuple[int, int], list[EngineSequence]] = field(default_factory=dict)
-    """Sequences whose prefix is copied after the prefill, which computes it in this round: by (id of the member that
-    has it, length of it), this member and those that are copied from it."""
-
-    def prefill(self, sequence: EngineSequence, budget: int) -> int:
-        """Compute the rest of a prompt, as far as the budget goes; what that costs."""
-        count = min(sequence.length - 1 - sequence.computed, budget)
-        if count > 0:
-            self.prefills.append((sequence, sequence.computed, count))
-            sequence.computed += count
-            self.scheduled[sequence.request.id] = sequence
-        return max(count, 0)

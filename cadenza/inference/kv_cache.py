@@ -238,8 +238,3 @@ def common_prefix_length(first: Tokens, second: Tokens) -> int:
     different = first[:length] != second[:length]
     index = int(different.argmax()) if length else 0
     return index if length and different[index] else length
-
-
-def join_chunks(chunks: tuple[Tokens, ...]) -> Tokens:
-    """A context in one piece."""
-    return chunks[0] if len(chunks) == 1 else np.concatenate((*chunks, np.empty(0, np.int32)))

@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,6 +68,9 @@ class Sampling(Config):
     """Token ids that end a response, besides the model's own end token."""
 
 
+S = TypeVar("S", "Sampling", "SamplingChanges")
+
+
 class SamplingChanges(Config):
     """Keys of `Sampling` that are to differ; None leaves one as it is."""
 
@@ -77,7 +80,8 @@ class SamplingChanges(Config):
     top_k: int | None = Field(default=None, ge=0)
     stop: tuple[int, ...] | None = None
 
-    def applied_to(self, sampling: Sampling) -> Sampling:
+    def applied_to(self, sampling: S) -> S:
+        """With these keys changed, of a sampling or of other changes."""
         return sampling.model_copy(update=self.model_dump(exclude_none=True))
 
 

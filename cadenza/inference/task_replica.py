@@ -22,11 +22,12 @@ from cadenza.inference.replica import (
     ReplicaLost,
     Request,
     RequestProgress,
-    RequestRefused,
     Span,
     StaleEpoch,
     Tokens,
 )
+from cadenza.inference.request_context import checked_context
+from cadenza.off_loop import resolve_future
 
 
 @dataclass(slots=True, eq=False)
@@ -46,14 +47,6 @@ class PendingRequest:
 
     def generation(self, spans: Sequence[Span], finish: Finish) -> Generation:
         return Generation(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), tuple(spans), finish)
-
-    def resolve(self, answer: Generation | ReplicaError) -> None:
-        if self.future.done():
-            return
-        if isinstance(answer, ReplicaError):
-            self.future.set_exception(answer)
-        else:
-            self.future.set_result(answer)
 
 
 class TaskReplica(ABC):
@@ -121,17 +114,10 @@ class TaskReplica(ABC):
         self._check_alive()
         if request.epoch < self.fence:
             raise StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}")
-        if request.id in self._in_flight:
-            raise ReplicaError(f"{self.name}: request {request.id} is already in flight")
-        if not 0 < request.context < self.max_context or request.max_tokens < 1:
-            text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
-            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self.max_context - 1} tokens")
-        context: Tokens = np.concatenate(request.chunks)
         last = np.iinfo(np.int32).max if self.vocab is None else self.vocab - 1
-        if len(context) != request.context or not 0 <= context.min() <= context.max() <= last:
-            text = f"{request.context} tokens of 0 to {last}"
-            raise RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}")
-        return context
+        return checked_context(
+            request, replica=self.name, in_flight=self._in_flight, max_context=self.max_context, last_token=last
+        )
 
     async def _serve(self, pending: PendingRequest) -> None:
         """The life of a request."""
@@ -163,7 +149,7 @@ class TaskReplica(ABC):
             self._discard("failed", pending)
         elif pending.future.done():
             self._discard(pending.cause or "unclaimed", pending)
-        pending.resolve(answer)
+        resolve_future(pending.future, answer)
 
     def _check_alive(self) -> None:
         if self._lost_reason:
@@ -187,7 +173,7 @@ class TaskReplica(ABC):
         self._lost_event.set()
         for pending in self._in_flight.values():
             self._discard(cause, pending)
-            pending.resolve(ReplicaLost(text))
+            resolve_future(pending.future, ReplicaLost(text))
         self._in_flight.clear()
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()

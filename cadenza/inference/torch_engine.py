@@ -1,15 +1,10 @@
-"""A replica in this process: the engine in a thread of its own, the protocol on the event loop.
+"""A replica in this process: the protocol on the event loop, the engine in a thread of its own (engine_thread.py).
 
-Invariant: one thread owns the engine and steps it; it changes its mind only between two steps. Every token written is
-returned to a client, discarded under a cause, or held by a request in flight, and every future that was handed out is
-resolved, whatever happens to the thread.
+Invariant: every token written is returned to a client, discarded under a cause, or held by a request in flight, and
+every future that was handed out is resolved, whatever happens to the thread.
 
-    loop:    generate, abort, pause, ... --inbox--> thread: take what came, prepare, compute, advance, again
-    thread:  what ended in a step --call_soon_threadsafe, once per step--> loop: the futures
-
-The fence, the requests in flight and the account of what was returned belong to the loop, so they need no lock. What
-`kill` reads of the engine is counted under a lock that is never held during a forward pass: death does not wait for the
-step in progress, and the tokens of that step were never written.
+The fence, the requests in flight and the account of what was returned belong to the loop, so they need no lock. Death
+does not wait for the step in progress: the tokens of that step were never written.
 """
 
 from __future__ import annotations
@@ -17,21 +12,16 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
-from threading import Lock, Thread
-from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import nn
 
-from cadenza.inference.decoders import Decoder, copy_weights_into, decoder_for
-from cadenza.inference.engine import Engine, NonFiniteLogits
-from cadenza.inference.kv_cache import join_chunks
-from cadenza.inference.meter import StepMeter
+from cadenza.inference.decoders import Decoder, decoder_for
+from cadenza.inference.engine import Engine
+from cadenza.inference.engine_thread import EngineThread
+from cadenza.inference.prepared_weights import PreparedWeights, WeightPacker
 from cadenza.inference.replica import (
     Generation,
     PauseMode,
@@ -40,28 +30,16 @@ from cadenza.inference.replica import (
     ReplicaStats,
     Request,
     RequestProgress,
-    RequestRefused,
     StaleEpoch,
 )
+from cadenza.inference.request_context import checked_context
 from cadenza.inference.sequence import EngineSequence
-from cadenza.off_loop import as_async
+from cadenza.off_loop import COMPUTE_POOL, as_async, resolve_future
 
-T = TypeVar("T")
-_FOREVER = 1 << 62
 _PREFILL_WORK = 1 << 33
 """Weights times tokens that are prefilled in one go: about a second of one core."""
 _DEFAULT_KV_BYTES = 1 << 30
 """What the cache may take unless its size is given."""
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedWeights:
-    """Weights that `prepare` has packed, so that loading them costs nothing."""
-
-    module: nn.Module
-    """That they were read from."""
-    packed: object
-    """In the form that decoders of this model take; never written to again."""
 
 
 @dataclass(slots=True)
@@ -128,26 +106,19 @@ class TorchReplica:
             keep_kv=keep_kv,
             version=version,
         )
-        self._meter = StepMeter()
         self._max_context = min(kv_tokens, decoder.max_positions)
-        self._initial_module = self._last_module = model
-        self._own_copy: nn.Module | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._in_flight: dict[int, _InFlight] = {}
-        self._calls: set[asyncio.Future[Any]] = set()
         self._stop_ids: dict[tuple[int, ...], frozenset[int]] = {(): self.eos_token_ids}
         self._arrivals = self._answered = 0
         self._asleep = False
-        self._lost_reason: str | None = None
-        # The thread's own, but for reading.
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._token_lock = Lock()
-        self._prepare_lock = Lock()
-        self._paused = self._stopped = False
-        self._drain_last_arrival: int | None = None
-        self._pause_futures: list[asyncio.Future[None]] = []
-        self._thread = Thread(target=self._run, args=(threads,), name=f"cadenza-{name}", daemon=True)
-        self._thread.start()
+        self._weights = WeightPacker(model, decoder)
+        self._thread = EngineThread(
+            self._engine,
+            name,
+            threads=threads,
+            on_ended=self._resolve,
+            on_failure=lambda text: self._die("replica_lost", text),
+        )
         atexit.register(self.close)
 
     # -- the replica protocol, on the loop -------------------------------------------------------------------------
@@ -160,14 +131,14 @@ class TorchReplica:
             future.set_exception(error)
         else:
             self._in_flight[request.id] = _InFlight(future, sequence)
-            self._inbox.put(lambda: self._engine.add(sequence))
+            self._thread.put(lambda: self._engine.add(sequence))
         return future
 
     def abort(self, request_id: int, cause: str) -> None:
         entry = self._in_flight.get(request_id)
         if entry is not None:
             entry.cause = cause
-            self._inbox.put(lambda: self._abort(entry.sequence))
+            self._thread.put(lambda: self._thread.abort(entry.sequence))
 
     def requests_in_flight(self) -> list[RequestProgress]:
         found = []
@@ -181,13 +152,15 @@ class TorchReplica:
     async def pause(self, epoch: int, mode: PauseMode) -> None:
         self.fence = max(self.fence, epoch)
         last_arrival = self._arrivals
-        await self._call_thread(lambda future: self._pause(mode, last_arrival, future))
+        self._check_alive()
+        self._bind_loop()
+        await self._thread.call(lambda future: self._thread.pause(mode, last_arrival, future))
 
     async def resume(self) -> None:
         self._check_alive()
         if self._asleep:
             raise RuntimeError(f"{self.name} is asleep: wake it instead of resuming it")
-        await self._run_in_thread(self._resume)
+        await self._run_in_thread(self._thread.resume)
 
     async def load_weights(self, version: int, weights: object) -> None:
         self._check_alive()
@@ -204,7 +177,7 @@ class TorchReplica:
     async def wake(self) -> None:
         self._check_alive()
         if self._asleep:
-            await self._run_in_thread(self._resume)
+            await self._run_in_thread(self._thread.resume)
             self._asleep = False
 
     async def stats(self) -> ReplicaStats:
@@ -215,13 +188,13 @@ class TorchReplica:
             running=running,
             waiting=max(0, len(self._in_flight) - running),
             progress=self._engine.generated + self._engine.prefilled + self._answered,
-            paused=self._paused,
+            paused=self._thread.paused,
             kv_tokens=self._engine.running_tokens,
             kv_capacity=self.kv_capacity,
             generated=self._engine.generated,
             prefilled=self._engine.prefilled,
             discarded=dict(self.discarded),
-            costs=self._meter.costs(),
+            costs=self._thread.meter.costs(),
         )
 
     def kill(self, cause: str) -> None:
@@ -232,12 +205,12 @@ class TorchReplica:
     async def prepare(self, weights: object) -> PreparedWeights:
         """Make weights ready for `load_weights`, off the loop and beside the generation. One at a time."""
         self._check_alive()
-        prepared: PreparedWeights = await as_async(self._prepare_weights)(weights)
+        prepared: PreparedWeights = await as_async(self._weights.prepare, COMPUTE_POOL)(weights)
         return prepared
 
     def clone(self, **options: Any) -> TorchReplica:
         """Another replica of the same model, with these weights and a cache of its own."""
-        return TorchReplica(self._initial_module, decoder=self._engine.decoder.clone(), **options)
+        return TorchReplica(self._weights.initial_module, decoder=self._engine.decoder.clone(), **options)
 
     def close(self, seconds: float = 10.0) -> None:
         """End the thread, within `seconds`, or else with the process. What is in flight is lost."""
@@ -265,15 +238,13 @@ class TorchReplica:
             raise StaleEpoch(f"{self.name}: epoch {request.epoch} is behind fence {self.fence}")
         if self._asleep:
             raise ReplicaError(f"{self.name} is asleep")
-        if request.id in self._in_flight:
-            raise ReplicaError(f"{self.name}: request {request.id} is already in flight")
-        if not 0 < request.context < self._max_context or request.max_tokens < 1:
-            text = f"{self.name}: {request.context} tokens of context and {request.max_tokens} to write"
-            raise RequestRefused(f"{text} do not fit: the context must have 1 to {self._max_context - 1} tokens")
-        context, vocab = join_chunks(request.chunks), self._engine.decoder.vocab
-        if len(context) != request.context or not 0 <= context.min() <= context.max() < vocab:
-            text = f"{request.context} tokens of 0 to {vocab - 1}"
-            raise RequestRefused(f"{self.name}: the chunks of request {request.id} are not {text}")
+        context = checked_context(
+            request,
+            replica=self.name,
+            in_flight=self._in_flight,
+            max_context=self._max_context,
+            last_token=self._engine.decoder.vocab - 1,
+        )
         stop_ids = self._stop_ids.get(request.sampling.stop)
         if stop_ids is None:
             stop_ids = self._stop_ids[request.sampling.stop] = self.eos_token_ids.union(request.sampling.stop)
@@ -284,8 +255,8 @@ class TorchReplica:
     def _bind_loop(self) -> asyncio.AbstractEventLoop:
         """The running event loop, which gets the results. Waiters of a loop that is closed are gone."""
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop = loop
+        if loop is not self._thread.loop:
+            self._thread.loop = loop
             for id, entry in list(self._in_flight.items()):
                 if entry.future.get_loop().is_closed():
                     with contextlib.suppress(RuntimeError):  # the closed loop takes no callbacks
@@ -294,37 +265,16 @@ class TorchReplica:
         return loop
 
     def _check_alive(self) -> None:
-        if self._lost_reason is not None:
-            raise ReplicaLost(self._lost_reason)
+        if self._thread.lost_reason is not None:
+            raise ReplicaLost(self._thread.lost_reason)
 
     async def _run_in_thread(self, act: Callable[[], None]) -> None:
         """Have the thread do something between two steps."""
-
-        def acted(future: asyncio.Future[None]) -> None:
-            act()
-            self._call_on_loop(_resolve_future, future, None)
-
-        await self._call_thread(acted)
-
-    async def _call_thread(self, act: Callable[[asyncio.Future[None]], None]) -> None:
-        """Have the thread do something that resolves a future; `kill` resolves it too."""
         self._check_alive()
-        future: asyncio.Future[None] = self._bind_loop().create_future()
+        self._bind_loop()
+        await self._thread.run(act)
 
-        def guarded() -> None:
-            try:
-                act(future)
-            except Exception as error:  # noqa: BLE001 - it belongs to the waiter of the future
-                self._call_on_loop(_resolve_future, future, error)
-
-        self._calls.add(future)
-        try:
-            self._inbox.put(guarded)
-            await future
-        finally:
-            self._calls.discard(future)
-
-    def _resolve(self, sequences: list[EngineSequence], error: ReplicaError | None = None) -> None:
+    def _resolve(self, sequences: list[EngineSequence], error: ReplicaError | None) -> None:
         """Resolve the futures of sequences that ended."""
         for sequence in sequences:
             entry = self._in_flight.get(sequence.request.id)
@@ -336,7 +286,7 @@ class TorchReplica:
                 self._discard("failed" if error is not None else entry.cause, len(sequence.tokens))
             else:
                 self.returned += len(sequence.tokens)
-            _resolve_future(entry.future, error or sequence.generation())
+            resolve_future(entry.future, error or sequence.generation())
 
     def _discard(self, cause: str, tokens: int) -> None:
         if tokens:
@@ -344,159 +294,32 @@ class TorchReplica:
 
     def _die(self, cause: str, text: str) -> None:
         """Fail every call in flight; the thread ends after its step."""
-        with self._token_lock:
-            if self._lost_reason is not None:
-                return
-            self._lost_reason = text
-            held = self._engine.generated - self.returned - sum(self.discarded.values())
-        self._inbox.put(self._stop)
-        self._discard(cause, held)
+        if not self._thread.halt(text):
+            return
+        self._discard(cause, self._engine.generated - self.returned - sum(self.discarded.values()))
         for entry in self._in_flight.values():
-            _resolve_future(entry.future, ReplicaLost(text))
+            resolve_future(entry.future, ReplicaLost(text))
         self._in_flight.clear()
-        for future in self._calls:
-            _resolve_future(future, ReplicaLost(text))
+        self._thread.fail_calls(text)
 
     # -- inside, in the thread -------------------------------------------------------------------------------------
 
-    def _run(self, threads: int | None) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        try:
-            with torch.inference_mode():
-                while not self._stopped:
-                    self._run_once()
-        except BaseException as error:  # noqa: BLE001 - whatever ends the thread, its clients get it
-            text = f"{self.name} failed: {type(error).__name__}: {error}"
-            if not self._call_on_loop(self._die, "replica_lost", text):
-                self._lost_reason = text
-
-    def _run_once(self) -> None:
-        """Take what came, then one step. Without anything to do, wait for something to come."""
-        working = self._step()
-        self._end_drain()
-        while not self._inbox.empty() or not working:
-            self._inbox.get()()
-            working = True
-
-    def _step(self) -> bool:
-        if self._paused:
-            return False
-        began, before = perf_counter(), self._engine.prefilled
-        if not self._engine.admit_and_prefill(
-            _FOREVER if self._drain_last_arrival is None else self._drain_last_arrival
-        ):
-            if prefilled := self._engine.prefilled - before:
-                self._meter.add(0, 0, prefilled, perf_counter() - began)
-            return bool(self._engine.running)
-        context = self._engine.running_tokens
-        try:
-            sampled = self._engine.compute()
-        except NonFiniteLogits as error:
-            self._call_on_loop(
-                self._resolve, self._engine.abort_all_and_invalidate_kv(), ReplicaError(f"{self.name}: {error}")
-            )
-            return True
-        with self._token_lock:
-            done = [] if self._lost_reason is not None else self._engine.advance(sampled)
-        if done:
-            self._call_on_loop(self._resolve, done)
-        self._meter.add(len(sampled.tokens), context, self._engine.prefilled - before, perf_counter() - began)
-        return True
-
-    def _abort(self, sequence: EngineSequence) -> None:
-        self._engine.abort(sequence.request.id)
-        # Also when it had ended: the answer may have gone to a closed loop.
-        self._call_on_loop(self._resolve, [sequence])
-
-    def _pause(self, mode: PauseMode, last_arrival: int, future: asyncio.Future[None]) -> None:
-        self._pause_futures.append(future)
-        self._drain_last_arrival = last_arrival if mode is PauseMode.DRAIN else None
-        self._paused = mode is not PauseMode.DRAIN
-        if mode is PauseMode.ABORT:
-            self._call_on_loop(self._resolve, self._engine.abort_all())
-        if self._paused:
-            self._resolve_pauses(None)
-
-    def _end_drain(self) -> None:
-        """Ends a drain once every request that was there when it began has left."""
-        if self._drain_last_arrival is not None and not self._engine.running:
-            head = next(iter(self._engine.waiting.values()), None)
-            if head is None or head.arrival > self._drain_last_arrival:
-                self._drain_last_arrival = None
-                self._paused = True
-                self._resolve_pauses(None)
-
-    def _resume(self) -> None:
-        self._paused = False
-        self._drain_last_arrival = None
-        self._resolve_pauses(ReplicaError(f"{self.name}: resumed before the pause took effect"))
-
-    def _resolve_pauses(self, error: ReplicaError | None) -> None:
-        pausing, self._pause_futures = self._pause_futures, []
-        for future in pausing:
-            self._call_on_loop(_resolve_future, future, error)
-
     def _load(self, version: int, weights: object) -> None:
         try:
-            prepared = weights if isinstance(weights, PreparedWeights) else self._prepare_weights(weights)
+            prepared = weights if isinstance(weights, PreparedWeights) else self._weights.prepare(weights)
             self._engine.load(version, prepared.packed)
         except Exception as error:
             raise ReplicaError(f"{self.name} could not load version {version}: {error}") from error
-        self._last_module = prepared.module
-        if prepared.module is not self._own_copy:
-            self._own_copy = None
-
-    def _prepare_weights(self, weights: object) -> PreparedWeights:
-        with self._prepare_lock, torch.no_grad():
-            module = self._module_with(weights)
-            return PreparedWeights(module, self._engine.decoder.pack(module))
-
-    def _module_with(self, weights: object) -> nn.Module:
-        """The given module, another one, or a copy of the last one with the state dict in it: the last one may be a
-        trainer's. The copy is kept while state dicts follow one another."""
-        if weights is None:
-            return self._initial_module
-        if isinstance(weights, nn.Module):
-            return weights
-        if not isinstance(weights, Mapping):
-            raise TypeError(f"weights must be a module, a state dict or None, got {type(weights).__name__}")
-        if self._own_copy is None:
-            self._own_copy = copy.deepcopy(self._last_module)
-        copy_weights_into(self._own_copy, weights)
-        return self._own_copy
+        self._weights.note_loaded(prepared)
 
     def _free_cache(self) -> None:
-        if not self._paused or self._engine.running or self._engine.waiting:
+        if not self._thread.paused or self._engine.running or self._engine.waiting:
             raise RuntimeError(
-                f"{self.name} must be paused and empty to sleep, but paused is {self._paused}, "
+                f"{self.name} must be paused and empty to sleep, but paused is {self._thread.paused}, "
                 f"{len(self._engine.running)} running, {len(self._engine.waiting)} waiting: "
                 "pause it with PauseMode.ABORT"
             )
         self._engine.release_cache_memory()
-
-    def _stop(self) -> None:
-        self._stopped = True
-
-    def _call_on_loop(self, callback: Callable[..., None], *arguments: object) -> bool:
-        """Have the loop call something; False when there is no loop to do it."""
-        try:
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(callback, *arguments)
-                return True
-        except RuntimeError:  # the loop is closed: nothing waits for results any more
-            pass
-        return False
-
-
-def _resolve_future(future: asyncio.Future[T], outcome: T | Exception) -> None:
-    """Resolve a future that may be resolved already, or belong to a loop that is gone."""
-    if future.done() or future.get_loop().is_closed():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
 
 
 def _eos_token_ids(model: nn.Module) -> list[int]:

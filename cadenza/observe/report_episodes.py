@@ -6,12 +6,13 @@ samples.jsonl is read twice: once for an `EpisodeRef` of every line, and again a
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from cadenza.observe.run import parse_line
 
 EPISODES = 12
 """Episodes in each of the five sections at most."""
@@ -70,11 +71,8 @@ def find_episodes(path: Path) -> list[EpisodeRef]:
 
 def _record(line: bytes) -> dict[str, Any] | None:
     """Return the episode of a line, or None when the line is not one."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    known = isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("turns"), list)
+    record = parse_line(line)
+    known = record is not None and isinstance(record.get("step"), int) and isinstance(record.get("turns"), list)
     return record if known else None
 
 

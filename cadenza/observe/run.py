@@ -217,7 +217,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     with path.open("rb") as lines:
         for line in lines:
-            if (record := _parse(line)) is not None:
+            if (record := parse_line(line)) is not None:
                 yield record
 
 
@@ -256,7 +256,7 @@ def _cut(path: Path, step: int) -> dict[str, Any]:
     shorter = path.with_suffix(".cut")
     with path.open("rb") as lines, shorter.open("wb") as kept:
         for line in lines:
-            record = _parse(line)
+            record = parse_line(line)
             if record is None:
                 if line.endswith(b"\n"):
                     kept.write(line)  # not ours to judge
@@ -269,7 +269,8 @@ def _cut(path: Path, step: int) -> dict[str, Any]:
     return last
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record of a line, or None where the line is not one, as the last line of a run that was killed."""
     try:
         record = json.loads(line)
     except ValueError:

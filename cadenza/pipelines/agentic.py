@@ -21,7 +21,7 @@ from cadenza.run.agentic_config import AgenticConfig
 from cadenza.run.config import RunConfig
 from cadenza.run.episodes import EpisodeStats
 from cadenza.run.rollout_pipeline import RolloutPipeline
-from cadenza.run.rollouts import discarded_tokens, step_request, step_trace
+from cadenza.run.rollouts import check_tasks, discarded_tokens, step_request, step_trace
 
 
 class AgenticPipeline(RolloutPipeline):
@@ -99,6 +99,7 @@ class AgenticPipeline(RolloutPipeline):
 
     async def start(self) -> None:
         if (settings := self.config.cold_start) is not None:
+            check_tasks(self.config, self.roles.codec)  # a cold start may be long
             self.log(0, await self.roles.cold_start(settings))
         if self.config.needs_reference:
             await self.roles.freeze_reference(self.run.path / "reference")

@@ -1,4 +1,4 @@
-"""Distillation: the controller program.
+"""Distillation: the program of examples.py.
 
     (validate) -> a batch of rows -> KL to the teacher's distributions at the tokens of the answers -> ...
 
@@ -11,29 +11,14 @@ from __future__ import annotations
 import numpy as np
 
 from cadenza.data import DataProto
+from cadenza.pipelines.examples import ExampleProgram
 from cadenza.run.distill import DistillRoles, DistillRunConfig
-from cadenza.run.example_pipeline import ExamplePipeline
 
 
-class DistillPipeline(ExamplePipeline):
+class DistillPipeline(ExampleProgram):
     """Distillation."""
 
     config_class, roles_class = DistillRunConfig, DistillRoles
-
-    async def program(self) -> None:
-        async for step in self.steps():
-            await self.validate(step)
-            await self.checkpoint(step)
-            if (batch := self.next_batch()) is None:
-                break
-            with self.timed("train"):
-                metrics = await self.roles.actor.train(batch)
-            self.finish_step(batch, metrics)
-        await self.validate(self.progress.step, last=True)
-
-    async def evaluate(self, batch: DataProto) -> DataProto:
-        found: DataProto = await self.roles.actor.evaluate(batch)
-        return found
 
     def held_out_metrics(self, rows: DataProto) -> dict[str, float]:
         """The KL by token; success is the share of rows whose answers greedy decoding would write, and agreement the

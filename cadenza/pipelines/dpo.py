@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the controller program.
+"""Direct preference optimisation: the program of examples.py.
 
     (validate) -> a batch of pairs -> logprobs of the reference -> train -> ...
 
@@ -11,35 +11,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from cadenza.data import DataProto
+from cadenza.pipelines.examples import ExampleProgram
 from cadenza.run.dpo import DpoRoles, DpoRunConfig
-from cadenza.run.example_pipeline import ExamplePipeline
 from cadenza.run.example_rows import PREFERENCE
 from cadenza.training.dpo import pair_loss
 
 
-class DpoPipeline(ExamplePipeline):
+class DpoPipeline(ExampleProgram):
     """Direct preference optimisation."""
 
     config_class, roles_class, row_form = DpoRunConfig, DpoRoles, PREFERENCE
     config: DpoRunConfig
     roles: DpoRoles
 
-    async def program(self) -> None:
-        async for step in self.steps():
-            await self.validate(step)
-            await self.checkpoint(step)
-            if (batch := self.next_batch()) is None:
-                break
-            with self.timed("reference"):
-                batch = await self.roles.with_reference(batch)
-            with self.timed("train"):
-                metrics = await self.roles.actor.train(batch)
-            self.finish_step(batch, metrics)
-        await self.validate(self.progress.step, last=True)
+    async def with_columns(self, batch: DataProto) -> DataProto:
+        with self.timed("reference"):
+            return await self.roles.with_reference(batch)
 
     async def evaluate(self, batch: DataProto) -> DataProto:
-        found: DataProto = await self.roles.actor.values(await self.roles.with_reference(batch))
-        return found
+        return await super().evaluate(await self.roles.with_reference(batch))
 
     def held_out_metrics(self, rows: DataProto) -> dict[str, float]:
         """The loss by pair; success is the share of pairs that the policy prefers as they were labelled."""

@@ -1,4 +1,4 @@
-"""Training of a reward model: the controller program.
+"""Training of a reward model: the program of examples.py.
 
     (validate) -> a batch of pairs -> minus log P(chosen wins), by Bradley and Terry -> ...
 
@@ -10,30 +10,15 @@ from __future__ import annotations
 
 from cadenza.algorithms import bradley_terry
 from cadenza.data import DataProto
-from cadenza.run.example_pipeline import ExamplePipeline
+from cadenza.pipelines.examples import ExampleProgram
 from cadenza.run.example_rows import PREFERENCE
 from cadenza.run.reward_model import RewardModelConfig, RewardModelRoles
 
 
-class RewardModelPipeline(ExamplePipeline):
+class RewardModelPipeline(ExampleProgram):
     """Training of a reward model."""
 
     config_class, roles_class, row_form = RewardModelConfig, RewardModelRoles, PREFERENCE
-
-    async def program(self) -> None:
-        async for step in self.steps():
-            await self.validate(step)
-            await self.checkpoint(step)
-            if (batch := self.next_batch()) is None:
-                break
-            with self.timed("train"):
-                metrics = await self.roles.actor.train(batch)
-            self.finish_step(batch, metrics)
-        await self.validate(self.progress.step, last=True)
-
-    async def evaluate(self, batch: DataProto) -> DataProto:
-        found: DataProto = await self.roles.actor.values(batch)
-        return found
 
     def held_out_metrics(self, rows: DataProto) -> dict[str, float]:
         """The loss by pair; success is the share of pairs whose chosen answer scores higher."""

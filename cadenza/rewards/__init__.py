@@ -5,16 +5,19 @@ from __future__ import annotations
 from cadenza.rewards.base import ConfiguredReward
 from cadenza.rewards.config import RewardConfig
 from cadenza.rewards.domain import DomainReward, RewardSpec, make_reward
+from cadenza.rewards.host import AskPolicy, RewardHost
 from cadenza.rewards.registry import REWARDS, RewardName
 from cadenza.rewards.sample import Sample, Scored
 from cadenza.rewards.worker import LateReward, RewardUnavailable
 
 __all__ = [
     "REWARDS",
+    "AskPolicy",
     "ConfiguredReward",
     "DomainReward",
     "LateReward",
     "RewardConfig",
+    "RewardHost",
     "RewardName",
     "RewardSpec",
     "RewardUnavailable",

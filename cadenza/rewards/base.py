@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from cadenza.config import Config
 from cadenza.errors import RewardError
@@ -24,9 +24,13 @@ class ConfiguredReward(Config):
         reward: {name: my_module:Short, words: 20}
 
     `__call__` is plain, and runs off the loop, or async. What it needs while it works is made in `async open()` and
-    given up in `async close()`; both are optional, and so are `score_batch(samples) -> list` with `batch_size`, and
-    `concurrency`, the calls at once that it bears.
+    given up in `async close()`; both are optional, and so are `score_batch(samples) -> list` with `batch_size`,
+    `concurrency`, the calls at once that it bears, and `use_host(host)`, which gets the `RewardHost` before `open`.
     """
+
+    needs_answer: ClassVar[bool] = False
+    """Whether it compares the response with the field `answer` of the row; then rows without one are refused before a
+    run."""
 
     def __call__(self, sample: Sample) -> Any:
         """A number, a bool or a `Scored`; or an awaitable of one."""

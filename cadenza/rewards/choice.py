@@ -30,6 +30,7 @@ class Choice(ConfiguredReward):
     a list of answers accepts each of them. A response that gives the text of a choice instead of its letter counts too.
     """
 
+    needs_answer = True
     letters: int = Field(default=10, gt=1, le=26)
     """How many letters can be meant, from A on; the row's `choices` say it where they are there."""
     choices_field: str = "choices"

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from cadenza.config import Config
-from cadenza.rewards.registry import RewardName, called, check_settings, find_reward
+from cadenza.rewards.registry import RewardName, called, check_settings, find_reward, is_config
 
 
 class RewardConfig(Config):
@@ -76,6 +76,18 @@ class RewardConfig(Config):
         given = {key: value for key, value in values.items() if key in self.model_fields_set}
         flat: dict[str, Any] = {"name": values["name"]} | given | settings
         return flat
+
+    @property
+    def asks_policy(self) -> bool:
+        """Whether it asks the policy of the run. What 'module:name' means is loaded."""
+        found = find_reward(self.name)
+        reward = found.model_validate(self.settings) if is_config(found) else found
+        return bool(getattr(reward, "asks_policy", False))
+
+    @property
+    def needs_answer(self) -> bool:
+        """Whether each row must have an `answer` for it."""
+        return bool(getattr(find_reward(self.name), "needs_answer", False))
 
     @property
     def short_name(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from cadenza.rewards.config import RewardConfig
+from cadenza.rewards.host import RewardHost
 from cadenza.rewards.sample import Sample, Scored
 from cadenza.rewards.together import all_of
 from cadenza.rewards.worker import RewardWorker
@@ -34,11 +35,12 @@ class DomainReward:
     or connections.
     """
 
-    def __init__(self, configs: Mapping[str, RewardConfig], domain: str) -> None:
+    def __init__(self, configs: Mapping[str, RewardConfig], domain: str, host: RewardHost | None = None) -> None:
+        """`host` is what this process has for rewards; None is outside of a run."""
         if not any(not config.gate for config in configs.values()):
             raise ValueError(f"the rewards of domain '{domain}' are all gates, there is nothing to add up: add one")
         self.domain = domain
-        self._workers = [RewardWorker(config, key, domain) for key, config in configs.items()]
+        self._workers = [RewardWorker(config, key, domain, host or RewardHost()) for key, config in configs.items()]
         self._is_open = False
         self._lock = asyncio.Lock()
 

@@ -37,7 +37,7 @@ class EndpointReward(ConfiguredReward):
     """Without a byte from the server, after which a request is given up."""
 
     @property
-    def concurrency(self) -> int:
+    def concurrency(self) -> int | None:
         return self.connections
 
     def endpoint(self, url: str) -> Endpoint:

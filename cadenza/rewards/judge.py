@@ -3,7 +3,8 @@
     template + sample -> ask -> verdict? | -> value
                           ^---- no: say so, `asks` times in all --> VerdictUnclear, an infrastructure fault
 
-The model is behind any OpenAI-compatible server (`url`), or is a function of messages (`ask`).
+The model is behind any OpenAI-compatible server (`url`), is a function of messages (`ask`), or is the policy of the run
+(`model: policy`), which is asked through the run's own sampler.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from cadenza.config import load_object
 from cadenza.errors import InfrastructureError, RewardError
 from cadenza.off_loop import as_async
 from cadenza.rewards.endpoint import Endpoint, EndpointReward
+from cadenza.rewards.host import AskPolicy, RewardHost
 from cadenza.rewards.sample import Sample, Scored
 from cadenza.rewards.text import checked_pattern, last_match
 from cadenza.rewards.verdict import as_value, by_json
@@ -36,6 +38,9 @@ Is the answer correct, complete and clear? Think briefly. Then end with one line
 (perfect):
 Score: N"""
 
+POLICY = "policy"
+"""The `model` of a judge without a server that is the model that is trained."""
+
 REMINDER = "Your reply has no verdict that can be read. Reply with the verdict only, in the form that was asked for."
 
 
@@ -49,7 +54,7 @@ class Judge(EndpointReward):
     url: str | None = Field(default=None, pattern="^https?://")
     """Of an OpenAI-compatible server, with or without its `/v1`."""
     model: str | None = None
-    """Its name there."""
+    """Its name there. Without url, 'policy' is the model that is trained, as it is when it is asked."""
     ask: str | Callable[..., Any] | None = None
     """`ask(messages) -> str`, plain or async, or its 'module:name'. A message has `role` and `content`."""
     template: str = TEMPLATE
@@ -74,6 +79,7 @@ class Judge(EndpointReward):
     """Further keys of the request to the server."""
 
     _endpoint: Endpoint | None = PrivateAttr(default=None)
+    _host: RewardHost = PrivateAttr(default=RewardHost())
 
     @field_validator("pattern")
     @classmethod
@@ -95,15 +101,35 @@ class Judge(EndpointReward):
             raise ValueError("scale does nothing beside labels: remove one of the two")
         if self.scale[0] >= self.scale[1]:
             raise ValueError(f"scale must rise, got {self.scale}")
-        if self.url is None and self.ask is None:
+        if self.ask is not None and self.model is not None:
+            raise ValueError(f"model {self.model!r} does nothing beside ask: remove one of the two")
+        if self.asks_policy and (idle := sorted(given & {*EndpointReward.model_fields, "options"})):
+            raise ValueError(f"{', '.join(idle)} is for a server, and 'model: policy' has none: set url, or remove it")
+        if self.url is None and self.ask is None and not self.asks_policy:
             raise ValueError(
-                "a judge needs a model: set url (an OpenAI-compatible server) or ask (a function of messages)"
+                "a judge needs a model: set url (an OpenAI-compatible server) or ask (a function of messages), or set "
+                "'model: policy' for the model that is trained"
             )
         return self
+
+    @property
+    def asks_policy(self) -> bool:
+        """Whether the policy of the run is the judge."""
+        return self.url is None and self.ask is None and self.model == POLICY
+
+    @property
+    def concurrency(self) -> int | None:
+        """The sampler itself limits what is asked of the policy at once."""
+        return None if self.asks_policy else self.connections
+
+    def use_host(self, host: RewardHost) -> None:
+        self._host = host
 
     async def open(self) -> None:
         if self.url is not None:
             self._opened(self.url)
+        elif self.asks_policy:
+            self._policy()
 
     async def close(self) -> None:
         endpoint, self._endpoint = self._endpoint, None
@@ -114,7 +140,7 @@ class Judge(EndpointReward):
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, {"role": "user", "content": self._question(sample)}]
         for _ in range(self.asks):
-            reply = await self._ask(messages)
+            reply = await self._ask(sample, messages)
             value = self._value(reply)
             if value is not None:
                 success = None if self.success_at is None else value >= self.success_at
@@ -143,12 +169,21 @@ class Judge(EndpointReward):
 
         return re.sub(r"\{(\w+)\}", fill, self.template)
 
-    async def _ask(self, messages: Sequence[Mapping[str, str]]) -> str:
+    async def _ask(self, sample: Sample, messages: Sequence[Mapping[str, str]]) -> str:
         if self.url is not None:
             return await self._ask_server(self._opened(self.url), messages)
+        if self.asks_policy:
+            return await self._policy()(
+                sample, list(messages), max_tokens=self.max_tokens, temperature=self.temperature
+            )
         assert self.ask is not None  # _possible
         ask = load_object(self.ask) if isinstance(self.ask, str) else self.ask
         return str(await as_async(ask)(messages))
+
+    def _policy(self) -> AskPolicy:
+        if self._host.ask_policy is None:
+            raise RewardError("'model: policy' asks the policy of a run, and here is no run: set url or ask")
+        return self._host.ask_policy
 
     def _opened(self, url: str) -> Endpoint:
         endpoint = self._endpoint = self._endpoint or self.endpoint(_chat_url(url))

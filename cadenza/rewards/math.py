@@ -24,6 +24,7 @@ class Math(ConfiguredReward):
     late, or breaks its process, is an infrastructure fault.
     """
 
+    needs_answer = True
     processes: int = Field(default=2, gt=0)
     """Checks at once. A process is started when it is first needed."""
     check_seconds: float = Field(default=5.0, gt=0)

@@ -66,7 +66,7 @@ def check_settings(name: RewardName, settings: Mapping[str, Any], common: Sequen
             near = nearest_key(key, [*known, *common])
             hint = f"did you mean '{near}'?" if near else f"its settings: {', '.join(known) or 'none'}"
             raise ValueError(f"reward '{called(name)}' has no setting '{key}'; {hint}")
-    if _is_config(found):
+    if is_config(found):
         try:
             found.model_validate(dict(settings))
         except ValidationError as error:
@@ -86,7 +86,7 @@ def _details(error: ValidationError) -> str:
 
 def _settings_of(found: Any) -> list[str] | None:
     """The names of its settings; None if every keyword goes."""
-    if _is_config(found):
+    if is_config(found):
         return list(found.model_fields)
     parameters = list(inspect.signature(found).parameters.values())
     own = parameters if isinstance(found, type) else parameters[1:]
@@ -102,11 +102,12 @@ def build_reward(name: RewardName, settings: Mapping[str, Any]) -> Callable[...,
     found = find_reward(name)
     if not isinstance(found, type):
         return partial(found, **settings) if settings else found
-    reward: Any = found.model_validate(dict(settings)) if _is_config(found) else found(**settings)
+    reward: Any = found.model_validate(dict(settings)) if is_config(found) else found(**settings)
     if not callable(reward):
         raise ValueError(f"reward '{called(name)}' is a class without __call__(self, sample)")
     return reward  # type: ignore[no-any-return]
 
 
-def _is_config(found: Any) -> TypeGuard[type[Config]]:
+def is_config(found: Any) -> TypeGuard[type[Config]]:
+    """Whether it is a class whose fields are its settings."""
     return isinstance(found, type) and issubclass(found, Config)

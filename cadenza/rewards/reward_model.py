@@ -1,4 +1,4 @@
-"""`reward_model`: a sequence classifier of transformers, on a device of its own, scores batches of conversations."""
+"""`reward_model`: a sequence classifier of transformers scores batches of conversations on its own device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field, PrivateAttr
 from cadenza.cpu import limit_onednn
 from cadenza.errors import RewardError
 from cadenza.rewards.base import ConfiguredReward
+from cadenza.rewards.host import RewardHost
 from cadenza.rewards.sample import Sample
 
 
@@ -22,7 +23,8 @@ class RewardModel(ConfiguredReward):
 
     model: str
     """A directory written by `save_pretrained`, or a name on the hub."""
-    device: str = "cpu"
+    device: str | None = None
+    """As torch names it. None is the device that placement gave the process (`devices.reward`), else the CPU."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     batch_size: int = Field(default=16, gt=0)
     """Conversations in one forward pass."""
@@ -33,6 +35,10 @@ class RewardModel(ConfiguredReward):
 
     _model: Any = PrivateAttr(default=None)
     _tokenizer: Any = PrivateAttr(default=None)
+    _host: RewardHost = PrivateAttr(default=RewardHost())
+
+    def use_host(self, host: RewardHost) -> None:
+        self._host = host
 
     def open(self) -> None:
         """Load the model. It runs off the loop, for it takes long."""
@@ -57,10 +63,16 @@ class RewardModel(ConfiguredReward):
             )
         if self.label is not None and self.label >= model.config.num_labels:
             raise RewardError(f"label must be below {model.config.num_labels}, the outputs of {self.model}")
-        self._model, self._tokenizer = model.to(self.device).eval(), tokenizer
+        self._model, self._tokenizer = model.to(self._device()).eval(), tokenizer
 
     def close(self) -> None:
         self._model = self._tokenizer = None
+
+    def _device(self) -> str:
+        """On Ray a process with a device sees no other one."""
+        import torch
+
+        return self.device or ("cuda" if self._host.has_device and torch.cuda.is_available() else "cpu")
 
     def __call__(self, sample: Sample) -> float:
         return self.score_batch([sample])[0]
@@ -77,7 +89,7 @@ class RewardModel(ConfiguredReward):
             max_length=self.max_length,
             add_special_tokens=not self._tokenizer.chat_template,  # a template has written them
             return_tensors="pt",
-        ).to(self.device)
+        ).to(self._model.device)
         with torch.inference_mode():
             logits = self._model(**inputs).logits.float()
         values = logits[:, 0] if self.label is None else logits.softmax(-1)[:, self.label]

@@ -19,6 +19,7 @@ class TextReward(ConfiguredReward):
     """The settings of rewards that compare the response with the field `answer`, or each of its texts if it is a list.
     White space around and between words never counts, nor do the forms that Unicode has of one character."""
 
+    needs_answer = True
     extract: str | None = None
     """A regular expression for the answer in the response: its last match counts, or the first group of it. A response
     without a match has no answer. None takes the whole response."""

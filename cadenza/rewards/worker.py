@@ -21,6 +21,7 @@ from cadenza.rewards.base import as_scored
 from cadenza.rewards.batch_queue import BatchQueue
 from cadenza.rewards.cache import RewardCache, cache_key
 from cadenza.rewards.config import RewardConfig
+from cadenza.rewards.host import RewardHost
 from cadenza.rewards.registry import build_reward
 from cadenza.rewards.sample import Sample, Scored
 
@@ -38,11 +39,13 @@ class LateReward(DeadlinePassed):
 class RewardWorker:
     """Scores samples by one reward. `open` it before, and `close` it after, in the same event loop."""
 
-    def __init__(self, config: RewardConfig, key: str, domain: str) -> None:
+    def __init__(self, config: RewardConfig, key: str, domain: str, host: RewardHost) -> None:
         self.config = config
         self.key = key
         self.place = f"reward '{key}' of domain '{domain}'"
         self._reward = build_reward(config.name, config.settings)
+        if hasattr(self._reward, "use_host"):
+            self._reward.use_host(host)
         self._call = as_async(self._reward)
         self._cache = RewardCache(config.cache) if config.cache else None
         self._batches: BatchQueue | None = None

@@ -12,7 +12,7 @@ its turn should go on; the tokens travel with the client of the turn, as they do
 followed costs nothing: the request ended first, the abort was lost, the gate closed, the target left.
 
     tick -> requests of at most MAX_REPLICAS_PER_TICK replicas -> moves -> note the target, abort at the source
-    client: its request comes back -> release -> grant(interrupted_request=its id) -> take_target() -> the target
+    client: its request comes back -> release -> grant(interrupted=its id) -> take_target() -> the target
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ class Balancer:
         """Where the turn of a request that came back should go on; None if it was not to be moved."""
         return self._targets.pop(request, None) if self._targets else None
 
-    def count_move(self, context: int) -> None:
+    def count_move(self, tokens: int) -> None:
         """A request of so many tokens went on where it was sent."""
         self.moved += 1
-        self.moved_tokens += context
+        self.moved_tokens += tokens
 
 
 def _requests_in_flight(entry: ReplicaEntry) -> Sequence[RequestProgress]:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from cadenza.config import Config, Seed
 from cadenza.datasets import DataConfig
 from cadenza.envs.registry import BUILT_IN, find_factory, registered
-from cadenza.inference.replica import PauseMode, Sampling
+from cadenza.inference.replica import PauseMode, Sampling, SamplingChanges
 from cadenza.rewards import RewardConfig
 
 SLICE_TOKENS = 10_000
@@ -103,8 +103,8 @@ class DomainConfig(Config):
     """Several rewards by the names of their metrics, combined by `weight` and `gate` of each."""
     rollout: str | Callable[..., Awaitable[None]] | None = None
     """As `rollout` of all domains, for this one; None is that one, or 'single_turn' where there is no env."""
-    sampling: Sampling | None = None
-    """As `sampling` of all domains, for this one."""
+    sampling: SamplingChanges = SamplingChanges()
+    """What differs from `sampling` of all domains: `{max_tokens: 6}` changes the length alone."""
     group_filter: str | Callable[..., bool | Awaitable[bool]] | None = None
     """As `rollout.group_filter`, for this domain and before that one."""
     difficulty: tuple[float, float] | None = None
@@ -141,6 +141,11 @@ class DomainConfig(Config):
     def has_rows(self) -> bool:
         """Whether the tasks are rows, and not seeds."""
         return self.data is not None or isinstance(self.tasks, (list, tuple))
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether a reward compares with the field `answer` of each row."""
+        return any(reward.needs_answer for reward in (self.reward, *self.rewards.values()) if reward is not None)
 
     def with_tasks_up_to(self, count: int) -> DomainConfig:
         """The domain with its first rows only; seeds are left to the caller."""
@@ -190,10 +195,14 @@ class EnvManagerConfig(Config):
     first_seed: Seed = 0
     """First seed of a domain whose tasks are seeds. Validation begins elsewhere than training."""
 
+    def sampling_of(self, domain: str) -> Sampling:
+        """How the answers of a domain are sampled."""
+        return self.domains[domain].sampling.applied_to(self.sampling)
+
     @property
     def longest_answer(self) -> int:
         """The most tokens of one turn, of all domains."""
-        return max((domain.sampling or self.sampling).max_tokens for domain in self.domains.values())
+        return max(self.sampling_of(name).max_tokens for name in self.domains)
 
     @model_validator(mode="after")
     def _work_for_all(self) -> EnvManagerConfig:

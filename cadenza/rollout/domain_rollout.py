@@ -24,7 +24,7 @@ class DomainRollout:
     env_type: EnvType | None
     """None where the rollout asks the model and nothing else."""
     rollout_function: RolloutFunction
-    context: RolloutContext
+    shared: RolloutContext
     """What its attempts share, with the sampling of this domain."""
     reward: DomainReward | PooledReward | None
     """None where the score is the sum of what the env paid."""
@@ -42,13 +42,14 @@ class DomainRollout:
         if domain.env is not None:
             type = EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
         function = domain.rollout or (config.rollout if type is not None else "single_turn")
-        context = shared if domain.sampling is None else replace(shared, sampling=domain.sampling)
-        return cls(type, rollout_functions.make(function), context, reward)
+        shared = replace(shared, sampling=config.sampling_of(name))
+        return cls(type, rollout_functions.make(function), shared, reward)
 
 
 def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, RewardConfig]]:
     """The rewards of each domain that has any, by name. Where a reward does not say it itself, one call may take
-    `reward_seconds`, and one that is late is asked again up to so many `tries`."""
+    `reward_seconds`, and one that is late is asked again up to so many `tries`. One that asks the policy may wait while
+    the gate is closed: the sampler keeps its deadlines."""
     patience = {"seconds": config.reward_seconds, "tries": tries}
     found: dict[str, dict[str, RewardConfig]] = {}
     for domain, settings in config.domains.items():
@@ -56,7 +57,11 @@ def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, 
         if rewards:
             found[domain] = {
                 name: reward.model_copy(
-                    update={key: value for key, value in patience.items() if key not in reward.model_fields_set}
+                    update={
+                        key: value
+                        for key, value in patience.items()
+                        if key not in reward.model_fields_set and not (key == "seconds" and reward.asks_policy)
+                    }
                 )
                 for name, reward in rewards.items()
             }

@@ -12,80 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 from cadenza.datasets import RowError
 from cadenza.envs.protocol import EnvType
 from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
 from cadenza.inference.replica import RequestRefused
 from cadenza.off_loop import ignore_result, with_deadline
-from cadenza.rewards import DomainReward, LateReward
+from cadenza.rewards import DomainReward, LateReward, RewardHost
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.domain_rollout import DomainRollout, add_score, reward_configs, reward_sample
 from cadenza.rollout.env_handle import EnvHandle
-from cadenza.rollout.failures import logger
+from cadenza.rollout.failures import RolloutError, logger
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
-from cadenza.rollout.model import GOLDEN, MASK64, Codec, ContextFull, Model, RolloutContext, TokenCounter
+from cadenza.rollout.model import GOLDEN, MASK64, ContextFull, Model, RolloutContext
+from cadenza.rollout.policy_chat import PolicyChat
 from cadenza.rollout.records import Trajectory
-from cadenza.rollout.reward_pool import PooledReward, RewardPool
+from cadenza.rollout.reward_pool import NoRewardProcess, PooledReward, make_reward_pool
 from cadenza.rollout.sampler import GrantSource
-
-Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-
-
-class ErrorCounter(Protocol):
-    """Where exceptions of user code are counted."""
-
-    def add(self, origin: str, error: BaseException) -> None: ...
-
-
-class AttemptQueue(Protocol):
-    """Gives slots their attempts and takes the results: the group queue, or what stands for it in another
-    process."""
-
-    on_stop: Callable[[Attempt], None]
-    on_work: Callable[[], None]
-
-    @property
-    def ledger(self) -> TokenCounter: ...
-
-    @property
-    def errors(self) -> ErrorCounter: ...
-
-    def issue(self, slot: int) -> Attempt | None: ...
-
-    def slot_freed(self, attempt: Attempt) -> None: ...
-
-    def await_reward(self, attempt: Attempt) -> None: ...
-
-    def put(self, attempt: Attempt, trajectory: Trajectory) -> None: ...
-
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None: ...
-
-
-class SlotPool(Protocol):
-    """What the scheduler needs of the slots: this worker in its own process, or a fleet of them (fleet.py)."""
-
-    busy: int
-
-    @property
-    def leaked_envs(self) -> int: ...
-
-    @property
-    def expired(self) -> int: ...
-
-    @property
-    def stop_seconds(self) -> float: ...
-
-    async def open(self) -> None: ...
-
-    async def drain(self) -> None: ...
-
-    def fill(self) -> None: ...
-
-    def close(self) -> None: ...
+from cadenza.rollout.slot_pool import AttemptQueue, SlotSettings, StartTask
 
 
 class EnvWorker:
@@ -106,16 +52,10 @@ class EnvWorker:
     def __init__(
         self,
         config: EnvManagerConfig,
+        settings: SlotSettings,
         queue: AttemptQueue,
         sampler: GrantSource,
-        codec: Codec,
-        spawn: Spawn,
-        *,
-        backend: str,
-        seed: int,
-        max_reward_tries: int,
-        slice_tokens: int,
-        is_training: bool = True,
+        start_task: StartTask,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -124,33 +64,34 @@ class EnvWorker:
         self.expired = 0
         """Leases that ran out."""
         self._queue = queue
-        self._spawn = spawn
-        self._seed = seed
+        self._start_task = start_task
+        self._seed = settings.seed
+        self._warned: set[tuple[str, str]] = set()
+        """Domains and causes of failures that the log has."""
         self._free = list(range(config.slots - 1, -1, -1))
         self._occupants: list[Attempt | None] = [None] * config.slots
         """The attempt in each slot, None for a free one: the only record of slot ownership."""
         self._closing: set[Attempt] = set()
         """Attempts that close their env."""
-        self._leases = LeaseDeadlines(config.lease_seconds, self._expire, self._occupants)
+        self._leases = LeaseDeadlines(config.lease_seconds, self._on_lease_expired, self._occupants)
         shared = RolloutContext(
             sampler=sampler,
-            codec=codec,
+            codec=settings.codec,
             sampling=config.sampling,
             max_context=config.max_context,
             max_turns=config.max_turns,
             leases=self._leases,
             ledger=queue.ledger,
             namespace=sampler.namespace(),
-            is_training=is_training,
-            slice_tokens=slice_tokens if slice_tokens < config.longest_answer else 0,
+            is_training=settings.is_training,
+            slice_tokens=settings.slice_tokens if settings.slice_tokens < config.longest_answer else 0,
         )
-        self._codec = codec
-        configs = reward_configs(config, max_reward_tries)
-        self._reward_pool: RewardPool | None = None
-        if config.reward_workers:
-            self._reward_pool = RewardPool(configs, config.reward_workers, backend, config.close_seconds)
+        self._codec = settings.codec
+        chat = self._policy_chat = PolicyChat(shared)
+        configs = reward_configs(config, settings.max_reward_tries)
+        pool = self._reward_pool = make_reward_pool(configs, config, settings, chat)
         rewards: dict[str, DomainReward | PooledReward] = {
-            name: self._reward_pool.reward(name) if self._reward_pool is not None else DomainReward(own, name)
+            name: DomainReward(own, name, RewardHost(ask_policy=chat)) if pool is None else pool.reward(name)
             for name, own in configs.items()
         }
         self._domains = {
@@ -191,7 +132,7 @@ class EnvWorker:
         while self._free and (attempt := self._queue.issue(self._free[-1])) is not None:
             self._occupants[self._free.pop()] = attempt
             self.busy += 1
-            attempt.runner = self._spawn(self._run(attempt), attempt.key)
+            attempt.runner = self._start_task(self._run(attempt), attempt.key)
 
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end its task."""
@@ -205,6 +146,16 @@ class EnvWorker:
             asyncio.get_running_loop().call_later(self.stop_seconds, self._abandon, attempt)
         if attempt not in self._closing:
             attempt.runner.cancel()
+
+    @property
+    def judge_calls(self) -> int:
+        """Questions of rewards to the policy."""
+        return self._policy_chat.calls
+
+    @property
+    def judge_tokens(self) -> int:
+        """Tokens that the policy wrote to answer them; no attempt has them on its account."""
+        return self._policy_chat.tokens
 
     @property
     def stop_seconds(self) -> float:
@@ -232,7 +183,7 @@ class EnvWorker:
         self._leases.renew(attempt)
         type, env = domain.env_type, None
         handle: EnvHandle | None = None
-        model = Model(attempt, trajectory, domain.context)
+        model = Model(attempt, trajectory, domain.shared)
         try:
             try:
                 if isinstance(task.data, RowError):
@@ -240,7 +191,7 @@ class EnvWorker:
                 if type is not None:
                     env = await type.make()
                     type.check(env)
-                    handle = EnvHandle(env, type, attempt, trajectory, domain.context)
+                    handle = EnvHandle(env, type, attempt, trajectory, domain.shared)
                 attempt.stage = "rollout"
                 full: ContextFull | None = None
                 try:
@@ -327,13 +278,25 @@ class EnvWorker:
             logger.warning("%s failed: %s", attempt.key, error)
             self._queue.fail(attempt, str(error), weight=weight)
             return
-        self._queue.fail(attempt, f"{stage}: {type(error).__name__}", str(error)[:200], weight=weight)
+        cause = f"{stage}: {type(error).__name__}"
+        if isinstance(error, (ContextFull, InfrastructureError)):
+            self._warn_once(attempt.group.task.domain, cause, error)
+        self._queue.fail(attempt, cause, str(error)[:200], weight=weight)
+        if isinstance(error, NoRewardProcess):  # every other task would fail in the same way
+            self._queue.fatal(RolloutError(str(error)))
 
-    def _expire(self, attempt: Attempt) -> None:
+    def _warn_once(self, domain: str, cause: str, error: BaseException) -> None:
+        if (domain, cause) not in self._warned:
+            self._warned.add((domain, cause))
+            logger.warning(
+                "an attempt of domain '%s' failed, %s: %s; further ones are only counted", domain, cause, error
+            )
+
+    def _on_lease_expired(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env
         always hangs must be retired."""
         self.expired += 1
-        detail = f"no progress within lease_seconds {self._leases.seconds}"
+        detail = f"no progress within lease_seconds {self._leases.lease_seconds}"
         logger.warning(
             "%s of domain '%s' failed in %s: %s", attempt.key, attempt.group.task.domain, attempt.stage, detail
         )
@@ -368,7 +331,7 @@ class EnvWorker:
         if self._occupants[attempt.slot] is not attempt:
             return
         self._occupants[attempt.slot] = None
-        self._queue.slot_freed(attempt)
+        self._queue.release_slot(attempt)
         self._free.append(attempt.slot)
         self.busy -= 1
         self.fill()

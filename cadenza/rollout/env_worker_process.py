@@ -24,11 +24,12 @@ from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.worker import Worker
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import EnvWorker
+from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.grants import GrantClient, GrantDenied, Granted, make_replica_entries
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
-from cadenza.rollout.model import Codec
 from cadenza.rollout.records import Fate, Task, Trajectory
 from cadenza.rollout.sampler import ReplicaAddress
+from cadenza.rollout.slot_pool import SlotSettings
 from cadenza.rollout.token_bundles import BundleArrays, TrajectoryRecord, pack
 
 
@@ -87,12 +88,14 @@ class UserCodeRaised(NamedTuple):
 class EnvWorkerCounters(NamedTuple):
     """Sums since the start."""
 
-    leaked_envs: int
-    expired: int
+    leaked_envs: int = 0
+    expired: int = 0
+    judge_calls: int = 0
+    judge_tokens: int = 0
 
 
 class EnvWorkerCrashed(NamedTuple):
-    """The env worker itself raised: a bug, and the end of the run."""
+    """The env worker cannot go on, by a bug or for want of what it needs: the end of the run."""
 
     text: str
 
@@ -103,14 +106,9 @@ class EnvWorkerSpec:
 
     name: str
     config: EnvManagerConfig
-    codec: Codec
+    settings: SlotSettings
     replicas: Sequence[ReplicaAddress]
     namespace: int
-    backend: str
-    seed: int
-    max_reward_tries: int
-    slice_tokens: int
-    is_training: bool
 
 
 class RemoteQueue:
@@ -178,7 +176,10 @@ class RemoteQueue:
             del self._attempts[attempt.id]
         self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.stage))
 
-    def slot_freed(self, attempt: Attempt) -> None:
+    def fatal(self, error: RolloutError) -> None:
+        self._send(EnvWorkerCrashed(str(error)))
+
+    def release_slot(self, attempt: Attempt) -> None:
         if attempt.fate is not None:
             del self._attempts[attempt.id]
         self._send(SlotFreed(attempt.id, attempt.turns, attempt.tokens))
@@ -199,7 +200,7 @@ class EnvWorkerProcess(Worker):
         self._queue = RemoteQueue(self._mailbox.send)
         self._grant_client: GrantClient | None = None
         self._envs: EnvWorker
-        self._sent_counters = EnvWorkerCounters(0, 0)
+        self._sent_counters = EnvWorkerCounters()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def exchange(self, number: int, messages: Sequence[Any]) -> tuple[Any, BundleArrays | None]:
@@ -207,7 +208,8 @@ class EnvWorkerProcess(Worker):
         if self._grant_client is None:
             self._start()
         number, said = await self._mailbox.exchange(number, messages)
-        counters = EnvWorkerCounters(self._envs.leaked_envs, self._envs.expired)
+        envs = self._envs
+        counters = EnvWorkerCounters(envs.leaked_envs, envs.expired, envs.judge_calls, envs.judge_tokens)
         if counters != self._sent_counters:
             self._sent_counters = counters
             said.append(counters)
@@ -235,18 +237,7 @@ class EnvWorkerProcess(Worker):
         spec = self._spec
         entries = make_replica_entries(spec.replicas, spec.name)
         self._grant_client = GrantClient(entries, spec.namespace, self._mailbox.send)
-        self._envs = EnvWorker(
-            spec.config,
-            self._queue,
-            self._grant_client,
-            spec.codec,
-            self._spawn,
-            backend=spec.backend,
-            seed=spec.seed,
-            max_reward_tries=spec.max_reward_tries,
-            slice_tokens=spec.slice_tokens,
-            is_training=spec.is_training,
-        )
+        self._envs = EnvWorker(spec.config, spec.settings, self._queue, self._grant_client, self._start_task)
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Granted | GrantDenied):
@@ -255,7 +246,7 @@ class EnvWorkerProcess(Worker):
         else:
             self._queue.receive(message)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._ended)

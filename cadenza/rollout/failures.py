@@ -38,6 +38,10 @@ class TrajectoriesLost(RolloutError):
     """Finished trajectories are gone with the node that kept them."""
 
 
+class TasksUnreadable(RolloutError):
+    """The tasks are no longer those that the run began with."""
+
+
 class NothingFinished(RolloutError):
     """The tasks ran out, attempts failed, and not one group came of them."""
 

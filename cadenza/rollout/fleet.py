@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Coroutine, Sequence
+from itertools import pairwise
+from typing import Any
 
-from cadenza.cluster.channel import Channel
-from cadenza.cluster.worker_handle import WorkerHandle, start_worker
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.off_loop import done_before, with_deadline
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.env_worker import sampling_key
@@ -26,61 +26,27 @@ from cadenza.rollout.env_worker_process import (
     AttemptLease,
     EnvWorkerCounters,
     EnvWorkerCrashed,
-    EnvWorkerProcess,
     EnvWorkerSpec,
     SlotFreed,
     StopAttempt,
     UserCodeRaised,
 )
 from cadenza.rollout.failures import RolloutError, logger
-from cadenza.rollout.grants import GrantServer
+from cadenza.rollout.fleet_worker import FleetWorker, ReceivedRecord, RemoteAttempt
 from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState
-from cadenza.rollout.model import Codec
 from cadenza.rollout.sampler import ReplicaAddress, Sampler
+from cadenza.rollout.slot_pool import SlotSettings, StartTask
 from cadenza.rollout.token_bundles import LazyTrajectory, TokenBundle, TrajectoryRecord
 
-START_SECONDS = 600.0
 RETRY_SECONDS = 60.0
 """Between two tries to replace a worker that died."""
 MAX_LOSSES = 3
 """Of every worker, in a row and without one trajectory in between, before the run ends."""
 
-Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
-
 
 class NoEnvWorkers(RolloutError):
     """No env worker is left, and none can be started."""
-
-
-class _ReceivedRecord(NamedTuple):
-    """A record as it came, and the bundle with its tokens."""
-
-    record: TrajectoryRecord
-    bundle: TokenBundle
-
-
-class _RemoteAttempt:
-    """An attempt on its worker."""
-
-    __slots__ = ("attempt", "is_slot_free")
-
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
-        self.is_slot_free = False
-
-
-class _FleetWorker:
-    """One env worker, as the fleet knows it."""
-
-    def __init__(self, number: int, slots: range) -> None:
-        self.number = number
-        self.free = list(reversed(slots))
-        self.attempts: dict[int, _RemoteAttempt] = {}
-        self.counters = EnvWorkerCounters(0, 0)
-        self.handle: WorkerHandle | None = None
-        self.channel: Channel
-        self.grant_server: GrantServer
 
 
 class EnvFleet:
@@ -89,16 +55,10 @@ class EnvFleet:
     def __init__(
         self,
         config: EnvManagerConfig,
+        settings: SlotSettings,
         queue: GroupQueue,
         sampler: Sampler,
-        codec: Codec,
-        spawn: Spawn,
-        *,
-        backend: str,
-        seed: int,
-        max_reward_tries: int,
-        slice_tokens: int,
-        is_training: bool = True,
+        start_task: StartTask,
     ) -> None:
         self.config = config
         self.busy = 0
@@ -106,16 +66,11 @@ class EnvFleet:
         """Env workers that died."""
         self._queue = queue
         self._sampler = sampler
-        self._codec = codec
-        self._spawn = spawn
-        self._backend = backend
-        self._seed = seed
-        self._max_reward_tries = max_reward_tries
-        self._slice_tokens = slice_tokens
-        self._is_training = is_training
+        self._start_task = start_task
+        self._settings = settings
         self._namespace = sampler.namespace()
-        self._workers: list[_FleetWorker] = []
-        self._past_counters = EnvWorkerCounters(0, 0)
+        self._workers: list[FleetWorker] = []
+        self._past_counters = EnvWorkerCounters()
         """Of workers that are gone."""
         self._starting = 0
         self._losses_in_a_row = 0
@@ -134,6 +89,14 @@ class EnvFleet:
         return self._past_counters.expired + sum(worker.counters.expired for worker in self._workers)
 
     @property
+    def judge_calls(self) -> int:
+        return self._past_counters.judge_calls + sum(worker.counters.judge_calls for worker in self._workers)
+
+    @property
+    def judge_tokens(self) -> int:
+        return self._past_counters.judge_tokens + sum(worker.counters.judge_tokens for worker in self._workers)
+
+    @property
     def stop_seconds(self) -> float:
         """How long attempts that are stopped may take to end."""
         return 2 * self.config.close_seconds
@@ -142,7 +105,10 @@ class EnvFleet:
         """Start all workers, or none is left."""
         count, each = self.config.workers, self.config.slots / self.config.workers
         bounds = [round(number * each) for number in range(count + 1)]
-        workers = [_FleetWorker(number, range(bounds[number], bounds[number + 1])) for number in range(count)]
+        workers = [
+            FleetWorker(number, list(reversed(range(first, end))))
+            for number, (first, end) in enumerate(pairwise(bounds))
+        ]
         try:
             async with asyncio.TaskGroup() as group:
                 for worker in workers:
@@ -164,7 +130,7 @@ class EnvFleet:
                 return
             worker.free.pop()
             self.busy += 1
-            worker.attempts[attempt.id] = _RemoteAttempt(attempt)
+            worker.attempts[attempt.id] = RemoteAttempt(attempt)
             attempt.stage = "env worker"
             attempt.runner = worker
             group = attempt.group
@@ -173,7 +139,7 @@ class EnvFleet:
     def stop(self, attempt: Attempt) -> None:
         """The attempt has its fate: end it."""
         worker = attempt.runner
-        if not isinstance(worker, _FleetWorker) or (remote := worker.attempts.get(attempt.id)) is None:
+        if not isinstance(worker, FleetWorker) or (remote := worker.attempts.get(attempt.id)) is None:
             return
         assert attempt.fate is not None
         worker.channel.send(StopAttempt(attempt.id, attempt.fate, attempt.cause))
@@ -191,57 +157,34 @@ class EnvFleet:
     def close(self) -> None:
         self._is_closed = True
         for worker in self._workers:
-            self._end_worker(worker)
+            worker.close()
         self._workers.clear()
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    async def _start_worker(self, worker: _FleetWorker) -> None:
+    async def _start_worker(self, worker: FleetWorker) -> None:
         config = self.config
         slots = len(worker.free)
         domains = {name: domain.model_copy(update={"tasks": None}) for name, domain in config.domains.items()}
         spec = EnvWorkerSpec(
             name=f"env-worker-{self._namespace}-{worker.number}-{self.lost}",
             config=config.model_copy(update={"domains": domains, "slots": slots, "workers": 0}),
-            codec=self._codec,
+            settings=self._settings,
             replicas=self._addresses(),
             namespace=self._namespace,
-            backend=self._backend,
-            seed=self._seed,
-            max_reward_tries=self._max_reward_tries,
-            slice_tokens=self._slice_tokens,
-            is_training=self._is_training,
         )
         self._starting += 1
         try:
-            peer = await start_worker(
-                self._backend, "env worker", worker.number, EnvWorkerProcess, {"spec": spec}, seconds=START_SECONDS
+            await worker.start(
+                spec,
+                self._sampler,
+                on_message=lambda message: self._on_message(worker, message),
+                on_lost=lambda error: self._on_worker_lost(worker, error),
             )
-            try:
-                await with_deadline(START_SECONDS, peer.call("open_rewards"), "start_seconds")
-            except BaseException:
-                peer.kill()
-                raise
         finally:
             self._starting -= 1
 
-        async def call(number: int, messages: list[Any]) -> tuple[int, list[Any]]:
-            (number, said, remote_time), handle = await peer.call_with_bulk("exchange", number, messages)
-            bundle: TokenBundle | None = None
-            for index, message in enumerate(said):
-                if isinstance(message, TrajectoryRecord):
-                    if bundle is None:
-                        bundle = TokenBundle(peer, handle, asyncio.get_running_loop().time() - remote_time)
-                    said[index] = _ReceivedRecord(message, bundle)
-            return number, said
-
-        worker.handle = peer
-        worker.channel = Channel(
-            call, lambda message: self._on_message(worker, message), lambda error: self._on_worker_lost(worker, error)
-        )
-        worker.grant_server = GrantServer(self._sampler, worker.channel.send)
-
-    async def _close_rewards(self, workers: Sequence[_FleetWorker]) -> None:
+    async def _close_rewards(self, workers: Sequence[FleetWorker]) -> None:
         """Let workers close their rewards. They end all the same, so what goes wrong is logged."""
         calls = [worker.handle.call("close_rewards") for worker in workers if worker.handle is not None]
         ends = [with_deadline(self.stop_seconds, call, "close_seconds") for call in calls]
@@ -251,19 +194,21 @@ class EnvFleet:
 
     def _addresses(self) -> Sequence[ReplicaAddress]:
         known = self._sampler.addresses
-        if self._backend == "ray" and (here := [a.name for a in known if not isinstance(a.endpoint, WorkerHandle)]):
+        if self._settings.backend == "ray" and (
+            here := [a.name for a in known if not isinstance(a.endpoint, WorkerHandle)]
+        ):
             raise ValueError(
                 f"env workers on Ray cannot reach the replicas {', '.join(here)}, which are in this process: "
                 "set workers to 0, or start the replicas as workers of a cluster"
             )
         return known
 
-    def _on_worker_lost(self, worker: _FleetWorker, error: Exception) -> None:
+    def _on_worker_lost(self, worker: FleetWorker, error: Exception) -> None:
         if self._is_closed:
             return
         logger.warning("env worker %d is lost with %d attempts: %s", worker.number, len(worker.attempts), error)
         self._workers.remove(worker)
-        self._end_worker(worker)
+        worker.close()
         self.lost += 1
         self._losses_in_a_row += 1
         self._past_counters = EnvWorkerCounters(
@@ -272,7 +217,7 @@ class EnvFleet:
         slots = [remote.attempt.slot for remote in worker.attempts.values() if not remote.is_slot_free] + worker.free
         for remote in worker.attempts.values():
             if not remote.is_slot_free:
-                self._queue.slot_freed(remote.attempt)
+                self._queue.release_slot(remote.attempt)
                 self.busy -= 1
         for remote in list(worker.attempts.values()):  # a failure may retire its task, and stop others of them
             if remote.attempt.fate is None:
@@ -281,14 +226,13 @@ class EnvFleet:
         self._resolve_if_empty()
         if self._losses_in_a_row > MAX_LOSSES * self.config.workers:
             self._queue.fatal(NoEnvWorkers(f"{self._losses_in_a_row} env workers died in a row, the last one: {error}"))
-        elif self._queue.end_error is None:
-            successor = _FleetWorker(worker.number, range(0))
-            successor.free = slots
-            self._spawn(self._replace_worker(successor), f"start of env worker {worker.number}")
+        elif self._queue.fatal_error is None:
+            successor = FleetWorker(worker.number, slots)
+            self._start_task(self._replace_worker(successor), f"start of env worker {worker.number}")
 
-    async def _replace_worker(self, worker: _FleetWorker) -> None:
+    async def _replace_worker(self, worker: FleetWorker) -> None:
         """Start a worker anew, again and again, until it runs or the run ends."""
-        while self._queue.end_error is None and not self._draining.is_set():
+        while self._queue.fatal_error is None and not self._draining.is_set():
             try:
                 if await self._unless_draining(self._start_worker(worker)):
                     self._add_worker(worker)
@@ -320,7 +264,7 @@ class EnvFleet:
         doing.result()
         return True
 
-    def _add_worker(self, worker: _FleetWorker) -> None:
+    def _add_worker(self, worker: FleetWorker) -> None:
         if self._is_closed:
             if worker.handle is not None:
                 worker.handle.kill()
@@ -328,30 +272,24 @@ class EnvFleet:
             self._workers.append(worker)
             worker.channel.open()
 
-    def _end_worker(self, worker: _FleetWorker) -> None:
-        worker.channel.close()
-        worker.grant_server.close("env_worker_lost")
-        if worker.handle is not None:
-            worker.handle.kill()
-
     # -- what they tell --------------------------------------------------------------------------------------------
 
-    def _on_message(self, worker: _FleetWorker, message: Any) -> None:
+    def _on_message(self, worker: FleetWorker, message: Any) -> None:
         try:
             self._handle_message(worker, message)
         except Exception as error:  # noqa: BLE001 - a bug, which ends the run with its traceback
             trace = "".join(traceback.format_exception(error))
             self._queue.fatal(RolloutError(f"what env worker {worker.number} says cannot be booked:\n{trace}"))
 
-    def _handle_message(self, worker: _FleetWorker, message: Any) -> None:
+    def _handle_message(self, worker: FleetWorker, message: Any) -> None:
         if worker.grant_server.receive(message):
             return
-        if isinstance(message, _ReceivedRecord):
-            self._attempt_finished(worker, message.record, message.bundle)
+        if isinstance(message, ReceivedRecord):
+            self._on_attempt_finished(worker, message.record, message.bundle)
         elif isinstance(message, SlotFreed):
-            self._slot_freed(worker, message)
+            self._on_slot_freed(worker, message)
         elif isinstance(message, AttemptFailed):
-            self._attempt_failed(worker, message)
+            self._on_attempt_failed(worker, message)
         elif isinstance(message, UserCodeRaised):
             self._queue.errors.count(message.origin, message.kind, lambda: message.text)
         elif isinstance(message, EnvWorkerCounters):
@@ -361,7 +299,7 @@ class EnvFleet:
         else:
             raise TypeError(f"env worker {worker.number} says {message!r}, which means nothing here")
 
-    def _attempt_finished(self, worker: _FleetWorker, record: TrajectoryRecord, bundle: TokenBundle) -> None:
+    def _on_attempt_finished(self, worker: FleetWorker, record: TrajectoryRecord, bundle: TokenBundle) -> None:
         remote = worker.attempts.pop(record.id, None)
         if remote is None or remote.attempt.fate is not None:
             return
@@ -375,7 +313,7 @@ class EnvFleet:
             member=attempt.member,
             attempt=attempt.number,
             slot=attempt.slot,
-            seed=sampling_key(self._seed, attempt),
+            seed=sampling_key(self._settings.seed, attempt),
             terminated=record.terminated,
             truncated=record.truncated,
             score=record.score,
@@ -389,13 +327,13 @@ class EnvFleet:
         )
         self._queue.put(attempt, trajectory)
 
-    def _slot_freed(self, worker: _FleetWorker, message: SlotFreed) -> None:
+    def _on_slot_freed(self, worker: FleetWorker, message: SlotFreed) -> None:
         remote = worker.attempts[message.id]
         attempt = remote.attempt
         remote.is_slot_free = True
         attempt.turns = message.turns
         self._queue.ledger.add_tokens(attempt, message.tokens - attempt.tokens)
-        self._queue.slot_freed(attempt)
+        self._queue.release_slot(attempt)
         worker.free.append(attempt.slot)
         self.busy -= 1
         if attempt.fate is None:
@@ -407,7 +345,7 @@ class EnvFleet:
         self._resolve_if_empty()
         self.fill()
 
-    def _attempt_failed(self, worker: _FleetWorker, message: AttemptFailed) -> None:
+    def _on_attempt_failed(self, worker: FleetWorker, message: AttemptFailed) -> None:
         remote = worker.attempts.get(message.id)
         if remote is None or remote.attempt.fate is not None:
             return
@@ -423,5 +361,5 @@ class EnvFleet:
             self._empty.set_result(None)
 
 
-def _free_slots(worker: _FleetWorker) -> int:
+def _free_slots(worker: FleetWorker) -> int:
     return len(worker.free)

@@ -80,7 +80,7 @@ class GroupFilterRunner:
             task.cancel()
 
     async def _run(self, group: Group) -> None:
-        trajectories = [attempt.trajectory for attempt in group.finished if attempt.trajectory is not None]
+        trajectories = group.trajectories
         try:
             await token_bundles.load(trajectories)
         except InfrastructureError:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from cadenza.datasets import DataError
 from cadenza.observe.events import EventSink
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
-from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, UserErrors
+from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TasksUnreadable, UserErrors
 from cadenza.rollout.group_filter import GroupFilterRunner
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.pass_counts import PassCounts, PassStart
@@ -37,7 +38,7 @@ class GroupQueue:
 
         with queue.awaiting(groups=2):          # `get_batch` waits for two groups
             attempt = queue.issue(slot=0)        # a slot is free: which attempt to run, None for none
-            queue.slot_freed(attempt)            # its episode is over, another attempt may have the slot
+            queue.release_slot(attempt)          # its episode is over, another attempt may have the slot
             queue.await_reward(attempt)
             queue.put(attempt, trajectory)       # or queue.fail(attempt, "env: crashed"): the next try is issued
             batch = queue.cut()                  # the two oldest whole groups; None while there is nothing to cut
@@ -98,9 +99,13 @@ class GroupQueue:
             if group.state is GroupState.OPEN:
                 domain.running += 1
                 return self.ledger.issue(group, member, slot, self._now())
-        if self.started >= self.bound.limit():
+        if self.started >= self.bound.max_started():
             return None
-        drawn = self.domains.draw()
+        try:
+            drawn = self.domains.draw()
+        except DataError as error:  # no other row can be trusted either
+            self.fatal(TasksUnreadable(str(error)))
+            return None
         if drawn is None:
             self._wake()
             return None
@@ -114,8 +119,8 @@ class GroupQueue:
         self.bound.begin(version)
         return self.ledger.issue(group, 0, slot, self._now())
 
-    def slot_freed(self, attempt: Attempt) -> None:
-        """The env of this attempt is gone."""
+    def release_slot(self, attempt: Attempt) -> None:
+        """The env of this attempt is closed: its slot and its env do not count for the domain any more."""
         self.domains.all[attempt.group.task.domain].running -= 1
 
     def await_reward(self, attempt: Attempt) -> None:
@@ -133,7 +138,7 @@ class GroupQueue:
                 patience = self.config.extra_after * (self.last_end_time - group.opened)
                 asyncio.get_running_loop().call_later(patience, self._start_extra_members, group)
             return
-        self._on_group_whole(group)
+        self._filter.judge(group)
         if self.config.extra_members:
             for loser in group.live:
                 if loser not in group.finished:
@@ -200,19 +205,19 @@ class GroupQueue:
     @property
     def is_awaited(self) -> bool:
         """Whether a caller waits for a batch."""
-        return self.bound.wanted is not None
+        return self.bound.awaited_groups is not None
 
     @contextmanager
     def awaiting(self, groups: int | None) -> Iterator[None]:
         """While a caller waits for a batch of so many groups, or of all that the tasks give, admission counts it."""
-        if self.bound.wanted is not None:
+        if self.bound.awaited_groups is not None:
             raise RuntimeError("a batch is already being taken; await it first")
-        self.bound.wanted = math.inf if groups is None else groups
+        self.bound.awaited_groups = math.inf if groups is None else groups
         try:
             self.on_work()
             yield
         finally:
-            self.bound.wanted = None  # before the slots look for work: the limit falls with it
+            self.bound.awaited_groups = None  # before the slots look for work: `max_started` falls with it
             self.on_work()
 
     def refuse_endless_tasks(self) -> None:
@@ -235,8 +240,8 @@ class GroupQueue:
         if self._error is not None:
             raise self._error
         bound = self.bound
-        assert bound.wanted is not None
-        groups = bound.wanted
+        assert bound.awaited_groups is not None
+        groups = bound.awaited_groups
         self._drop_stale()
         ready = bound.ready.total()
         bound.check(groups)
@@ -250,7 +255,7 @@ class GroupQueue:
             return None
         batch: list[Group] = []
         now = self._now()
-        bound.wanted = None
+        bound.awaited_groups = None
         while len(batch) < groups:
             _, group = heapq.heappop(self._ready)
             if group.state is GroupState.READY:
@@ -273,7 +278,7 @@ class GroupQueue:
                 f"g{groups[0].id} of task '{groups[0].task.id}': take batches until get_batch returns None before"
             )
         self.bound.begin_pass()
-        self.domains.restart()
+        self.domains.begin_pass()
         self.pass_counts.begin(self.consumed)
         self.on_work()
 
@@ -301,18 +306,23 @@ class GroupQueue:
     # -- over a restart ------------------------------------------------------------------------------------------
 
     @property
-    def end_error(self) -> RolloutError | None:
-        """What ended the run."""
+    def fatal_error(self) -> RolloutError | None:
+        """What `fatal` ended the run with, a `SchedulerClosed` after a shutdown; None while it goes on."""
         return self._error
 
     def restore(
-        self, version: int, consumed: int, in_earlier_batches: int, pass_start: PassStart, groups: list[Group]
+        self,
+        version: int,
+        consumed: int,
+        consumed_for_earlier_versions: int,
+        pass_start: PassStart,
+        groups: list[Group],
     ) -> None:
         """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
         its order and its age if members of it are finished, and only the others are issued again, under the next
         number; else its task is drawn anew, before all others."""
         bound, self.started, self.pass_counts.start = self.bound, consumed, pass_start
-        bound.restore(version, consumed, in_earlier_batches)
+        bound.restore(version, consumed, consumed_for_earlier_versions)
         now = self._now()
         for group in groups:
             self.ledger.readmit(group)
@@ -323,10 +333,10 @@ class GroupQueue:
                 domain.to_redraw.append(group.task)
                 continue
             self.started += 1
-            bound.begin(group.begun)
+            bound.begin(group.begun_version)
             if group.state is GroupState.READY:
                 heapq.heappush(self._ready, (group.id, group))
-                bound.make_ready(group.begun)
+                bound.make_ready(group.begun_version)
             elif len(group.finished) < self._group_size:
                 for attempt in group.live:
                     if attempt not in group.finished:
@@ -341,7 +351,7 @@ class GroupQueue:
         """Send restored groups that are whole and not filtered yet to the filter; called once, when the run starts."""
         for group in self.ledger.open_groups():
             if group.state is GroupState.OPEN and len(group.finished) == self._group_size:
-                self._on_group_whole(group)
+                self._filter.judge(group)
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
@@ -350,8 +360,8 @@ class GroupQueue:
         whole = all(attempt.state is AttemptState.FINISHED for attempt in group.finished)
         if len(group.finished) != self._group_size or not whole:
             raise LedgerError(f"g{group.id} is cut, but {len(group.finished)} of {self._group_size} members are whole")
-        group.trained = version = self.bound.version
-        self.bound.consume(group.begun)
+        group.batch_version = version = self.bound.version
+        self.bound.consume(group.begun_version)
         if self.mode == "train":
             bound = self.config.max_staleness
             for attempt in group.finished:
@@ -366,14 +376,14 @@ class GroupQueue:
         oldest = self.bound.oldest_to_keep()
         if min(self.bound.unconsumed, default=oldest) < oldest:
             for group in self.ledger.open_groups():
-                if group.begun < oldest:
+                if group.begun_version < oldest:
                     self.end_group(group, Fate.STALE, "older than max_staleness")
 
     def _end_surplus(self) -> None:
         """End extra groups that no later batch can take in time."""
         if self.config.extra_groups:
             for group in self.ledger.open_groups():
-                if self.bound.is_surplus(group.begun):
+                if self.bound.is_surplus(group.begun_version):
                     self.end_group(group, Fate.SURPLUS, "the batch was full before")
 
     # -- groups --------------------------------------------------------------------------------------------------
@@ -385,10 +395,6 @@ class GroupQueue:
             pending = self.domains.all[group.task.domain].pending
             pending.extendleft((group, member) for member in range(self._members - 1, self._initial_members - 1, -1))
             self.on_work()
-
-    def _on_group_whole(self, group: Group) -> None:
-        """The group is whole: to the filters."""
-        self._filter.judge(group)
 
     def _record(self, group: Group) -> None:
         """Tell the domain what came of a group that is judged. Not before: a group that is saved while its filter
@@ -404,7 +410,7 @@ class GroupQueue:
         self._record(group)
         self.ledger.advance(group, GroupState.READY)
         heapq.heappush(self._ready, (group.id, group))
-        self.bound.make_ready(group.begun)
+        self.bound.make_ready(group.begun_version)
         self._wake()
 
     def end_group(self, group: Group, fate: Fate, cause: str) -> None:
@@ -412,7 +418,7 @@ class GroupQueue:
         if fate is Fate.FILTERED:
             self._record(group)
         self._filter.cancel(group)
-        self.bound.end(group.begun, was_ready=group.state is GroupState.READY)
+        self.bound.end(group.begun_version, was_ready=group.state is GroupState.READY)
         self.started -= 1
         self.domains.all[group.task.domain].started -= 1
         for attempt in self.ledger.close_group(group, fate, cause, self._now()):

@@ -49,7 +49,7 @@ class GroupQueueManager(GroupQueue):
         super().__init__(config, env_manager_config, mode, events=events)
         self._workers = WaitingWorkers(max_waiting)
         """In `next_attempt`."""
-        self._given_out = RemoteAttempts(env_manager_config.lease_seconds, self._expire)
+        self._given_out = RemoteAttempts(env_manager_config.lease_seconds, self._on_lease_expired)
         """Attempts that `next_attempt` gave out and whose slots are not free yet."""
         self.on_work = self._workers.wake_next
 
@@ -128,18 +128,18 @@ class GroupQueueManager(GroupQueue):
         original = self._given_out.end(attempt)
         if original is None:
             return None
-        self.slot_freed(original)
+        self.release_slot(original)
         self._workers.wake_next()
         if original is not attempt:
             original.turns = turns
         self.ledger.add_tokens(original, tokens - original.tokens)
         return original if original.fate is None else None
 
-    def _expire(self, attempt: Attempt) -> None:
+    def _on_lease_expired(self, attempt: Attempt) -> None:
         """The worker of an attempt is silent: its slot is free. It counts against the task, for a task that always ends
         its worker must be retired."""
-        detail = f"no word from its worker within lease_seconds {self._given_out.seconds:g}"
-        self.slot_freed(attempt)
+        detail = f"no word from its worker within lease_seconds {self._given_out.lease_seconds:g}"
+        self.release_slot(attempt)
         if attempt.fate is None:
             logger.warning("%s of task '%s' failed: %s", attempt.key, attempt.group.task.id, detail)
             self.fail(attempt, "worker: lease expired", detail)

@@ -2,11 +2,10 @@
 
 All leases are equally long, so renewing one moves it to the end of the queue and the first in the queue expires first:
 one timer for all of them, and a renewal costs a dict operation. The watch over progress reads the same queue, with one
-more timer. The pause between two lines of the log doubles, so that
-envs whose steps always take long do not fill it.
+more timer. The pause between two lines of the log doubles, so that envs whose steps always take long do not fill it.
 
     renew: the env answered     ask: the model is asked, the sampler keeps the deadlines
-    score, scored: the reward is computed, under its own deadline     end: the episode is over
+    await_reward, scored: the reward is computed, under its own deadline     end: the episode is over
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ class LeaseDeadlines:
     """Deadlines of the attempts that must show progress."""
 
     def __init__(
-        self, seconds: float, expire: Callable[[Attempt], None], occupants: Sequence[Attempt | None] = ()
+        self, lease_seconds: float, on_expired: Callable[[Attempt], None], occupants: Sequence[Attempt | None] = ()
     ) -> None:
         """`occupants` are the attempts in the slots, read when none of them makes progress."""
-        self.seconds = seconds
+        self.lease_seconds = lease_seconds
         self._occupants = occupants
-        self._expire = expire
+        self._on_expired = on_expired
         self._deadlines: dict[Attempt, float] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._scoring: dict[Attempt, float] = {}
@@ -56,7 +55,7 @@ class LeaseDeadlines:
         self._pause = NO_PROGRESS_SECONDS
         """Between the next line of the log and the one after it."""
         self._quiet_until = -math.inf
-        self._is_watching = seconds < UNWATCHED_SECONDS and logger.isEnabledFor(logging.WARNING)
+        self._is_watching = lease_seconds < UNWATCHED_SECONDS and logger.isEnabledFor(logging.WARNING)
         self._watch: asyncio.TimerHandle | None = None
 
     def renew(self, attempt: Attempt) -> None:
@@ -69,9 +68,9 @@ class LeaseDeadlines:
             attempt.stage = "rollout"
         self._renewed = now
         self._deadlines.pop(attempt, None)
-        self._deadlines[attempt] = now + self.seconds
+        self._deadlines[attempt] = now + self.lease_seconds
         if self._timer is None:
-            self._timer = loop.call_later(self.seconds, self._expire_due)
+            self._timer = loop.call_later(self.lease_seconds, self._expire_due)
         if self._watch is None and self._is_watching:
             self._watch = loop.call_later(NO_PROGRESS_SECONDS, self._name_those_that_stand_still)
 
@@ -93,7 +92,7 @@ class LeaseDeadlines:
         self._named.discard(attempt)
 
     def end(self, attempt: Attempt) -> None:
-        """The episode is over: no lease, until `score` nothing to watch."""
+        """The episode is over: no lease, and nothing to watch until `await_reward`."""
         self._deadlines.pop(attempt, None)
         self._named.discard(attempt)
 
@@ -118,7 +117,7 @@ class LeaseDeadlines:
             self._deadlines.pop(attempt, None)
         for attempt in expired:
             if attempt.state is AttemptState.RUNNING:
-                self._expire(attempt)
+                self._on_expired(attempt)
 
     def _name_those_that_stand_still(self) -> None:
         """Name the oldest attempt without progress, and count the others."""
@@ -141,7 +140,7 @@ class LeaseDeadlines:
         no news while others make progress, and is told once only, because long answers take long."""
         found: list[_Still] = []
         upcoming = math.inf
-        for times, age in ((self._deadlines, self.seconds), (self._scoring, 0.0)):
+        for times, age in ((self._deadlines, self.lease_seconds), (self._scoring, 0.0)):
             for attempt, time in times.items():  # oldest first
                 if attempt in self._named:
                     continue
@@ -162,7 +161,7 @@ class LeaseDeadlines:
         end = {
             "model": "this is said once, long answers may take longer",
             "reward": "reward_seconds bounds one call of a reward",
-        }.get(still.stage, f"it fails after lease_seconds {self.seconds:g}")
+        }.get(still.stage, f"it fails after lease_seconds {self.lease_seconds:g}")
         more = f" ({others} others make none either)" if others else ""
         return (
             f"{attempt.key} of task '{attempt.group.task.id}' makes no progress: in {still.stage} for {seconds:.0f} s"

@@ -89,7 +89,7 @@ class Attempt:
         """Pickled, it becomes an `AttemptCopy`: the other attempts of its group and their tokens stay here."""
         group = self.group
         names = (self.id, self.member, self.number, self.slot, self.started)
-        return _attempt_copy, (*names, self.tokens, self.turns, group.id, group.task, group.begun, group.opened)
+        return _attempt_copy, (*names, self.tokens, self.turns, group.id, group.task, group.begun_version, group.opened)
 
 
 class AttemptCopy(Attempt):
@@ -103,7 +103,8 @@ class Group:
 
     __slots__ = (
         "attempts",
-        "begun",
+        "batch_version",
+        "begun_version",
         "cause",
         "closed",
         "extra_begun",
@@ -114,16 +115,15 @@ class Group:
         "opened",
         "state",
         "task",
-        "trained",
         "weighted_tries",
     )  # fmt: skip
 
-    def __init__(self, id: int, task: Task, begun: int, opened: float) -> None:
+    def __init__(self, id: int, task: Task, begun_version: int, opened: float) -> None:
         self.id = id
         self.task = task
         self.key64 = int.from_bytes(hashlib.blake2b(task.id.encode(), digest_size=8).digest(), "little")
         """The task in the key of the sampling randomness."""
-        self.begun = begun
+        self.begun_version = begun_version
         """Published version when it was admitted: no token of it is older."""
         self.opened = opened
         self.closed = opened
@@ -138,13 +138,18 @@ class Group:
         part of a try."""
         self.extra_begun = False
         """Its extra members have begun, where they begin late (`extra_after`)."""
-        self.trained = -1
-        """Version it was cut for."""
+        self.batch_version = -1
+        """Published version when a batch took it; -1 until then."""
 
     @property
     def live(self) -> list[Attempt]:
         """Attempts without a fate."""
         return [attempt for attempt in self.attempts if attempt.fate is None]
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """Of the finished members, in the order in which they finished; none after they were handed over."""
+        return [attempt.trajectory for attempt in self.finished if attempt.trajectory is not None]
 
 
 class Ledger:
@@ -170,6 +175,8 @@ class Ledger:
         self.tokens: Counter[Fate] = Counter()
         self.causes: Counter[tuple[Fate, str]] = Counter()
         """Attempts by fate and cause."""
+        self.first_details: dict[str, str] = {}
+        """Of each cause of a failure, what the first one said."""
         self.lost_tokens: Counter[str] = Counter()
         """Tokens of attempts that were neither trained nor validated, by cause."""
         self.origin = 0.0
@@ -265,6 +272,8 @@ class Ledger:
         self.tokens[fate] += attempt.tokens
         if fate is not Fate.TRAINED and fate is not Fate.VALIDATED:
             self.causes[fate, cause] += 1
+            if fate is Fate.FAILED:
+                self.first_details.setdefault(cause, detail)
             self.lost_tokens[cause] += attempt.tokens
             attempt.trajectory = None
         if self.events is not None:
@@ -317,11 +326,11 @@ class Ledger:
         for group in groups:
             ended = "" if group.fate is None else f"{group.fate.value} at {group.closed - self.origin:.3f} s"
             state = ended or group.state.value
-            at = f" for version {group.trained}" if group.trained >= 0 else ""
+            at = f" for version {group.batch_version}" if group.batch_version >= 0 else ""
             because = f" ({group.cause})" if group.cause else ""
             lines.append(
-                f"g{group.id}: task {group.task.id}, domain {group.task.domain}, begun at version {group.begun} "
-                f"at {group.opened - self.origin:.3f} s, {state}{at}{because}"
+                f"g{group.id}: task {group.task.id}, domain {group.task.domain}, "
+                f"begun at version {group.begun_version} at {group.opened - self.origin:.3f} s, {state}{at}{because}"
             )
             for attempt in group.attempts:
                 if id not in (attempt.key, attempt.id) and id not in (group.task.id, f"g{group.id}"):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cadenza.rollout.env_worker import SlotPool
 from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.records import Fate
 from cadenza.rollout.sampler import Sampler
+from cadenza.rollout.slot_pool import SlotPool
 
 DISPATCHED = (Fate.TRAINED, Fate.STALE, Fate.SURPLUS)
 """Whose lengths the length bias compares: what was sent out to be trained. Attempts that were cut short count with
@@ -31,6 +31,9 @@ def rollout_metrics(queue: GroupQueue, slots: SlotPool, sampler: Sampler) -> dic
     if any(domain.rest_epochs for domain in domains):
         metrics["tasks/resting"] = sum(len(domain.resting) for domain in domains)
         metrics["tasks/rested"] = sum(domain.rested for domain in domains)
+    if slots.judge_calls:
+        metrics["judge/calls"] = slots.judge_calls
+        metrics["judge/tokens"] = slots.judge_tokens
     for fate in Fate:
         metrics[f"fate/{fate.value}"] = ledger.fates[fate]
         metrics[f"tokens/{fate.value}"] = ledger.tokens[fate]

@@ -32,6 +32,7 @@ from cadenza.inference.replica import (
     Tokens,
 )
 from cadenza.observe.events import Event, EventSink
+from cadenza.rollout.branches import Branch
 from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.records import Trajectory, Turn
@@ -45,12 +46,6 @@ MAX_REROUTES = 16
 """Replicas that may fail one turn, one after the other, before its attempt is given up."""
 GOLDEN, MASK64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
 """Weyl steps keep the seeds of turns apart."""
-BRANCH_KEY = 0xD1B54A32D192ED03
-"""The same for branches."""
-BRANCH_SESSIONS = 1 << 56
-"""Between the session ids of two branches of an attempt; more than the ids of all schedulers of a sampler."""
-
-
 RETURNED = "the rollout has returned: await every call of the model before it does"
 
 
@@ -113,7 +108,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class RolloutContext:
-    """What all attempts of a scheduler share."""
+    """What all attempts of a domain share, as `shared` in this package: services and limits. The context of a model
+    call is another thing: the tokens before its answer."""
 
     sampler: GrantSource
     codec: Codec
@@ -128,17 +124,6 @@ class RolloutContext:
     """Whether the turns are trained, at the temperature that is configured."""
     slice_tokens: int
     """Tokens after which a long answer may be interrupted for turns that wait; 0 where no answer is so long."""
-
-
-@dataclass(slots=True)
-class _Branch:
-    """One conversation of an attempt that has several."""
-
-    number: int
-    models: list[Model]
-    """Of all branches of the attempt; one list for all."""
-    turns: int = 0
-    last_turn: Turn | None = None
 
 
 class Model:
@@ -161,7 +146,7 @@ class Model:
     )  # fmt: skip
 
     def __init__(self, attempt: Attempt, trajectory: Trajectory, shared: RolloutContext) -> None:
-        self._branch: _Branch | None = None
+        self._branch: Branch | None = None
         """None while the attempt has one conversation only."""
         self.trajectory = trajectory
         self._attempt = attempt
@@ -187,13 +172,11 @@ class Model:
         """Another conversation that goes on from the tokens of this one. Its turns are a row of their own, in which
         what was said before is prompt and trains nothing. Branches may be asked side by side."""
         self._check_turn()
-        own, turns = self._branch, self.trajectory.turns
-        if own is None:
-            own = self._branch = _Branch(0, [self], len(turns), turns[-1] if turns else None)
+        if self._branch is None:
+            self._branch = Branch.first(self)
         model = Model(self._attempt, self.trajectory, self._shared)
         model._chunks, model._length = self._chunks, self._length
-        model._branch = _Branch(len(own.models), own.models)
-        own.models.append(model)
+        model._branch = self._branch.add(model)
         return model
 
     def encode(self, text: str) -> Tokens:
@@ -217,7 +200,7 @@ class Model:
     ) -> Reply:
         """`chat` in tokens: append them to the context, and await the model's answer."""
         attempt = self._attempt
-        drawing = self._shared.sampling if sampling is None else self._changed_sampling(sampling)
+        call_sampling = self._shared.sampling if sampling is None else self._changed_sampling(sampling)
         fresh = fresh or not self._chunks
         self._check_turn()
         if len(self.trajectory.turns) >= self._shared.max_turns:
@@ -229,17 +212,17 @@ class Model:
         if fresh and not len(prompt):
             raise ValueError("the first prompt of a context must hold at least one token, got none")
         chunks, length = ((*chunks, prompt), length + len(prompt)) if len(prompt) else (chunks, length)
-        limit = min(self._shared.max_context - length, drawing.max_tokens)
-        if limit <= 0:
+        max_tokens = min(self._shared.max_context - length, call_sampling.max_tokens)
+        if max_tokens <= 0:
             raise ContextFull(f"{length} tokens leave no room in max_context {self._shared.max_context}")
         loop = asyncio.get_running_loop()
         asked = loop.time()
         self._shared.leases.ask(attempt)  # from here to the answer the sampler keeps the deadlines
         self._busy = True
         try:
-            answer = await self._generate_once(chunks, length, limit, drawing, 0)
-            if answer.finish is Finish.ABORT:
-                answer = await self._continue(chunks, length, limit, drawing, answer)
+            generation = await self._generate_once(chunks, length, max_tokens, call_sampling, 0)
+            if generation.finish is Finish.ABORT:
+                generation = await self._continue(chunks, length, max_tokens, call_sampling, generation)
         finally:
             self._busy = False
             if self._waiter is not None and not self._waiter.done():
@@ -248,15 +231,18 @@ class Model:
                 self._shared.leases.renew(attempt)
         if attempt.fate is not None:
             raise RuntimeError(RETURNED)
-        self._chunks = (*chunks, answer.tokens) if len(answer.tokens) else chunks
-        self._length = length + len(answer.tokens)
-        self._shared.sampler.observe_answer_length(len(answer.tokens))
-        turn = Turn(prompt, answer.tokens, answer.logprobs, answer.spans, answer.finish, fresh, asked, loop.time())
+        self._chunks = (*chunks, generation.tokens) if len(generation.tokens) else chunks
+        self._length = length + len(generation.tokens)
+        self._shared.sampler.observe_answer_length(len(generation.tokens))
+        turn = Turn(
+            prompt, generation.tokens, generation.logprobs, generation.spans, generation.finish,
+            fresh, asked, loop.time(),
+        )  # fmt: skip
         if self._branch is None:
             attempt.last_turn = len(self.trajectory.turns)
             self.trajectory.turns.append(turn)
         else:
-            self._record_in_branch(self._branch, turn, chunks)
+            attempt.last_turn = self._branch.record(turn, self.trajectory.turns, chunks)
         attempt.turns += 1
         return Reply(turn, self._shared.codec)
 
@@ -271,20 +257,6 @@ class Model:
                     f"are trained: leave {key} out, or set it for all calls in the config"
                 )
         return changed
-
-    def _record_in_branch(self, branch: _Branch, turn: Turn, chunks: tuple[Tokens, ...]) -> None:
-        """Add a turn to the trajectory, where the turns of a branch stand together, in the order of the branches. The
-        row of a branch begins with what was said before it."""
-        turns = self.trajectory.turns
-        if branch.number and not branch.turns:
-            turn.fresh, turn.prompt = True, np.concatenate(chunks)
-        branches = [model._branch for model in branch.models[: branch.number + 1]]
-        before = [other.last_turn for other in branches if other is not None and other.last_turn is not None]
-        place = next(n for n, other in enumerate(turns, 1) if other is before[-1]) if before else 0
-        self._attempt.last_turn = place
-        turns.insert(place, turn)
-        branch.last_turn = turn
-        branch.turns += 1
 
     @property
     def is_busy(self) -> bool:
@@ -314,7 +286,7 @@ class Model:
         session, namespace = self._attempt.id, self._shared.namespace
         if namespace:  # else no new number, as in `_route_request`
             session += namespace
-        return session if self._branch is None else session + self._branch.number * BRANCH_SESSIONS
+        return session if self._branch is None else session + self._branch.session_offset
 
     def _check_turn(self) -> None:
         """A conversation has one turn at a time, and none when it is over."""
@@ -327,28 +299,28 @@ class Model:
             )
 
     async def _continue(
-        self, chunks: tuple[Tokens, ...], length: int, limit: int, sampling: Sampling, answer: Generation
+        self, chunks: tuple[Tokens, ...], length: int, max_tokens: int, sampling: Sampling, generation: Generation
     ) -> Generation:
         """Go on from the tokens of an interrupted answer, over as many interruptions as come."""
-        while answer.finish is Finish.ABORT:
-            done = len(answer.tokens)
-            if done >= limit:
-                return Generation(answer.tokens, answer.logprobs, answer.spans, Finish.LENGTH)
-            so_far = (*chunks, answer.tokens) if done else chunks
-            rest = await self._generate_once(so_far, length + done, limit - done, sampling, done)
-            answer = _concatenate(answer, rest)
-        return answer
+        while generation.finish is Finish.ABORT:
+            written = len(generation.tokens)
+            if written >= max_tokens:
+                return Generation(generation.tokens, generation.logprobs, generation.spans, Finish.LENGTH)
+            so_far = (*chunks, generation.tokens) if written else chunks
+            rest = await self._generate_once(so_far, length + written, max_tokens - written, sampling, written)
+            generation = _concatenate(generation, rest)
+        return generation
 
     async def _generate_once(
-        self, chunks: tuple[Tokens, ...], length: int, limit: int, sampling: Sampling, done: int
+        self, chunks: tuple[Tokens, ...], length: int, max_tokens: int, sampling: Sampling, written: int
     ) -> Generation:
         """One answer of one replica: whole, or the beginning of it. What one replica fails the next one gets."""
         attempt, shared = self._attempt, self._shared
         sampler = shared.sampler
         branch = self._branch
-        turns, key = (attempt.turns, 0) if branch is None else (branch.turns, BRANCH_KEY * branch.number)
+        turns, key = (attempt.turns, 0) if branch is None else (branch.turns, branch.seed_key)
         seed = (self.trajectory.seed + GOLDEN * (turns + 1) + key) & MASK64
-        route_request = self._route_request(length, done)
+        route_request = self._route_request(length, written)
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
@@ -356,15 +328,15 @@ class Model:
             self._interrupted = None
             entry = grant.entry
             request = Request(  # by position: this is the hot path
-                grant.request_id, chunks, length, limit, sampling, seed, done,
+                grant.request_id, chunks, length, max_tokens, sampling, seed, written,
                 route_request.session, route_request.group, grant.epoch,
             )  # fmt: skip
             self._emit("ask", entry.replica.name)
-            answer: asyncio.Future[Generation] | None = None
+            pending: asyncio.Future[Generation] | None = None
             outcome, replica_error, cached = RequestOutcome.UNSENT, None, 0
             try:
-                answer = entry.replica.generate(request)
-                generation = await answer
+                pending = entry.replica.generate(request)
+                generation = await pending
                 if len(generation.logprobs) != len(generation.tokens) or sum(s.length for s in generation.spans) != len(
                     generation.tokens
                 ):
@@ -373,7 +345,7 @@ class Model:
                 cached = self._cached if attempt.fate is None else 0
             except asyncio.CancelledError as error:
                 if is_cancelled_from_outside(error):
-                    self._give_up(entry, request, answer)
+                    self._give_up(entry, request, pending)
                     raise
                 self._emit("answer", "error")
                 outcome, replica_error = RequestOutcome.FAILED, ReplicaError("'generate' was cancelled")
@@ -392,17 +364,17 @@ class Model:
             return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
 
-    def _route_request(self, length: int, done: int) -> RouteRequest:
+    def _route_request(self, length: int, written: int) -> RouteRequest:
         attempt, namespace, size = self._attempt, self._shared.namespace, self._shared.slice_tokens
         group = attempt.group.id
         if namespace:  # else no new number, of which a hundred thousand turns would each keep one
             group += namespace
-        return RouteRequest(self._session, group, length, attempt.group.id, done // size if size else 0, size)
+        return RouteRequest(self._session, group, length, attempt.group.id, written // size if size else 0, size)
 
-    def _give_up(self, entry: ReplicaEntry, request: Request, answer: asyncio.Future[Generation] | None) -> None:
+    def _give_up(self, entry: ReplicaEntry, request: Request, pending: asyncio.Future[Generation] | None) -> None:
         """The attempt was cancelled: end its request. An answer that came at the same moment is booked."""
-        if answer is not None and answer.done() and not answer.cancelled() and answer.exception() is None:
-            self._shared.ledger.add_tokens(self._attempt, len(answer.result().tokens))
+        if pending is not None and pending.done() and not pending.cancelled() and pending.exception() is None:
+            self._shared.ledger.add_tokens(self._attempt, len(pending.result().tokens))
         else:
             entry.replica.abort(request.id, self._attempt.cause or "cancelled")
 

@@ -40,8 +40,8 @@ class PassCounts:
             return
         causes = {cause: count for (fate, cause), count in self._ledger.causes.items() if fate is Fate.FAILED}
         often = max(causes, key=lambda cause: causes[cause])
-        first = self._errors.first
-        reason = f"The first error was {first}" if first else f"Most often: {often}"
+        first, detail = self._errors.first, self._ledger.first_details.get(often)
+        reason = f"The first error was {first}" if first else f"Most often: {often}{f' ({detail})' if detail else ''}"
         raise NothingFinished(
             f"the tasks ran out without one whole group: {failed} attempts failed. {reason}; correct it and run again "
             "(the log has more of it, `why` tells of the attempts of a task)"

@@ -5,7 +5,7 @@ Invariant: the slot of each attempt is freed once: by the first word of its work
 when the attempt has had its fate for long.
 
     next_attempt waits for: an attempt to issue, or the end of the tasks or of the run; woken one after the other
-    a lease ends `seconds` after next_attempt or the last renew: expire(attempt)
+    a lease ends `lease_seconds` after next_attempt or the last renew: on_expired(attempt)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MAX_WAITING = 800
 class RemoteAttempts:
     """The leases of the attempts that were given out. All are equally long, so the oldest ends first: one timer."""
 
-    def __init__(self, seconds: float, expire: Callable[[Attempt], None]) -> None:
-        self.seconds = seconds
-        self._expire = expire
+    def __init__(self, lease_seconds: float, on_expired: Callable[[Attempt], None]) -> None:
+        self.lease_seconds = lease_seconds
+        self._on_expired = on_expired
         self._leases: dict[int, tuple[float, Attempt]] = {}
         """By the id of the attempt: when its lease ends; the first one ends first."""
         self._timer: asyncio.TimerHandle | None = None
@@ -38,9 +38,9 @@ class RemoteAttempts:
     def begin(self, attempt: Attempt) -> None:
         """The attempt goes to a worker."""
         loop = asyncio.get_running_loop()
-        self._leases[attempt.id] = loop.time() + self.seconds, attempt
+        self._leases[attempt.id] = loop.time() + self.lease_seconds, attempt
         if self._timer is None:
-            self._timer = loop.call_later(self.seconds, self._expire_due)
+            self._timer = loop.call_later(self.lease_seconds, self._expire_due)
 
     def renew(self, attempt: Attempt) -> bool:
         """The worker of the attempt, or of its copy, lives. Whether it should go on: False when the attempt has its
@@ -72,23 +72,23 @@ class RemoteAttempts:
             first, _ = next(iter(self._leases.values()))
             self._timer = loop.call_at(first, self._expire_due)
         for attempt in due:
-            self._expire(attempt)
+            self._on_expired(attempt)
 
 
 class WaitingWorkers:
     """Workers that wait for an attempt. Each one that was woken looks, and wakes the next if there may be more: a
     change costs one look, however many wait."""
 
-    def __init__(self, limit: int = MAX_WAITING) -> None:
-        self._limit = limit
+    def __init__(self, max_waiting: int = MAX_WAITING) -> None:
+        self._max_waiting = max_waiting
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def enter(self) -> None:
-        """Refuse a worker beyond the limit."""
-        if len(self._waiting) >= self._limit:
+        """Refuse a worker beyond `max_waiting`."""
+        if len(self._waiting) >= self._max_waiting:
             raise RolloutError(
-                f"{self._limit} calls of next_attempt wait already, and the actor must also take those of put, take "
-                "and advance: ask with fewer workers, or make it with options(max_concurrency=N) and "
+                f"{self._max_waiting} calls of next_attempt wait already, and the actor must also take those of put, "
+                "take and advance: ask with fewer workers, or make it with options(max_concurrency=N) and "
                 "GroupQueueManager(..., max_waiting=less than N)"
             )
 

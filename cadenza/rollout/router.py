@@ -58,6 +58,7 @@ class RouteRequest(NamedTuple):
     session: int
     group: int
     context: int
+    """Tokens of the conversation so far, with what is written of this answer."""
     group_number: int = 0
     """The number of its group among those of its scheduler: the lower, the older."""
     slices: int = 0
@@ -74,7 +75,7 @@ class RouteRequest(NamedTuple):
 class CachedContext(NamedTuple):
     """The context that a session left in the KV cache of a replica, while its env runs."""
 
-    context: int
+    tokens: int
     group_number: int
     until: float
     """When younger ones may evict it."""
@@ -190,27 +191,25 @@ class Router:
                 f"the routing rule {type(self.rule).__name__} chose replica {entry.replica.name}, which is "
                 f"{entry.state.value}; it must choose one of router.active"
             )
-        if not self._make_capacity(
-            entry, route_request, own.context if own is not None and entry is sticky else 0, now
-        ):
+        if not self._make_capacity(entry, route_request, own.tokens if own is not None and entry is sticky else 0, now):
             best = self.least_loaded()
             if best is None or best is entry or not self._make_capacity(best, route_request, 0, now):
                 return WaitReason.CAPACITY
             entry = best
         return entry
 
-    def keep_context(self, entry: ReplicaEntry, session: int, context: int, group_number: int, now: float) -> None:
-        """A session goes away and leaves its context there, as its request leaves: `remove` weighs both."""
+    def keep_context(self, entry: ReplicaEntry, session: int, tokens: int, group_number: int, now: float) -> None:
+        """A session goes away and leaves so many tokens there, as its request leaves: `remove` weighs both."""
         if entry.state is ReplicaState.ACTIVE:
-            entry.cached_contexts[session] = CachedContext(context, group_number, now + HOLD_SECONDS)
-            entry.cached_tokens += context
+            entry.cached_contexts[session] = CachedContext(tokens, group_number, now + HOLD_SECONDS)
+            entry.cached_tokens += tokens
 
     def drop_context(self, entry: ReplicaEntry, session: int) -> bool:
         """It came back, or never will. Whether its context was still there."""
         cached = entry.cached_contexts.pop(session, None)
         if cached is None:
             return False
-        entry.cached_tokens -= cached.context
+        entry.cached_tokens -= cached.tokens
         self._update_load(entry, 0)
         return True
 
@@ -225,16 +224,16 @@ class Router:
         """An answer had so many tokens."""
         self.mean_answer += (tokens - self.mean_answer) / ANSWER_WINDOW
 
-    def add(self, entry: ReplicaEntry, context: int) -> None:
-        """A request goes there."""
+    def add(self, entry: ReplicaEntry, tokens: int) -> None:
+        """A request goes there, with a context of so many tokens."""
         entry.sent += 1
         entry.inflight += 1
-        self._update_load(entry, context)
+        self._update_load(entry, tokens)
 
-    def remove(self, entry: ReplicaEntry, context: int) -> None:
-        """A request left."""
+    def remove(self, entry: ReplicaEntry, tokens: int) -> None:
+        """A request left, with the tokens of its `add`."""
         entry.inflight -= 1
-        self._update_load(entry, -context)
+        self._update_load(entry, -tokens)
 
     def _make_capacity(self, entry: ReplicaEntry, route_request: RouteRequest, own: int, now: float) -> bool:
         """Whether the KV cache can take a turn, `own` tokens of which are there: sessions that are away give way, as
@@ -255,13 +254,13 @@ class Router:
             for session, cached in entry.cached_contexts.items()
             if cached.group_number > group_number or cached.until < now
         ]
-        there = sum([cached.context for _, _, cached in away])
+        there = sum([cached.tokens for _, _, cached in away])
         if there < missing and (entry.inflight or entry.cached_tokens - own > there):
             return False
         for _, session, cached in sorted(away, reverse=True):
             del entry.cached_contexts[session]
-            entry.cached_tokens -= cached.context
-            missing -= cached.context
+            entry.cached_tokens -= cached.tokens
+            missing -= cached.tokens
             if missing <= 0:
                 break
         return True

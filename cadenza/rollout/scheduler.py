@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.observe.events import EventSink
@@ -23,7 +24,7 @@ from cadenza.off_loop import done_before
 from cadenza.rollout import snapshot, token_bundles
 from cadenza.rollout.collate import collate
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig, not_whole_groups
-from cadenza.rollout.env_worker import EnvWorker, SlotPool
+from cadenza.rollout.env_worker import EnvWorker
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TrajectoriesLost, logger
 from cadenza.rollout.fleet import EnvFleet
 from cadenza.rollout.group_queue import GroupQueue, Mode
@@ -32,6 +33,7 @@ from cadenza.rollout.metrics import rollout_metrics
 from cadenza.rollout.model import Codec, prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.sampler import NoReplicas, Sampler
+from cadenza.rollout.slot_pool import SlotPool, SlotSettings
 
 
 class InferenceCluster(Protocol):
@@ -90,7 +92,10 @@ class RolloutScheduler:
         collator: Collator | None = None,
         *,
         events: EventSink | None = None,
+        reward_processes: Sequence[WorkerHandle] = (),
     ) -> None:
+        """`reward_processes` are the workers of a cluster of `RewardProcess`, which compute the rewards; without any
+        they are computed as `env_manager_config` says."""
         if mode not in ("train", "val"):
             raise ValueError(f"mode must be 'train' or 'val', got '{mode}'")
         self.config = config
@@ -101,19 +106,17 @@ class RolloutScheduler:
         self._resources = resource_manager
         self._collate = collator or collate
         kind: Callable[..., SlotPool] = EnvFleet if env_manager_config.workers else EnvWorker
-        self._slots: SlotPool = kind(
-            env_manager_config,
-            self.queue,
-            self.sampler,
-            codec,
-            self._spawn,
+        settings = SlotSettings(
+            codec=codec,
             backend=resource_manager.backend,
             seed=config.seed,
             max_reward_tries=config.max_attempts,
             slice_tokens=config.tokens_per_slice,
             is_training=mode == "train",
+            reward_processes=reward_processes,
         )
-        self.queue.start_task = lambda coroutine: self._spawn(coroutine, "group filter")
+        self._slots: SlotPool = kind(env_manager_config, settings, self.queue, self.sampler, self._start_task)
+        self.queue.start_task = lambda coroutine: self._start_task(coroutine, "group filter")
         self._uncollated: list[Group] = []
         self._batch_lock = asyncio.Lock()
         self._suspensions = 0
@@ -155,7 +158,7 @@ class RolloutScheduler:
             self._uncollated = []
             for attempt in attempts:
                 attempt.trajectory = None
-            version = cut[0].trained
+            version = cut[0].batch_version
             batch.meta_info.update({"global_step": version, **labels, "version": version})
             batch.meta_info["wait_seconds"] = loop.time() - asked
             batch.meta_info["metrics"] = self.metrics()
@@ -198,9 +201,10 @@ class RolloutScheduler:
         return await self.sampler.expand(target_gpus, skip_load)
 
     async def shutdown(self) -> None:
-        """End everything. What is not consumed is cancelled, envs are closed, callers that wait get
+        """End everything. What is not consumed is cancelled, envs and datasets are closed, callers that wait get
         `SchedulerClosed`."""
         self.queue.fatal(SchedulerClosed("the scheduler was shut down"))
+        self.queue.domains.close()  # after `fatal` no task is drawn
         if self._on_version in self.sampler.on_version:
             self.sampler.on_version.remove(self._on_version)
             self.sampler.on_lost.remove(self._on_replica_lost)
@@ -224,28 +228,26 @@ class RolloutScheduler:
         """Write into this directory what another process needs to go on: the position in the order of the tasks, the
         finished rollouts, the counters. Generation may be under way. A batch that `get_batch` gave out counts as
         trained: save after its train step. Called on the loop."""
-        if (error := self.queue.end_error) is not None:
+        if (error := self.queue.fatal_error) is not None:
             raise SchedulerClosed(f"nothing is left to save, the rollouts have ended: {error}") from error
         groups = [*self.ledger.open_groups(), *self._uncollated]
         try:
-            token_bundles.load_now(a.trajectory for g in groups for a in g.finished if a.trajectory is not None)
+            token_bundles.load_now(trajectory for group in groups for trajectory in group.trajectories)
         except InfrastructureError:
             for group in self.ledger.open_groups():
                 try:
-                    token_bundles.load_now(a.trajectory for a in group.finished if a.trajectory is not None)
+                    token_bundles.load_now(group.trajectories)
                 except InfrastructureError as error:
                     logger.error("g%d is lost with what its members had finished: %s", group.id, error)
                     self.queue.lose_group(group)
-            token_bundles.load_now(
-                a.trajectory for g in self._uncollated for a in g.finished if a.trajectory is not None
-            )
+            token_bundles.load_now(trajectory for group in self._uncollated for trajectory in group.trajectories)
         snapshot.save(directory, self.queue, self._uncollated)
 
     def restore(self, directory: Path) -> None:
         """Go on from what `save` wrote, with the same config; before the first call. The version that was published
         then (`queue.version`), or the next one if its batch was trained, must be published before the first batch is
         asked for. Called on the loop."""
-        if self._run_task is not None or self.queue.end_error or self.ledger.groups_opened:
+        if self._run_task is not None or self.queue.fatal_error or self.ledger.groups_opened:
             raise RuntimeError("restore goes before the first call: this scheduler has begun; make a new one")
         self._uncollated = snapshot.restore(directory, self.queue)
 
@@ -323,7 +325,7 @@ class RolloutScheduler:
             await self._closing.wait()
             await self._slots.drain()
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         if self._tasks is None:
             raise RuntimeError("the scheduler has not started")
         try:
@@ -371,7 +373,7 @@ class RolloutScheduler:
             whole, self._uncollated = self._uncollated, []
             for group in whole:
                 with suppress(InfrastructureError):
-                    await token_bundles.load([a.trajectory for a in group.finished if a.trajectory is not None])
+                    await token_bundles.load(group.trajectories)
                     self._uncollated.append(group)
             raise TrajectoriesLost(
                 f"{len(whole) - len(self._uncollated)} of the {len(whole)} groups of this batch are lost: {error}; "

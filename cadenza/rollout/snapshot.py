@@ -1,7 +1,7 @@
-"""The state of the rollouts on disk: what a killed run needs to go on.
+"""A snapshot of the rollouts: what a killed run needs to go on, from the queue to the disk and back.
 
-    rollouts.json    the position in the order of the tasks, the counters, the open groups and their attempts
-    turns/           the tokens of finished members, one row per turn (a `DataProto`)
+    save:     queue, ledger, domains -> SavedState -> snapshot_format.py -> disk
+    restore:  disk -> snapshot_format.py -> SavedState -> a fresh queue
 
 Invariant: a saved state is the account of one moment, and it adds up. A restore takes the life that went on
 after that moment for not lived: what ran then is `cancelled` (cause `restart`), what finished is there.
@@ -9,133 +9,42 @@ after that moment for not lived: what ran then is `cancelled` (cause `restart`),
 Why a member that ran gets the next attempt number, in a group that goes on: number and group name an attempt, and this
 one has its fate. A group of which nothing was finished is another matter: it ends as a whole and its task is drawn
 anew as a new group, whose attempts begin at 0. The key of the sampling randomness knows the task and not the group, so
-they write the same tokens again. Tasks are saved as positions in the order, never as data.
+they write the same tokens again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from cadenza.data import DataProto, Ragged
-from cadenza.inference.replica import Span
-from cadenza.rollout.collate import FINISH
-from cadenza.rollout.failures import RolloutError, logger
+from cadenza.rollout.failures import logger
 from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger
-from cadenza.rollout.pass_counts import PassStart
-from cadenza.rollout.records import Fate, Task, Trajectory, Turn
+from cadenza.rollout.records import Task, Trajectory, Turn
+from cadenza.rollout.snapshot_format import (
+    FORMAT,
+    STATE_FILE,
+    SavedAttempt,
+    SavedDomain,
+    SavedGroup,
+    SavedState,
+    SavedSums,
+    SavedTask,
+    SavedTrajectory,
+    SnapshotError,
+    read_state,
+    read_turns,
+    write,
+)
 from cadenza.rollout.tasks import Domain
 
-FORMAT = 1
-_STATE, _TURNS = "rollouts.json", "turns"
 _MUST_MATCH = ("group_size", "batch_size", "alpha", "staleness", "extra_members", "extra_after", "extra_groups", "seed")
 """Settings that the saved groups depend on: their shape, how old they may become, their randomness."""
-
-
-class SnapshotError(RolloutError):
-    """A saved state is damaged, or belongs to another config."""
-
-
-class SavedTask(msgspec.Struct, frozen=True):
-    """A task, to be found again."""
-
-    place: int
-    """In the order of its domain."""
-    id: str
-    """What must stand there."""
-
-
-class SavedTrajectory(msgspec.Struct, frozen=True):
-    """A finished episode, without its tokens."""
-
-    seed: int
-    turns: int
-    """Rows of `turns/` that are its own."""
-    terminated: bool
-    truncated: bool
-    score: float
-    info: dict[str, Any] | None
-    """What JSON can hold of it."""
-    started: float
-    ended: float
-    final: str | None = None
-
-
-class SavedAttempt(msgspec.Struct, frozen=True):
-    id: int
-    member: int
-    number: int
-    slot: int
-    started: float
-    ended: float
-    fate: Fate | None
-    cause: str
-    detail: str
-    tokens: int
-    turns: int
-
-
-class SavedGroup(msgspec.Struct, frozen=True):
-    id: int
-    domain: str
-    task: SavedTask
-    begun: int
-    opened: float
-    state: GroupState
-    """CLOSED when it was cut for a batch that was not returned yet."""
-    trained: int
-    attempts: list[SavedAttempt]
-    finished: list[tuple[int, SavedTrajectory]]
-    """Which of the attempts, in the order in which they finished."""
-    tries: dict[int, float] | None
-    extra_begun: bool = False
-
-
-class SavedDomain(msgspec.Struct, frozen=True):
-    drawn: int
-    started: int
-    last: str | None
-    """The task that was drawn last: another one at its position means that the order has changed."""
-    again: list[SavedTask]
-    rested: int = 0
-    resting: dict[int, int] = msgspec.field(default_factory=dict)
-    source: dict[str, Any] = msgspec.field(default_factory=dict)
-    """The state of the source itself: of a curriculum."""
-
-
-class SavedSums(msgspec.Struct, frozen=True):
-    """The sums of the ledger."""
-
-    issued: int
-    fates: dict[Fate, int]
-    tokens: dict[Fate, int]
-    causes: list[tuple[Fate, str, int]]
-    lost_tokens: dict[str, int]
-    groups_opened: int
-    groups_closed: dict[Fate, int]
-    staleness: dict[int, int]
-    origin: float
-
-
-class SavedState(msgspec.Struct, frozen=True):
-    format: int
-    config: dict[str, Any]
-    """What must be the same when it is restored."""
-    time: float
-    """Loop time of the saving: all times here are of that clock."""
-    version: int
-    consumed: int
-    base: int
-    domains: dict[str, SavedDomain]
-    sums: SavedSums
-    groups: list[SavedGroup]
-    pass_start: PassStart = PassStart()
 
 
 # -- save --------------------------------------------------------------------------------------------------------------
@@ -156,7 +65,7 @@ def save(directory: Path, queue: GroupQueue, uncollated: Sequence[Group] = ()) -
         asyncio.get_running_loop().time(),
         queue.version,
         queue.consumed,
-        queue.bound.in_earlier_batches,
+        queue.bound.consumed_for_earlier_versions,
         {domain.name: _saved_domain(domain, positions[domain.name]) for domain in domains},
         _saved_sums(queue),
         [_saved_group(group, positions[group.task.domain], lost) for group in groups],
@@ -164,8 +73,9 @@ def save(directory: Path, queue: GroupQueue, uncollated: Sequence[Group] = ()) -
     )
     if lost:
         logger.warning("the info of finished rollouts is saved without %s: JSON cannot hold them", sorted(lost))
-    _columns([turn for trajectory in _trajectories(groups) for turn in trajectory.turns]).to_disk(directory / _TURNS)
-    (directory / _STATE).write_bytes(msgspec.json.encode(state))
+    write(
+        directory, state, [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
+    )
 
 
 def _settings_to_match(queue: GroupQueue) -> dict[str, Any]:
@@ -180,17 +90,17 @@ def _positions(domain: Domain, ids: set[str]) -> dict[str, int]:
     for position in range(domain.drawn - 1, -1, -1):
         if len(positions) == len(ids):
             break
-        task = domain.tasks.at(position)
-        if task is not None and task.id in ids:
-            positions[task.id] = position
+        id = domain.tasks.id_at(position)
+        if id is not None and id in ids:
+            positions[id] = position
     return positions
 
 
 def _saved_domain(domain: Domain, positions: dict[str, int]) -> SavedDomain:
-    last = domain.tasks.at(domain.drawn - 1) if domain.drawn else None
+    last = domain.tasks.id_at(domain.drawn - 1) if domain.drawn else None
     again = [SavedTask(positions[task.id], task.id) for task in domain.to_redraw]
     return SavedDomain(
-        domain.drawn, domain.started, last.id if last is not None else None, again,
+        domain.drawn, domain.started, last, again,
         domain.rested, domain.resting, domain.tasks.state(),
     )  # fmt: skip
 
@@ -222,8 +132,8 @@ def _saved_group(group: Group, positions: dict[str, int], lost: set[str]) -> Sav
         if attempt.trajectory is not None
     ]
     return SavedGroup(
-        group.id, group.task.domain, SavedTask(positions[group.task.id], group.task.id), group.begun, group.opened,
-        group.state, group.trained, attempts, finished, group.weighted_tries, group.extra_begun,
+        group.id, group.task.domain, SavedTask(positions[group.task.id], group.task.id), group.begun_version,
+        group.opened, group.state, group.batch_version, attempts, finished, group.weighted_tries, group.extra_begun,
     )  # fmt: skip
 
 
@@ -252,38 +162,17 @@ def _from_numpy(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def _trajectories(groups: Iterable[Group]) -> Iterator[Trajectory]:
-    return (a.trajectory for group in groups for a in group.finished if a.trajectory is not None)
-
-
-def _columns(turns: list[Turn]) -> DataProto:
-    """Turns as rows."""
-    columns: dict[str, Any] = {
-        "prompt": Ragged.from_rows([turn.prompt for turn in turns], dtype=np.int32),
-        "response": Ragged.from_rows([turn.response for turn in turns], dtype=np.int32),
-        "logprobs": Ragged.from_rows([turn.logprobs for turn in turns], dtype=np.float32),
-        "span_versions": Ragged.from_rows([[span.version for span in turn.spans] for turn in turns], dtype=np.int64),
-        "span_lengths": Ragged.from_rows([[span.length for span in turn.spans] for turn in turns], dtype=np.int64),
-        "finish": np.array([FINISH[turn.finish] for turn in turns], np.int8),
-        "fresh": np.array([turn.fresh for turn in turns], np.bool_),
-        "asked": np.array([turn.asked for turn in turns], np.float64),
-        "answered": np.array([turn.answered for turn in turns], np.float64),
-        "reward": np.array([turn.reward for turn in turns], np.float64),
-    }
-    return DataProto(columns, {}, {})
-
-
 # -- restore -----------------------------------------------------------------------------------------------------------
 
 
 def restore(directory: Path, queue: GroupQueue) -> list[Group]:
     """Bring a fresh queue to the saved state; returns the groups that are cut and not collated. A state that does not
     fit is refused before anything is changed."""
-    state = _read(directory / _STATE)
-    _check_settings(directory / _STATE, state.config, _settings_to_match(queue))
+    state = read_state(directory)
+    _check_settings(directory / STATE_FILE, state.config, _settings_to_match(queue))
     # The time between the two lives does not count.
     clock_offset = asyncio.get_running_loop().time() - state.time
-    turns = _turns(directory / _TURNS, clock_offset, sum(t.turns for group in state.groups for _, t in group.finished))
+    turns = read_turns(directory, clock_offset, sum(t.turns for group in state.groups for _, t in group.finished))
     domains = queue.domains.all
     for name, saved in state.domains.items():
         if saved.source:
@@ -296,7 +185,7 @@ def restore(directory: Path, queue: GroupQueue) -> list[Group]:
             _group(saved, _find(domains[saved.domain], saved.task), turns, clock_offset) for saved in state.groups
         ]
     except LookupError as error:
-        raise SnapshotError(f"{directory / _STATE} is damaged: {error!r} in its groups") from error
+        raise SnapshotError(f"{directory / STATE_FILE} is damaged: {error!r} in its groups") from error
     for name, saved in state.domains.items():
         domain = domains[name]
         domain.drawn, domain.started = saved.drawn, saved.started
@@ -305,22 +194,11 @@ def restore(directory: Path, queue: GroupQueue) -> list[Group]:
     queue.staleness.update(state.sums.staleness)
     uncollated = [group for group in groups if group.state is GroupState.CLOSED]
     pending = [group for group in groups if group.state is not GroupState.CLOSED]
-    queue.restore(state.version, state.consumed, state.base, state.pass_start, pending)
+    queue.restore(state.version, state.consumed, state.consumed_for_earlier_versions, state.pass_start, pending)
     for name, tasks in again.items():
         domains[name].to_redraw.extend(tasks)
     queue.ledger.check()
     return uncollated
-
-
-def _read(path: Path) -> SavedState:
-    try:
-        data = path.read_bytes()
-        written = msgspec.json.decode(data, type=dict[str, Any]).get("format")
-        if written != FORMAT:
-            raise SnapshotError(f"{path} has format {written}, this version of cadenza reads {FORMAT}")
-        return msgspec.json.decode(data, type=SavedState)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise SnapshotError(f"{path} cannot be read: {error}") from error
 
 
 def _check_settings(path: Path, saved: dict[str, Any], present: dict[str, Any]) -> None:
@@ -336,33 +214,6 @@ def _check_settings(path: Path, saved: dict[str, Any], present: dict[str, Any]) 
         )
 
 
-def _turns(path: Path, clock_offset: float, expected: int) -> Iterator[Turn]:
-    try:
-        table = DataProto.from_disk(path).batch
-        ragged = {
-            name: list(table.ragged(name))
-            for name in ("prompt", "response", "logprobs", "span_versions", "span_lengths")
-        }
-        dense = {name: table.numpy(name).tolist() for name in ("finish", "fresh", "asked", "answered", "reward")}
-    except Exception as error:  # a damaged file fails in many ways, and all mean the same
-        raise SnapshotError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-    if len(dense["finish"]) != expected:
-        raise SnapshotError(f"{path} holds {len(dense['finish'])} turns, but {_STATE} beside it counts {expected}")
-    reasons = {number: finish for finish, number in FINISH.items()}
-    spans = [
-        tuple(map(Span, versions.tolist(), lengths.tolist()))
-        for versions, lengths in zip(ragged["span_versions"], ragged["span_lengths"], strict=True)
-    ]
-    return (
-        Turn(
-            ragged["prompt"][row], ragged["response"][row], ragged["logprobs"][row], spans[row],
-            reasons[dense["finish"][row]], dense["fresh"][row], dense["asked"][row] + clock_offset,
-            dense["answered"][row] + clock_offset, dense["reward"][row],
-        )
-        for row in range(expected)
-    )  # fmt: skip
-
-
 def _find(domain: Domain, saved: SavedTask) -> Task:
     task = domain.tasks.at(saved.place)
     if task is None or task.id != saved.id:
@@ -374,9 +225,9 @@ def _find(domain: Domain, saved: SavedTask) -> Task:
 
 
 def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], clock_offset: float) -> Group:
-    group = Group(saved.id, task, saved.begun, saved.opened + clock_offset)
+    group = Group(saved.id, task, saved.begun_version, saved.opened + clock_offset)
     group.weighted_tries, group.extra_begun = saved.tries, saved.extra_begun
-    group.trained = saved.trained
+    group.batch_version = saved.batch_version
     # A filter that ran is lost: the group is whole, and goes to it again.
     group.state = GroupState.OPEN if saved.state is GroupState.FILTERING else saved.state
     for record in saved.attempts:

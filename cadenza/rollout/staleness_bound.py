@@ -5,10 +5,10 @@ After the cut for v, of the groups that are started and not consumed,
 
     none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
 
-Batches taken ahead of their version move this along (`still_trainable`). Then no group is ever trained more than A
+Batches taken ahead of their version move this along (`max_unconsumed`). Then no group is ever trained more than A
 versions after it began, and nothing has to be thrown away for it (docs/staleness.md has the proof). Two rules keep it:
-`limit` (reserve before a group starts) and `may_cut` (take the oldest whole groups, and only when what is left still
-fits). They know counts only; the groups are those of the queue (group_queue.py).
+`max_started` (reserve before a group starts) and `may_cut` (take the oldest whole groups, and only when what is left
+still fits). They know counts only; the groups are those of the queue (group_queue.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class StalenessBound:
 
     With batches of 2 groups, alpha 1, and version 0 published:
 
-        bound.limit()        # 4: a batch, and one ahead
+        bound.max_started()  # 4: a batch, and one ahead
         bound.begin(0)       # four times, as groups start
         bound.make_ready(0)  # three times, as groups are whole
         bound.may_cut(2)     # True: the two that are left fit into the batch of version 1
         bound.consume(0)     # twice, as the batch takes them
-        bound.advance(1)     # and then limit() is 6
+        bound.advance(1)     # and then max_started() is 6
     """
 
     def __init__(self, config: RolloutConfig, *, is_training: bool) -> None:
@@ -41,12 +41,13 @@ class StalenessBound:
         self.version = 0
         """Newest fully published version: what a batch is cut for."""
         self.consumed = 0
-        self.in_earlier_batches = 0
-        """Groups that the batches of all versions before this one hold."""
-        self._consumed_before_version = 0
-        """Groups consumed when this version was published."""
-        self.wanted: float | None = None
-        """Groups that a caller waits for."""
+        self.consumed_for_earlier_versions = 0
+        """Groups consumed that count as those of earlier versions: `consumed` at the publication of this one, less what
+        was taken ahead for it and for later ones."""
+        self._consumed_at_publication = 0
+        """`consumed` when this version was published."""
+        self.awaited_groups: float | None = None
+        """Groups of the batch that a caller waits for; None while no caller waits."""
         self.unconsumed: Counter[int] = Counter()
         """Started and unconsumed groups by the version at which they began."""
         self.ready: Counter[int] = Counter()
@@ -68,23 +69,23 @@ class StalenessBound:
         """A group starts at this version."""
         self.unconsumed[version] += 1
 
-    def make_ready(self, begun: int) -> None:
+    def make_ready(self, begun_version: int) -> None:
         """A group that began at this version is whole, and may be taken."""
-        self.ready[begun] += 1
+        self.ready[begun_version] += 1
 
-    def consume(self, begun: int) -> None:
+    def consume(self, begun_version: int) -> None:
         """A batch takes a group that began at this version."""
         self.consumed += 1
-        self.end(begun, was_ready=True)
+        self.end(begun_version, was_ready=True)
 
-    def end(self, begun: int, *, was_ready: bool) -> None:
+    def end(self, begun_version: int, *, was_ready: bool) -> None:
         """A group that began at this version is consumed, or ends otherwise."""
         if was_ready:
-            self.ready[begun] -= 1
-        self.unconsumed[begun] -= 1
-        if not self.unconsumed[begun]:
-            del self.unconsumed[begun]
-            self.ready.pop(begun, None)
+            self.ready[begun_version] -= 1
+        self.unconsumed[begun_version] -= 1
+        if not self.unconsumed[begun_version]:
+            del self.unconsumed[begun_version]
+            self.ready.pop(begun_version, None)
 
     def clear(self) -> None:
         """No group is left."""
@@ -95,32 +96,35 @@ class StalenessBound:
         """A version is published. Batches that were taken ahead of it count for it; not more than the bound allows, or
         larger batches than configured would count up for ever."""
         self.version = version
-        self._consumed_before_version = self.consumed
+        self._consumed_at_publication = self.consumed
         least = self.consumed - max(1, self._max_staleness) * self._per_batch
-        self.in_earlier_batches = min(self.consumed, max(self.in_earlier_batches + self._per_batch, least))
+        self.consumed_for_earlier_versions = min(
+            self.consumed, max(self.consumed_for_earlier_versions + self._per_batch, least)
+        )
 
-    def restore(self, version: int, consumed: int, in_earlier_batches: int) -> None:
+    def restore(self, version: int, consumed: int, consumed_for_earlier_versions: int) -> None:
         """Count on from these."""
-        self.version, self.consumed, self.in_earlier_batches = version, consumed, in_earlier_batches
-        self._consumed_before_version = consumed
+        self.version, self.consumed = version, consumed
+        self.consumed_for_earlier_versions = consumed_for_earlier_versions
+        self._consumed_at_publication = consumed
 
     def begin_pass(self) -> None:
         """The tasks begin anew. The last batch may have been short. It counts as a whole one, or groups would begin in
         what is left of it, which no batch of this version takes."""
-        self.in_earlier_batches -= (self.in_earlier_batches - self.consumed) % self._per_batch
+        self.consumed_for_earlier_versions -= (self.consumed_for_earlier_versions - self.consumed) % self._per_batch
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
-    def limit(self) -> float:
-        """How many groups may have been started by now."""
+    def max_started(self) -> float:
+        """Returns how many groups may be started by now, with the consumed ones: as `GroupQueue.started` counts."""
         if not self._is_training:
-            return self.consumed + (self.wanted or 0)
-        limit: float = self.in_earlier_batches + self._reserved
-        if self.wanted is not None:  # a batch of another size, or a second one for the same version
-            limit = max(limit, self.consumed + self.wanted)
-        if self.wanted is not None or self.still_trainable(self.version, self.consumed):
-            limit += self._extra_groups  # else they would begin after the last cut that could take them
-        return limit
+            return self.consumed + (self.awaited_groups or 0)
+        most: float = self.consumed_for_earlier_versions + self._reserved
+        if self.awaited_groups is not None:  # a batch of another size, or a second one for the same version
+            most = max(most, self.consumed + self.awaited_groups)
+        if self.awaited_groups is not None or self.max_unconsumed(self.version, self.consumed):
+            most += self._extra_groups  # else they would begin after the last cut that could take them
+        return most
 
     def may_cut(self, groups: float, *, if_all_were_ready: bool = False) -> bool:
         """Whether taking the oldest `groups` ready groups leaves the invariant intact."""
@@ -129,29 +133,30 @@ class StalenessBound:
         consumed = self.consumed + groups
         ready = self.unconsumed if if_all_were_ready else self.ready
         left = 0.0
-        for begun in sorted(self.unconsumed):
-            taken = min(groups, ready[begun])
+        for begun_version in sorted(self.unconsumed):
+            taken = min(groups, ready[begun_version])
             groups -= taken
-            left += self.unconsumed[begun] - taken
-            if left > self.still_trainable(begun, consumed) + self._extra_groups:
+            left += self.unconsumed[begun_version] - taken
+            if left > self.max_unconsumed(begun_version, consumed) + self._extra_groups:
                 return False
         return True
 
-    def still_trainable(self, begun: int, consumed: float) -> float:
-        """Groups that the batches to come can still take of those that began at or before a version, in time."""
-        batches = begun + self._max_staleness - self.version + 1  # this version's own is the first of them
-        return max(batches * self._per_batch - (consumed - self.in_earlier_batches), 0)
+    def max_unconsumed(self, begun_version: int, consumed: float) -> float:
+        """Returns how many groups begun at or before a version may be unconsumed: as many as the batches to come can
+        take before they are too old, if `consumed` groups were consumed by now."""
+        batches = begun_version + self._max_staleness - self.version + 1  # this version's own is the first of them
+        return max(batches * self._per_batch - (consumed - self.consumed_for_earlier_versions), 0)
 
-    def is_surplus(self, begun: int) -> bool:
+    def is_surplus(self, begun_version: int) -> bool:
         """Whether no later batch can take a group that began at this version, in time: there were extra groups."""
-        return self._waits and self._extra_groups > 0 and not self.still_trainable(begun, self.consumed)
+        return self._waits and self._extra_groups > 0 and not self.max_unconsumed(begun_version, self.consumed)
 
     def oldest_to_keep(self) -> int:
         """Under 'drop', groups that began before this version are too old for the one at which the next batch will be
         trained. None is too old under 'wait'."""
         if not self._drops:
             return 0
-        ahead = min((self.consumed - self.in_earlier_batches) // self._per_batch, self._max_staleness)
+        ahead = min((self.consumed - self.consumed_for_earlier_versions) // self._per_batch, self._max_staleness)
         return self.version + ahead - self._max_staleness
 
     def check(self, groups: float) -> None:
@@ -170,7 +175,7 @@ class StalenessBound:
 
     def warn_if_never_published(self) -> None:
         """Say once that batch after batch is taken of one version: the program may have forgotten to publish."""
-        batches = (self.consumed - self._consumed_before_version) // self._per_batch
+        batches = (self.consumed - self._consumed_at_publication) // self._per_batch
         if not self._is_training or self._has_warned or batches < self._max_staleness + UNPUBLISHED_BATCHES:
             return
         self._has_warned = True

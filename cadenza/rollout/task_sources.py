@@ -28,6 +28,11 @@ class TaskSource:
         """The task at a position of the order, None behind the last one."""
         raise NotImplementedError
 
+    def id_at(self, position: int) -> str | None:
+        """The id of the task at a position; no row of a dataset is read for it."""
+        task = self.at(position)
+        return None if task is None else task.id
+
     def row_at(self, position: int) -> tuple[int, int] | None:
         """(row, epoch) at a position, without reading the row; None behind the last one, and where tasks are no rows
         of a dataset."""
@@ -42,6 +47,9 @@ class TaskSource:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` returned."""
+
+    def close(self) -> None:
+        """Give back files; no task can be drawn afterwards."""
 
 
 class Seeds(TaskSource):
@@ -96,15 +104,23 @@ class DatasetRows(TaskSource):
         self._name = name
 
     def at(self, position: int) -> Task | None:
-        try:
-            found = self.dataset.at(position)
-        except RowError as error:  # its attempt fails with it, as data, and the ledger says so
-            return Task(id=f"{self._name}/bad@{position}", seed=0, domain=self._name, data=error)
+        found = self.dataset.number_at(position)
         if found is None:
             return None
-        row, epoch, data = found
-        id = f"{self._name}/{row}" if epoch == 0 else f"{self._name}/{row}@{epoch}"
-        return Task(id=id, seed=row, domain=self._name, data=data, row=row, epoch=epoch)
+        row, epoch = found
+        data: Any
+        try:
+            data = self.dataset.drawn_row(row)
+        except RowError as error:  # its attempt fails with it, as data, and the ledger says so
+            data = error
+        return Task(id=self._id(row, epoch), seed=row, domain=self._name, data=data, row=row, epoch=epoch)
+
+    def id_at(self, position: int) -> str | None:
+        found = self.dataset.number_at(position)
+        return None if found is None else self._id(*found)
+
+    def _id(self, row: int, epoch: int) -> str:
+        return f"{self._name}/{row}" if epoch == 0 else f"{self._name}/{row}@{epoch}"
 
     def row_at(self, position: int) -> tuple[int, int] | None:
         return self.dataset.number_at(position)
@@ -118,13 +134,18 @@ class DatasetRows(TaskSource):
     def load_state(self, state: dict[str, Any]) -> None:
         self.dataset.load_state(state)
 
+    def close(self) -> None:
+        self.dataset.close()
+
 
 def open_tasks(
     key: str, name: str, config: DomainConfig, first_seed: int, seed: int, count_tokens: CountTokens | None
 ) -> TaskSource:
     """The tasks that a domain's config names. Datasets of the same rows under other keys have other orders."""
     if config.data is not None:
-        return DatasetRows(name, open_dataset(config.data, key=key, seed=seed, count_tokens=count_tokens))
+        answered = config.needs_answers
+        dataset = open_dataset(config.data, key=key, seed=seed, count_tokens=count_tokens, answered=answered)
+        return DatasetRows(name, dataset)
     if config.tasks is None or isinstance(config.tasks, int):
         return Seeds(name, config.tasks, first_seed)
     return Rows(name, config.tasks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
 from cadenza.rollout.ledger import Group
@@ -97,13 +98,19 @@ class Domains:
         count_tokens: CountTokens | None = None,
     ) -> None:
         """`mode` and `seed` choose the order of datasets; `count_tokens` is for their length filters."""
-        self.all = {
-            name: Domain(
-                name, domain, open_tasks(f"{mode}/{name}", name, domain, config.first_seed, seed, count_tokens)
-            )
-            for name, domain in config.domains.items()
-        }
+        self.all: dict[str, Domain] = {}
+        with ExitStack() as opened:  # those before one that cannot be opened are closed
+            for name, domain in config.domains.items():
+                tasks = open_tasks(f"{mode}/{name}", name, domain, config.first_seed, seed, count_tokens)
+                opened.callback(tasks.close)
+                self.all[name] = Domain(name, domain, tasks)
+            opened.pop_all()
         self._list = list(self.all.values())
+
+    def close(self) -> None:
+        """Give back the files of all datasets; no task can be drawn afterwards."""
+        for domain in self._list:
+            domain.tasks.close()
 
     @property
     def endless(self) -> list[str]:
@@ -114,8 +121,8 @@ class Domains:
     def exhausted(self) -> bool:
         return all(domain.exhausted for domain in self._list)
 
-    def restart(self) -> None:
-        """Follow the order of every domain from its beginning."""
+    def begin_pass(self) -> None:
+        """The tasks begin anew: follow the order of every domain from its beginning."""
         for domain in self._list:
             domain.drawn = domain.started = 0
             domain.to_redraw.clear()

@@ -1,4 +1,4 @@
-"""The roles of a run in environments: actor, critic, reference and replicas; the estimator is the controller's own."""
+"""The roles of a run in environments: actor, critic, reference, rewards, replicas. The estimator needs no worker."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 
 from cadenza.cluster import Cluster, ResourceManager
 from cadenza.cluster.placement import format_devices
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.data import DataProto
-from cadenza.off_loop import as_async
+from cadenza.off_loop import COMPUTE_POOL, as_async
+from cadenza.rollout.reward_process import RewardProcess
 from cadenza.run.cold_start import cold_start_examples
 from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError
 from cadenza.run.engines import find_engine
 from cadenza.run.inference import Inference, InferenceSpec, open_inference
-from cadenza.run.role_names import ACTOR, CRITIC, REFERENCE
+from cadenza.run.role_names import ACTOR, CRITIC, REFERENCE, REWARD
 from cadenza.run.roles import Roles, local_or_hub
 from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.run.tokenizer import check_vocabulary
@@ -24,11 +26,13 @@ from cadenza.training import Estimator, ReferenceConfig
 
 
 class AgenticRoles(Roles):
-    """Actor, critic, reference and estimator; the replicas live inside `async with roles.inference()`."""
+    """Actor, critic, reference, rewards and estimator; the replicas live inside `async with roles.inference()`."""
 
     config: RolloutRunConfig
     actor: Cluster[ActorWorker]
     critic: Cluster[CriticWorker] | None = None
+    reward_processes: Sequence[WorkerHandle] = ()
+    """One on each of `devices.reward`; none where the rewards have no devices."""
 
     def __init__(self, config: RolloutRunConfig, *, failures: Path | None = None) -> None:
         super().__init__(config, failures=failures)
@@ -48,6 +52,9 @@ class AgenticRoles(Roles):
             self.critic = await self.start_trainers(CRITIC, CriticWorker, config=config.critic, failures=self.failures)
         if REFERENCE in self.device_map:
             self.reference = await self.start_cluster(REFERENCE, ReferenceWorker, config=reference)
+        if REWARD in self.device_map:
+            rewards = Cluster(REWARD, RewardProcess, self.device_map[REWARD])
+            self.reward_processes = (await self._stack.enter_async_context(rewards)).worker_handles
 
     def check_resources(self, resources: ResourceManager) -> None:
         config = self.config
@@ -94,7 +101,7 @@ class AgenticRoles(Roles):
             batch = await _with_column(self.actor.logprobs, batch)
         if self.critic is not None:
             batch = await _with_column(self.critic.values, batch)
-        found: tuple[DataProto, dict[str, float]] = await as_async(self.estimator.advantages)(batch)
+        found: tuple[DataProto, dict[str, float]] = await as_async(self.estimator.advantages, COMPUTE_POOL)(batch)
         return found
 
     async def learn(self, batch: DataProto) -> dict[str, float]:
@@ -114,7 +121,7 @@ class AgenticRoles(Roles):
             return {}
         metrics: dict[str, float] = await self.actor.finish()
         whole = DataProto.concat([_tensors_only(chunk) for chunk in chunks])
-        batch_metrics: dict[str, float] = await as_async(self.estimator.metrics)(whole)
+        batch_metrics: dict[str, float] = await as_async(self.estimator.metrics, COMPUTE_POOL)(whole)
         return metrics | batch_metrics
 
     async def offload(self) -> None:

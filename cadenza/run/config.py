@@ -74,8 +74,9 @@ class RunConfig(Config):
     backend: Literal["embedded", "ray"] = "embedded"
     """Where the workers run: in this process, or each in one of its own on Ray."""
     devices: dict[str, RoleConfig] = Field(default_factory=dict)
-    """By role: actor, critic, reference, inference. A role that is not named shares device 0. `actor: 1` is short for
-    `actor: {devices: [1]}`. Every device of `inference` is a replica; with vLLM, every `devices_per_worker` of them."""
+    """By role: actor, critic, reference, inference, reward. A role that is not named shares device 0; only `reward` has
+    none then. `actor: 1` is short for `actor: {devices: [1]}`. Every device of `inference` is a replica; with vLLM,
+    every `devices_per_worker` of them. Every device of `reward` is a process that computes rewards."""
     threads: Threads | None = None
     """Of torch; None is one for a tiny policy, which more would only slow down, and torch's own choice else."""
     samples: int = Field(default=2, ge=0)

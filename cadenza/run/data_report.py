@@ -17,6 +17,7 @@ from rich.text import Text
 from cadenza.config import import_from_working_directory
 from cadenza.datasets import DataError, DatasetReport, describe_dataset, open_dataset
 from cadenza.datasets.describe import RenderedPrompt
+from cadenza.datasets.errors import FILTERED
 from cadenza.inference.codec import TextCodec
 from cadenza.run.config import ConfigError, RunConfig
 from cadenza.run.config_file import read_config
@@ -86,9 +87,9 @@ class DataReport:
 
     @property
     def bad_rows(self) -> int:
-        """Rows that are refused for anything but their length."""
+        """Rows that are refused for anything but the filters of the config."""
         counts = [report.refused for report in self.reports.values()]
-        return sum(n for refused in counts for reason, n in refused.items() if not reason.startswith("too "))
+        return sum(n for refused in counts for reason, n in refused.items() if reason not in FILTERED)
 
     def to_json(self) -> dict[str, Any]:
         shares, arrays = self.shares, ("fingerprints", "token_counts")
@@ -101,7 +102,7 @@ class DataReport:
 
 
 def show(path: Path, overrides: Sequence[str], *, as_json: bool) -> int:
-    """Print it; returns 1 if rows are refused for anything but their length."""
+    """Print it; returns 1 if rows are refused for anything but the filters of the config."""
     import_from_working_directory()
     config = read_config(path, overrides)
     sources = find_data(config)
@@ -163,6 +164,7 @@ def _report(source: DataSource, config: RunConfig, codec: TextCodec) -> DatasetR
             key=source.key,
             seed=config.seed,
             count_tokens=lambda messages: len(codec.encode(messages, first=True)),
+            answered=source.answered,
             examine=True,
         )
     except DataError as error:

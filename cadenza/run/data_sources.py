@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,6 +21,8 @@ class DataSource:
     config: DataConfig
     weight: float | None
     """Of the domain that it belongs to."""
+    answered: bool = False
+    """Whether a reward of that domain compares with the field `answer` of each row."""
 
     @property
     def key(self) -> str:
@@ -46,7 +48,9 @@ def find_data(config: BaseModel) -> list[DataSource]:
 
 def _walk(value: Any, path: str, owner: Any) -> Iterator[DataSource]:
     if isinstance(value, DataConfig):
-        source = DataSource(path, value, getattr(owner, "weight", None))
+        source = DataSource(path, value, getattr(owner, "weight", None), getattr(owner, "needs_answers", False))
+        if (passes := getattr(owner, "passes", None)) is not None:  # of a cold start, whatever its `epochs` say
+            source = replace(source, config=value.model_copy(update={"epochs": passes}))
         yield _as_validated(source) if path.endswith(".validation") else source
         return
     if isinstance(value, BaseModel):
@@ -63,4 +67,4 @@ def _walk(value: Any, path: str, owner: Any) -> Iterator[DataSource]:
 
 def _as_validated(source: DataSource) -> DataSource:
     """Rows under `validation` of a domain are all taken once, in their order, whatever the weight of the domain."""
-    return DataSource(source.path, source.config.model_copy(update={"epochs": 1, "shuffle": False}), None)
+    return replace(source, config=source.config.model_copy(update={"epochs": 1, "shuffle": False}), weight=None)

@@ -7,14 +7,12 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from cadenza.cluster import dispatch
 from cadenza.config import Config
-from cadenza.data import DataProto
 from cadenza.run.example_config import ExampleConfig
-from cadenza.run.example_pipeline import ExampleRoles
+from cadenza.run.example_roles import ExampleRoles, ExampleWorker
 from cadenza.run.role_names import ACTOR
 from cadenza.run.tokenizer import check_vocabulary
-from cadenza.run.workers import LearnerWorker, ModelSpec
+from cadenza.run.workers import ModelSpec
 from cadenza.training import ModelConfig, ModelNotFound, load_model
 from cadenza.training.distiller import DistillConfig, Distiller
 from cadenza.training.strategy import ParallelStrategy
@@ -44,7 +42,7 @@ class DistillRunConfig(ExampleConfig):
     actor: DistillConfig = DistillConfig()
 
 
-class DistillWorker(LearnerWorker):
+class DistillWorker(ExampleWorker):
     """The student, and the teacher in the same process."""
 
     learner: Distiller
@@ -53,7 +51,8 @@ class DistillWorker(LearnerWorker):
     def __init__(
         self, model_spec: ModelSpec, config: DistillConfig, teacher: TeacherConfig, failures: Path | None
     ) -> None:
-        self._model_spec, self._config, self._teacher, self._failures = model_spec, config, teacher, failures
+        super().__init__(model_spec, config, failures)
+        self._teacher = teacher
 
     def make(self, strategy: ParallelStrategy) -> Distiller:
         spec = self._model_spec
@@ -63,16 +62,6 @@ class DistillWorker(LearnerWorker):
         except ModelNotFound as error:
             raise ModelNotFound(f"teacher: {error}") from error
         return Distiller(student, teacher, self._config, spec.seed, failures=self._failures, strategy=strategy)
-
-    @dispatch("broadcast", gather=lambda metrics: metrics[0])
-    def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step; what it says is of all ranks."""
-        return self.learner.train(batch)
-
-    @dispatch("split")
-    def evaluate(self, batch: DataProto) -> DataProto:
-        """By row, `loss`, `differs`, `tokens` and `exact`."""
-        return self.learner.evaluate(batch)
 
 
 class DistillRoles(ExampleRoles):

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from cadenza.cluster import dispatch
+from torch import nn
+
 from cadenza.data import DataProto
 from cadenza.run.example_config import ExampleConfig
-from cadenza.run.example_pipeline import ExampleRoles
+from cadenza.run.example_roles import ExampleRoles, ExampleWorker
 from cadenza.run.role_names import ACTOR, REFERENCE
-from cadenza.run.workers import LearnerWorker, ModelSpec, ReferenceWorker
-from cadenza.training import Reference, ReferenceConfig
+from cadenza.run.workers import PolicyWorker, ReferenceWorker
+from cadenza.training import ReferenceConfig
 from cadenza.training.dpo import Dpo, DpoConfig
 from cadenza.training.learner import LearnerConfig
-from cadenza.training.models import is_adapted
 from cadenza.training.strategy import ParallelStrategy
 
 
@@ -39,39 +38,14 @@ class DpoRunConfig(ExampleConfig):
         return ReferenceConfig(token_budget=actor.token_budget, packing=actor.packing, precision=actor.precision)
 
 
-class DpoWorker(LearnerWorker):
+class DpoWorker(PolicyWorker, ExampleWorker):
     """A policy that learns from pairs, and under an adapter the reference too."""
 
     learner: Dpo
     _config: DpoConfig
 
-    def __init__(
-        self, model_spec: ModelSpec, config: DpoConfig, reference: ReferenceConfig, failures: Path | None
-    ) -> None:
-        self._model_spec, self._config, self._reference_config, self._failures = model_spec, config, reference, failures
-
-    def make(self, strategy: ParallelStrategy) -> Dpo:
-        module, seed = self._model_spec.build(), self._model_spec.seed
-        learner = Dpo(module, self._config, seed, failures=self._failures, strategy=strategy)
-        adapted = is_adapted(module)
-        self._reference = Reference(module, self._reference_config, strategy=strategy) if adapted else None
-        return learner
-
-    @dispatch("broadcast", gather=lambda metrics: metrics[0])
-    def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step; what it says is of all ranks."""
-        return self.learner.train(batch)
-
-    @dispatch("split")
-    def values(self, batch: DataProto) -> DataProto:
-        """The logprob of each answer, and that of the reference: `value` and `reference`."""
-        return self.learner.values(batch)
-
-    @dispatch("split")
-    def ref_logprobs(self, batch: DataProto) -> DataProto:
-        """The column `ref_logprobs` of the model under the adapter."""
-        assert self._reference is not None
-        return self._reference.logprobs(batch).select(["ref_logprobs"])
+    def make_policy(self, module: nn.Module, strategy: ParallelStrategy) -> Dpo:
+        return Dpo(module, self._config, self._model_spec.seed, failures=self._failures, strategy=strategy)
 
 
 class DpoRoles(ExampleRoles):

@@ -1,4 +1,4 @@
-"""What programs that learn from the rows of a dataset share: batches, and validation on rows that are held out.
+"""What pipelines that learn from the rows of a dataset share: batches, and validation on rows that are held out.
 
 A position in the order of the rows is the number of rows that were trained, so a resumed run goes on with the next one.
 """
@@ -8,26 +8,19 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from cadenza.cluster import Cluster
 from cadenza.data import DataProto
 from cadenza.datasets import DataConfig
 from cadenza.run.example_config import ExampleConfig
+from cadenza.run.example_roles import ExampleRoles
 from cadenza.run.example_rows import SUPERVISED, ExampleRows, RowForm, open_rows
 from cadenza.run.pipeline import Pipeline
-from cadenza.run.roles import Roles
-
-
-class ExampleRoles(Roles):
-    """The model that learns. A subclass starts its workers."""
-
-    config: ExampleConfig
-    actor: Cluster[Any]
 
 
 class ExamplePipeline(Pipeline):
-    """A program whose batches come from the rows of a dataset. A subclass names what its rows are."""
+    """A pipeline whose batches come from the rows of a dataset. A subclass names what its rows are, and has a program;
+    pipelines/examples.py has the usual one."""
 
     row_form: ClassVar[RowForm] = SUPERVISED
     config: ExampleConfig
@@ -83,7 +76,8 @@ class ExamplePipeline(Pipeline):
 
     async def evaluate(self, batch: DataProto) -> DataProto:
         """By row, what `held_out_metrics` needs."""
-        raise NotImplementedError
+        found: DataProto = await self.roles.actor.evaluate(batch)
+        return found
 
     def held_out_metrics(self, rows: DataProto) -> dict[str, float]:
         """What the columns of `evaluate` say of all rows together: `loss`, `success` and others."""

@@ -33,8 +33,9 @@ from cadenza.cluster.placement import DeviceSource
 from cadenza.cluster.remote_replica import RemoteReplica
 from cadenza.cluster.weight_transfer import StoredWeights, WeightBroadcast, WeightTransferError
 from cadenza.inference.codec import TextCodec
+from cadenza.inference.prepared_weights import PreparedWeights
 from cadenza.inference.replica import Replica
-from cadenza.inference.torch_engine import PreparedWeights, TorchReplica
+from cadenza.inference.torch_engine import TorchReplica
 from cadenza.rollout.local_sampler import LocalSampler
 from cadenza.rollout.sampler import Sampler, SamplerConfig
 from cadenza.rollout.sampler_client import InferenceService

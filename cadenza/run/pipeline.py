@@ -262,8 +262,8 @@ class Pipeline:
         self._on_step(step, metrics)
 
     def record_success(self, success: float | None, *, choose: bool = True) -> None:
-        """Remember how good the policy is, and whether it is the best so far. With `choose` false the best one gets no
-        checkpoint for it."""
+        """Remember how good the policy is, and whether it is the best so far; of equal ones the newest is. With
+        `choose` false the best one gets no checkpoint for it."""
         progress = self.progress
         if success is None:
             if self.config.target is not None:
@@ -275,7 +275,7 @@ class Pipeline:
         progress.success_last = success
         if progress.success_first is None:
             progress.success_first = success
-        if progress.success_best is None or success > progress.success_best:
+        if progress.success_best is None or success >= progress.success_best:
             progress.success_best = success
             if choose:
                 self._unsaved_best_score = success

@@ -17,7 +17,7 @@ from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import import_from_working_directory
 from cadenza.run.config import ConfigError
 from cadenza.run.config_file import read_config
-from cadenza.run.role_names import ACTOR, INFERENCE
+from cadenza.run.role_names import ACTOR, INFERENCE, REWARD
 from cadenza.run.rollout_config import RolloutRunConfig
 from cadenza.simulation.comparison import cli_args
 from cadenza.simulation.comparison.cli_args import InvalidArgument
@@ -57,6 +57,8 @@ class RunLayout:
 
     def when(self, role: str) -> str:
         """When it has its devices."""
+        if role == REWARD:
+            return "whenever an answer is finished"
         other = "generation" if role != INFERENCE else "training"
         if self.mode(role) is DeviceSharing.DISAGGREGATED:
             return f"all the time, beside {other}"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cadenza.cluster import dispatch
-from cadenza.data import DataProto
 from cadenza.run.example_config import ExampleConfig
-from cadenza.run.example_pipeline import ExampleRoles
+from cadenza.run.example_roles import ExampleRoles, ExampleWorker
 from cadenza.run.role_names import ACTOR
-from cadenza.run.workers import LearnerWorker, ModelSpec
+from cadenza.run.workers import ModelSpec
 from cadenza.training.pairs import PairConfig
 from cadenza.training.reward_model import RewardModelLearner
 from cadenza.training.strategy import ParallelStrategy
@@ -22,28 +20,19 @@ class RewardModelConfig(ExampleConfig):
     """How the reward model learns."""
 
 
-class RewardModelWorker(LearnerWorker):
+class RewardModelWorker(ExampleWorker):
     """A classifier that learns from pairs."""
 
     learner: RewardModelLearner
     _config: PairConfig
 
     def __init__(self, model_spec: ModelSpec, config: PairConfig, pad_token_id: int, failures: Path | None) -> None:
-        self._model_spec, self._config, self._pad, self._failures = model_spec, config, pad_token_id, failures
+        super().__init__(model_spec, config, failures)
+        self._pad = pad_token_id
 
     def make(self, strategy: ParallelStrategy) -> RewardModelLearner:
         module, seed = self._model_spec.build(pad_token_id=self._pad), self._model_spec.seed
         return RewardModelLearner(module, self._config, seed, failures=self._failures, strategy=strategy)
-
-    @dispatch("broadcast", gather=lambda metrics: metrics[0])
-    def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step; what it says is of all ranks."""
-        return self.learner.train(batch)
-
-    @dispatch("split")
-    def values(self, batch: DataProto) -> DataProto:
-        """The score of each text, as `value`."""
-        return self.learner.values(batch)
 
 
 class RewardModelRoles(ExampleRoles):

@@ -19,7 +19,7 @@ from cadenza.run.cold_start_config import ColdStartConfig
 from cadenza.run.config import ConfigError, RunConfig, check_name
 from cadenza.run.config_tree import merged_trees, value_at
 from cadenza.run.engines import EngineConfig, find_engine
-from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE
+from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE, REWARD
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig
 from cadenza.training.estimators import names_within_groups
 from cadenza.training.learner import LearnerConfig
@@ -100,7 +100,7 @@ class RolloutRunConfig(RunConfig):
         sampling, which wins over that of all domains."""
         manager, changed = self.validation_tasks(settings), settings.sampling.applied_to
         domains = {
-            name: domain.model_copy(update={"sampling": domain.sampling and changed(domain.sampling)})
+            name: domain.model_copy(update={"sampling": changed(domain.sampling)})
             for name, domain in manager.domains.items()
         }
         return manager.model_copy(update={"domains": domains, "sampling": changed(manager.sampling)})
@@ -179,6 +179,7 @@ class RolloutRunConfig(RunConfig):
         if self.model.lora is not None and self.cold_start is None and self.model.lora.dropout:
             raise ValueError(f"model.lora.dropout {self.model.lora.dropout} does nothing without cold_start: remove it")
         self._check_engine()
+        self._check_reward_devices()
         self._check_chunks()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
@@ -194,10 +195,10 @@ class RolloutRunConfig(RunConfig):
             if temperature not in (1.0, sampled):
                 raise ValueError(f"{name}.temperature {temperature} is not that of sampling, {sampled}: leave it out")
         for name, domain in self.env_manager.domains.items():
-            if domain.sampling is not None and (own := domain.sampling.temperature) != sampled:
+            if (own := domain.sampling.temperature) not in (None, sampled):
                 raise ValueError(
                     f"domains.{name}.sampling.temperature {own} differs from sampling.temperature {sampled}, and the "
-                    "actor is trained at one temperature: write the same in both, or set validation.sampling"
+                    "actor is trained at one temperature: leave it out, or set validation.sampling"
                 )
 
     def _check_group_settings(self) -> None:
@@ -224,6 +225,35 @@ class RolloutRunConfig(RunConfig):
         if (devices := self.devices.get(INFERENCE)) is not None:
             with named_user_code("engine.kind", kind, passes=(ValueError,)):
                 engine.check_devices(devices)
+
+    def _check_reward_devices(self) -> None:
+        """Processes on devices compute the rewards, if there are any."""
+        if (config := self.devices.get(REWARD)) is None:
+            return
+        if config.devices == AUTO:
+            raise ValueError("devices.reward: 'auto' is for actor and inference: name the devices, as in reward: 2-3")
+        named, envs = f"devices.reward: {format_devices(config.device_numbers)}", self.env_manager
+        if self.backend == "embedded":
+            raise ValueError(
+                f"{named} are processes of their own, and backend 'embedded' has none: set backend=ray, or remove it"
+            )
+        if config.devices_per_replica > 1:
+            raise ValueError(
+                f"{named}: a process that computes rewards has one device: leave out devices_per_worker and "
+                "tensor_parallel"
+            )
+        if envs.reward_workers:
+            raise ValueError(
+                f"{named} and reward_workers {envs.reward_workers} both say where rewards are computed: remove one"
+            )
+        domains = [*envs.domains.values()]
+        if self.validation is not None:
+            domains += self.validation_tasks(self.validation).domains.values()
+        if not any(domain.reward or domain.rewards for domain in domains):
+            raise ValueError(
+                f"{named} have nothing to compute: no domain has a reward, its score is what the env paid. Give one a "
+                "reward, or remove devices.reward"
+            )
 
     def _check_chunks(self) -> None:
         """The chunks of a batch must come to what the whole batch would."""
@@ -270,12 +300,14 @@ class RolloutRunConfig(RunConfig):
 
     @property
     def role_names(self) -> tuple[str, ...]:
-        """The roles that get devices. Under an adapter the actor is the reference too, unless that is a teacher."""
+        """The roles that get devices. Under an adapter the actor is the reference too, unless that is a teacher.
+        Rewards have devices where they are named."""
         found = {
             CRITIC: self.critic is not None,
             REFERENCE: self.needs_reference and (self.model.lora is None or self.teacher is not None),
         }
-        return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE)
+        rewards = (REWARD,) if REWARD in self.devices else ()
+        return (ACTOR, *(role for role, is_there in found.items() if is_there), INFERENCE, *rewards)
 
     @property
     def shared_devices(self) -> tuple[int, ...]:

@@ -48,14 +48,17 @@ class RolloutPipeline(Pipeline):
     @asynccontextmanager
     async def opened(self, checkpoint: Path | None) -> AsyncIterator[None]:
         async with self.roles.inference() as self.inference:
-            self.rollouts = scheduler_for("train", self.config, self.inference)
+            processes = self.roles.reward_processes
+            self.rollouts = scheduler_for("train", self.config, self.inference, reward_processes=processes)
             self._snapshots = RolloutSnapshots(self.run.path / ".rollouts", self.rollouts)
-            if checkpoint is not None:
-                self.rollouts.restore(checkpoint / "rollouts")
-            if devices := self.config.shared_devices:
-                groups, roles = self.config.rollout.groups_per_batch, self.roles
-                self.shared = SharedDevices(self.rollouts, devices, groups, offload=roles.offload, reload=roles.reload)
             try:
+                if checkpoint is not None:
+                    self.rollouts.restore(checkpoint / "rollouts")
+                if devices := self.config.shared_devices:
+                    groups, roles = self.config.rollout.groups_per_batch, self.roles
+                    self.shared = SharedDevices(
+                        self.rollouts, devices, groups, offload=roles.offload, reload=roles.reload
+                    )
                 yield
             finally:
                 if self._validation is not None:
@@ -108,7 +111,13 @@ class RolloutPipeline(Pipeline):
 
     async def _run_validation(self, step: int) -> DataProto:
         if self._validator is None:
-            self._validator = scheduler_for("val", self.config, self.inference, beside=self.rollouts)
+            self._validator = scheduler_for(
+                "val",
+                self.config,
+                self.inference,
+                reward_processes=self.roles.reward_processes,
+                beside=self.rollouts,
+            )
         else:
             await self._validator.reset()
         with named_as_validation():

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.data import DataProto
+from cadenza.inference.codec import TextCodec
 from cadenza.inference.replica import ReplicaStats
 from cadenza.rollout import snapshot
 from cadenza.rollout.collate import collate
@@ -19,6 +21,7 @@ from cadenza.rollout.group_queue import GroupQueue
 from cadenza.rollout.model import prompt_tokens
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.scheduler import RolloutScheduler
+from cadenza.rollout.tasks import Domains
 from cadenza.rollout.trace import RunStep, trace_groups
 from cadenza.run.agentic_roles import AgenticRoles
 from cadenza.run.episodes import EpisodeStats, RolloutMode
@@ -47,11 +50,16 @@ def named_as_validation() -> Iterator[None]:
 
 
 def scheduler_for(
-    mode: RolloutMode, config: RolloutRunConfig, inference: Inference, *, beside: RolloutScheduler | None = None
+    mode: RolloutMode,
+    config: RolloutRunConfig,
+    inference: Inference,
+    *,
+    reward_processes: Sequence[WorkerHandle] = (),
+    beside: RolloutScheduler | None = None,
 ) -> RolloutScheduler:
     """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`, and those of the training
     how long everything in them took in `meta_info["trace"]`. What user code raises is shown once by it and by the one
-    `beside` it."""
+    `beside` it. `reward_processes` are those of `devices.reward`."""
     rollout, envs = (train_configs if mode == "train" else validation_configs)(config)
 
     def collator(trajectories: list[Trajectory]) -> DataProto:
@@ -61,7 +69,9 @@ def scheduler_for(
             batch.meta_info["trace"] = trace_groups(trajectories)
         return batch
 
-    scheduler = RolloutScheduler(rollout, envs, inference.resources, inference, mode, collator)
+    scheduler = RolloutScheduler(
+        rollout, envs, inference.resources, inference, mode, collator, reward_processes=reward_processes
+    )
     if beside is not None:
         scheduler.queue.errors.share_log(beside.queue.errors)
     return scheduler
@@ -91,6 +101,15 @@ def validation_configs(config: RolloutRunConfig) -> tuple[RolloutConfig, EnvMana
     return rollout, config.validation_env_manager(settings)
 
 
+def check_tasks(config: RolloutRunConfig, codec: TextCodec) -> None:
+    """Raise what is wrong with the rows of a run; nothing stays open."""
+    found = [("train", train_configs(config))]
+    if config.validation is not None:
+        found.append(("val", validation_configs(config)))
+    for mode, (rollout, envs) in found:
+        Domains(envs, mode, rollout.seed, prompt_tokens(codec)).close()
+
+
 async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tuple[DataProto, int]:
     """The batch of a validation with the weights of a checkpoint, and their version."""
     version = int(step_of(checkpoint))
@@ -117,7 +136,10 @@ async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tup
 async def check_rollouts(config: RolloutRunConfig, checkpoint: Path) -> None:
     """Raise unless the rollouts in a checkpoint fit the config; changes nothing."""
     queue = GroupQueue(*train_configs(config), "train", count_tokens=prompt_tokens(load_run_codec(config)))
-    snapshot.restore(checkpoint / "rollouts", queue)
+    try:
+        snapshot.restore(checkpoint / "rollouts", queue)
+    finally:
+        queue.domains.close()
 
 
 class RolloutSnapshots:

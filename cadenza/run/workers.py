@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -75,13 +76,24 @@ class ModelSpec:
             raise ConfigError(str(error)) from error
 
 
-class LearnerWorker(Worker):
-    """What workers that train have in common. They are made in two steps: `open_rendezvous`, then `build`."""
+class Trainable(Checkpointable, Protocol):
+    """What a worker trains: an actor, a critic, a learner from examples."""
 
-    learner: Checkpointable
+    def train(self, batch: DataProto) -> dict[str, float]: ...
+
+
+class LearnerWorker(Worker):
+    """What workers that train have in common. They are made in two steps: `open_rendezvous`, then `build`. A subclass
+    has `make`."""
+
+    learner: Trainable
     _config: LearnerConfig
     _strategy: ParallelStrategy
     _rendezvous: Rendezvous | None = None
+
+    def __init__(self, model_spec: ModelSpec, config: LearnerConfig, failures: Path | None = None) -> None:
+        """`failures` is the directory for batches with a loss that is not finite."""
+        self._model_spec, self._config, self._failures = model_spec, config, failures
 
     @dispatch("rank_zero")
     def open_rendezvous(self) -> RendezvousAddress:
@@ -106,9 +118,14 @@ class LearnerWorker(Worker):
         except ValueError as error:  # the model does not fit the ranks
             raise ConfigError(f"{self.place.role}: {error}") from error
 
-    def make(self, strategy: ParallelStrategy) -> Checkpointable:
+    def make(self, strategy: ParallelStrategy) -> Trainable:
         """Make the model, and what trains it."""
         raise NotImplementedError
+
+    @dispatch("broadcast", gather=lambda metrics: metrics[0])
+    def train(self, batch: DataProto) -> dict[str, float]:
+        """One train step; what it says is of all ranks."""
+        return self.learner.train(batch)
 
     @dispatch("broadcast")
     def save(self, directory: Path) -> None:
@@ -146,38 +163,25 @@ class LearnerWorker(Worker):
             self._strategy.ranks.close()
 
 
-class ActorWorker(LearnerWorker):
-    """The policy that is trained, and under an adapter the reference too."""
-
-    bucket_bytes = BUCKET_BYTES
-    """Of what is published, so much at once."""
-    _config: ActorConfig
+class PolicyWorker(LearnerWorker):
+    """A policy that is trained, and under an adapter the reference too. A subclass has `make_policy`."""
 
     def __init__(
-        self, model_spec: ModelSpec, config: ActorConfig, reference: ReferenceConfig, failures: Path | None
+        self, model_spec: ModelSpec, config: LearnerConfig, reference: ReferenceConfig, failures: Path | None = None
     ) -> None:
-        self._model_spec, self._config, self._reference_config, self._failures = model_spec, config, reference, failures
-        self._broadcast_groups = BroadcastGroups()
+        super().__init__(model_spec, config, failures)
+        self._reference_config = reference
 
-    def make(self, strategy: ParallelStrategy) -> Actor:
-        module, seed = self._model_spec.build(), self._model_spec.seed
-        self.actor = Actor(module, self._config, seed, failures=self._failures, strategy=strategy)
+    def make(self, strategy: ParallelStrategy) -> Trainable:
+        module = self._model_spec.build()
+        learner = self.make_policy(module, strategy)
         adapted = is_adapted(module)
         self._reference = Reference(module, self._reference_config, strategy=strategy) if adapted else None
-        return self.actor
+        return learner
 
-    @dispatch("broadcast", gather=lambda metrics: metrics[0])
-    def cold_start(self, examples: DataProto, settings: ColdStartConfig) -> dict[str, float]:
-        """Learn from examples; what the last batch said."""
-        trainer = Supervised(
-            self.actor.module, settings.trainer, self._model_spec.seed, failures=self._failures, strategy=self._strategy
-        )
-        return deque(trainer.fit(examples, passes=settings.passes), maxlen=1).pop()
-
-    @dispatch("split")
-    def logprobs(self, batch: DataProto) -> DataProto:
-        """The column `old_logprobs`: what the policy says of the batch now."""
-        return self.actor.logprobs(batch).select(["old_logprobs"])
+    def make_policy(self, module: nn.Module, strategy: ParallelStrategy) -> Trainable:
+        """Make what trains the model."""
+        raise NotImplementedError
 
     @dispatch("split")
     def ref_logprobs(self, batch: DataProto) -> DataProto:
@@ -185,36 +189,61 @@ class ActorWorker(LearnerWorker):
         assert self._reference is not None
         return self._reference.logprobs(batch).select(["ref_logprobs"])
 
+
+class ActorWorker(PolicyWorker):
+    """The policy that is trained on rollouts, and published."""
+
+    bucket_bytes = BUCKET_BYTES
+    """Of what is published, so much at once."""
+    learner: Actor
+    _config: ActorConfig
+
+    def __init__(
+        self, model_spec: ModelSpec, config: ActorConfig, reference: ReferenceConfig, failures: Path | None = None
+    ) -> None:
+        super().__init__(model_spec, config, reference, failures)
+        self._broadcast_groups = BroadcastGroups()
+
+    def make_policy(self, module: nn.Module, strategy: ParallelStrategy) -> Actor:
+        return Actor(module, self._config, self._model_spec.seed, failures=self._failures, strategy=strategy)
+
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
-    def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step; what it says is of all ranks."""
-        return self.actor.train(batch)
+    def cold_start(self, examples: DataProto, settings: ColdStartConfig) -> dict[str, float]:
+        """Learn from examples; what the last batch said."""
+        module, seed = self.learner.module, self._model_spec.seed
+        trainer = Supervised(module, settings.trainer, seed, failures=self._failures, strategy=self._strategy)
+        return deque(trainer.fit(examples, passes=settings.passes), maxlen=1).pop()
+
+    @dispatch("split")
+    def logprobs(self, batch: DataProto) -> DataProto:
+        """The column `old_logprobs`: what the policy says of the batch now."""
+        return self.learner.logprobs(batch).select(["old_logprobs"])
 
     @dispatch("broadcast")
     def add(self, chunk: DataProto) -> None:
         """Add the gradients of one chunk of a train step."""
-        self.actor.add(chunk)
+        self.learner.add(chunk)
 
     @dispatch("broadcast", gather=lambda metrics: metrics[0])
     def finish(self) -> dict[str, float]:
         """The end of a train step that came in chunks; what it says is of all ranks."""
-        return self.actor.finish()
+        return self.learner.finish()
 
     @dispatch("rank_zero")
     def module(self) -> nn.Module:
         """The live module, for an engine in the same process."""
-        return self.actor.module
+        return self.learner.module
 
     @dispatch("broadcast", gather=lambda found: found[0])
     def store_weights(self) -> StoredWeights | None:
         """Put what is published into the object store. Ranks with shards gather them, and the first one answers."""
-        weights = self.actor.weights()
+        weights = self.learner.weights()
         return StoredWeights.put(weights, self.bucket_bytes) if self._strategy.is_first else None
 
     @dispatch("broadcast", gather=lambda found: found[0])
     def open_broadcast(self, receivers: int) -> WeightBroadcast | None:
         """Where so many others hear what is published."""
-        weights = self.actor.weights()
+        weights = self.learner.weights()
         return (
             self._broadcast_groups.open(WeightLayout.of(weights, self.bucket_bytes), receivers)
             if self._strategy.is_first
@@ -224,38 +253,30 @@ class ActorWorker(LearnerWorker):
     @dispatch("broadcast", gather=lambda found: found[0])
     def send_weights(self, broadcast: WeightBroadcast) -> None:
         """Send the weights to every receiver of the broadcast."""
-        weights = self.actor.weights()
+        weights = self.learner.weights()
         if self._strategy.is_first:
             broadcast.send(weights, self._broadcast_groups)
 
     @dispatch("broadcast")
     def load_weights(self, directory: Path) -> None:
         """Those of a checkpoint, without its training state."""
-        load_weights(directory, self.actor.module)
+        load_weights(directory, self.learner.module)
 
 
 class CriticWorker(LearnerWorker):
     """A critic, with a model of its own."""
 
+    learner: Critic
     _config: CriticConfig
-
-    def __init__(self, model_spec: ModelSpec, config: CriticConfig, failures: Path | None) -> None:
-        self._model_spec, self._config, self._failures = model_spec, config, failures
 
     def make(self, strategy: ParallelStrategy) -> Critic:
         module, seed = self._model_spec.build(seed_offset=1), self._model_spec.seed
-        self.critic = Critic(module, self._config, seed, failures=self._failures, strategy=strategy)
-        return self.critic
+        return Critic(module, self._config, seed, failures=self._failures, strategy=strategy)
 
     @dispatch("split")
     def values(self, batch: DataProto) -> DataProto:
         """The column `values`."""
-        return self.critic.values(batch).select(["values"])
-
-    @dispatch("broadcast", gather=lambda metrics: metrics[0])
-    def train(self, batch: DataProto) -> dict[str, float]:
-        """One train step; what it says is of all ranks."""
-        return self.critic.train(batch)
+        return self.learner.values(batch).select(["values"])
 
 
 class ReferenceWorker(Worker):

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from cadenza.algorithms import denominator
 from cadenza.data import DataProto
+from cadenza.training.batch_learner import BatchLearner
 from cadenza.training.checkpoint import TrainingState
-from cadenza.training.learner import Learner, MicroLoss, merge_updates
+from cadenza.training.learner import MicroLoss, merge_updates
 from cadenza.training.policy_loss import LossInputs, PolicyLossConfig, PolicyObjective
 from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
@@ -49,7 +50,7 @@ class ActorConfig(PolicyLossConfig):
         return self.skip_idle and self.needs_advantages
 
 
-class Actor:
+class Actor(BatchLearner[ActorConfig]):
     """Trains a policy on batches that have advantages.
 
         actor = Actor(load_model(ModelConfig(), vocab_size=64, seed=0), ActorConfig(lr=1e-3), seed=0)
@@ -70,22 +71,12 @@ class Actor:
         failures: Path | None = None,
         strategy: ParallelStrategy | None = None,
     ) -> None:
-        self.config = config
-        self._learner = Learner(module, config, seed, failures=failures, strategy=strategy)
+        super().__init__(module, config, seed, failures=failures, strategy=strategy)
         self._objective = PolicyObjective(config)
         self._update_metrics = UpdateMetrics()
         """Of the update under way."""
         self._seen_trajectories: set[int] = set()
         """The trajectories in it, where each of them is one sequence."""
-
-    @property
-    def module(self) -> nn.Module:
-        return self._learner.module
-
-    @property
-    def version(self) -> int:
-        """Batches trained on: the version of the weights."""
-        return self._learner.version
 
     def train(self, batch: DataProto) -> dict[str, float]:
         """Learn from a batch with the columns `input_ids`, `response_mask` and `advantages` ([N, L] or [N])."""
@@ -140,25 +131,9 @@ class Actor:
         rows = TokenRows.of(batch)
         return rows.write(batch, "old_logprobs", self._logprobs(rows, rows.active))
 
-    def weights(self) -> dict[str, Tensor]:
-        """What is published: all parameters and buffers, or with LoRA the adapter alone. The live tensors, not copies:
-        to keep them beyond the next `train`, copy them. With shards, whole copies on the first rank; all ask."""
-        return self._learner.weights()
-
-    def offload(self) -> int:
-        """Free the device; see `Learner.offload`."""
-        return self._learner.offload()
-
-    def reload(self) -> None:
-        self._learner.reload()
-
-    def state(self) -> TrainingState:
-        """What a checkpoint needs besides the weights."""
-        return self._learner.state()
-
     def load_state(self, state: TrainingState) -> None:
         self.drop()
-        self._learner.load_state(state)
+        super().load_state(state)
 
     def _logprobs(self, rows: TokenRows, chosen: Array) -> Array:
         return self._learner.forward.logprobs(

@@ -200,9 +200,9 @@ class Checkpoints:
 
     @property
     def best(self) -> Path | None:
-        """The one with the highest score; the earliest among equals."""
+        """The one with the highest score; the newest among equals, which has learned more."""
         scored = [(score, path) for path in _steps(self.directory).values() if (score := _score(path)) is not None]
-        return max(scored, key=lambda pair: pair[0])[1] if scored else None
+        return max(reversed(scored), key=lambda pair: pair[0])[1] if scored else None
 
     def _free_name(self, step: int) -> Path:
         """A step that is saved again gets a number: what is there is never replaced, only outlived."""

@@ -16,18 +16,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from cadenza.algorithms import (
-    denominator,
-    explained_variance,
-    loss_sum,
-    merge_metrics,
-    token_weights,
-    value_clip,
-)
+from cadenza.algorithms import explained_variance, loss_sum, token_weights, value_clip
 from cadenza.data import DataProto
+from cadenza.training.batch_learner import BatchLearner
 from cadenza.training.checkpoint import TrainingState
 from cadenza.training.forward import evaluating
-from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, merge_updates
+from cadenza.training.learner import LearnerConfig, MicroLoss
 from cadenza.training.packing import PackedRows
 from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
@@ -40,7 +34,7 @@ class CriticConfig(LearnerConfig):
     """How far a value may move from the old one before moving gains nothing; None does not bound it."""
 
 
-class Critic:
+class Critic(BatchLearner[CriticConfig]):
     """Trains a value head and the model under it."""
 
     def __init__(
@@ -53,22 +47,12 @@ class Critic:
         strategy: ParallelStrategy | None = None,
     ) -> None:
         """`module` is a causal language model; its head is not used."""
-        self.config = config
         model: Any = module
         self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self._learner = Learner(module, config, seed, head=self.head, failures=failures, strategy=strategy)
+        super().__init__(module, config, seed, head=self.head, failures=failures, strategy=strategy)
         self.head.to(self._learner.forward.device)
-
-    @property
-    def module(self) -> nn.Module:
-        return self._learner.module
-
-    @property
-    def version(self) -> int:
-        """Batches trained on."""
-        return self._learner.version
 
     @torch.no_grad()
     def values(self, batch: DataProto) -> DataProto:
@@ -86,62 +70,31 @@ class Critic:
         columns = {name: rows.pad(rows.read(batch, name)) for name in ("returns", "values")}
         columns["mask"] = mask = rows.pad(np.ones(len(rows.trained), bool))
         columns["weights"] = token_weights(mask, self.config.aggregation)
-        updates = self._learner.updates(batch, rows)
-        mine = self._learner.own_rows(rows, updates)
-        done: list[dict[str, float]] = []
-        micro_metrics: list[list[tuple[dict[str, float], float]]] = [[] for _ in updates]
-        by, length = self.config.aggregation, self.config.constant_length
-        for chosen, about in zip(updates, micro_metrics, strict=True):
-            count = denominator(mask[chosen], by, constant_length=length)
-            metrics = self._learner.update(batch, self._losses(rows, columns, chosen[mine[chosen]], about), count)
-            metrics["value_loss"] = metrics.pop("loss")
-            done.append(metrics)
-        self._learner.version += 1
-        of_all_ranks = zip(*self._learner.strategy.ranks.all_gather(micro_metrics), strict=True)
-        updated = [
-            (
-                metrics | merge_metrics(measured for about in ranks for measured in about),
-                float(rows.counts[chosen].sum()),
-            )
-            for metrics, ranks, chosen in zip(done, of_all_ranks, updates, strict=True)
-        ]
-        foreseen = explained_variance(columns["values"], columns["returns"], mask)
-        return merge_updates(updated) | {"explained_variance": foreseen}
-
-    def offload(self) -> int:
-        """Free the device; see `Learner.offload`."""
-        return self._learner.offload()
-
-    def reload(self) -> None:
-        self._learner.reload()
+        metrics = self.train_tokens(batch, rows, mask, lambda computed: self._losses(rows, columns, computed))
+        metrics["value_loss"] = metrics.pop("loss")
+        return metrics | {"explained_variance": explained_variance(columns["values"], columns["returns"], mask)}
 
     def state(self) -> TrainingState:
         """What a checkpoint needs besides the weights of the module: the value head is part of it."""
-        state = self._learner.state()
+        state = super().state()
         heads = {f"head/{name}": tensor.detach() for name, tensor in self.head.state_dict().items()}
         return replace(state, tensors={**state.tensors, **heads})
 
     def load_state(self, state: TrainingState) -> None:
-        self._learner.load_state(state)
+        super().load_state(state)
         prefix = "head/"
         heads = {k.removeprefix(prefix): t for k, t in state.tensors.items() if k.startswith(prefix)}
         self.head.load_state_dict(heads)
 
-    def _losses(
-        self,
-        rows: TokenRows,
-        columns: Mapping[str, Tensor],
-        computed: Array,
-        micro_metrics: list[tuple[dict[str, float], float]],
-    ) -> Iterator[MicroLoss]:
+    def _losses(self, rows: TokenRows, columns: Mapping[str, Tensor], computed: Array) -> Iterator[MicroLoss]:
         """The loss of each micro-batch of the rows that are computed here."""
         for packed in self._learner.micro_batches(rows, computed):
             values = packed.by_row(self._values(packed))
             index = torch.from_numpy(packed.rows)
             inputs = {name: t[index, : packed.shape[1]].to(values.device) for name, t in columns.items()}
             loss = value_clip(values, inputs["values"], inputs["returns"], inputs["mask"], clip=self.config.value_clip)
-            micro_metrics.append((loss.metrics, float(loss.tokens)))
-            yield MicroLoss(loss_sum(loss.values, inputs["weights"]), packed.rows)
+            loss_value = loss_sum(loss.values, inputs["weights"])
+            yield MicroLoss(loss_value, packed.rows, loss.metrics, float(loss.tokens))
 
     def _values(self, packed: PackedRows) -> Tensor:
         """[K]"""

@@ -55,10 +55,6 @@ class Distiller(Supervised):
             self._teacher.resolve(config.packing)
         self._divergence = DIVERGENCES[config.divergence]
 
-    def weights(self) -> dict[str, Tensor]:
-        """What is published; see `Learner.weights`."""
-        return self._learner.weights()
-
     def token_losses(self, packed: PackedRows) -> Tensor:
         return self._compare(packed, judge=False)[0]
 

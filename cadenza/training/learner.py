@@ -89,6 +89,10 @@ class MicroLoss:
 
     loss: Tensor
     rows: Array
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What it says besides its loss."""
+    weight: float = 0.0
+    """How much that counts among the micro-batches of the update."""
 
 
 @dataclass(slots=True)
@@ -157,14 +161,17 @@ class Learner:
             updates += [active[chosen] for chosen in mini_batches(trajectories[active], self.config.mini_batches, rng)]
         return updates
 
-    def own_rows(self, rows: TokenRows, updates: list[Array], to_compute: Array | None = None) -> Array:
+    def own_rows(
+        self, rows: TokenRows, updates: list[Array], to_compute: Array | None = None, *, rows_each: int = 1
+    ) -> Array:
         """[N]: whether this rank computes the row, in all epochs. Each update of the first epoch is shared evenly, by
-        tokens; rows that are not `to_compute` cost nothing."""
+        tokens, in blocks of `rows_each` consecutive rows; rows that are not `to_compute` cost nothing."""
         ranks = self.strategy.ranks
         owners = np.zeros(len(rows), np.int64)
         costs = rows.lengths if to_compute is None else rows.lengths * to_compute
         for chosen in updates[: len(updates) // self.config.epochs]:
-            owners[chosen] = assign_ranks(costs[chosen], ranks.data_size)
+            blocks = costs[chosen].reshape(-1, rows_each).sum(1)
+            owners[chosen] = np.repeat(assign_ranks(blocks, ranks.data_size), rows_each)
         mine: Array = owners == ranks.data_rank
         return mine
 

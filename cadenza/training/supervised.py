@@ -7,7 +7,6 @@ optimizer is its own, so what it remembers does not leak into the actor that goe
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -16,13 +15,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from cadenza.algorithms import denominator, loss_sum, token_weights
+from cadenza.algorithms import loss_sum, token_weights
 from cadenza.data import DataProto, Ragged
-from cadenza.training.checkpoint import TrainingState
+from cadenza.training.batch_learner import BatchLearner
 from cadenza.training.forward import evaluating
-from cadenza.training.learner import Learner, LearnerConfig, MicroLoss, merge_updates
+from cadenza.training.learner import LearnerConfig, MicroLoss
 from cadenza.training.packing import PackedRows
-from cadenza.training.strategy import ParallelStrategy
 from cadenza.training.token_rows import Array, TokenRows
 
 Pair = tuple[npt.ArrayLike, npt.ArrayLike]
@@ -36,54 +34,24 @@ class SupervisedConfig(LearnerConfig):
     """Examples per batch."""
 
 
-class Supervised:
+class Supervised(BatchLearner[SupervisedConfig]):
     """Trains a language model on examples."""
 
     dropout: ClassVar[bool] = True
     judged: ClassVar[tuple[str, ...]] = ("loss", "missed")
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: SupervisedConfig,
-        seed: int,
-        *,
-        failures: Path | None = None,
-        strategy: ParallelStrategy | None = None,
-    ) -> None:
-        self.config = config
-        self.seed = seed
-        self._learner = Learner(module, config, seed, dropout=self.dropout, failures=failures, strategy=strategy)
-
-    @property
-    def module(self) -> nn.Module:
-        return self._learner.module
-
-    @property
-    def version(self) -> int:
-        """Batches trained on."""
-        return self._learner.version
-
     def train(self, batch: DataProto) -> dict[str, float]:
         """Learn from a batch with the columns `input_ids` and `response_mask`."""
         rows = TokenRows.of(batch)
-        updated = []
-        updates = self._learner.updates(batch, rows)
-        mine = self._learner.own_rows(rows, updates)
         mask = rows.pad(np.ones(len(rows.trained), bool))
-        by, length = self.config.aggregation, self.config.constant_length
-        weights = token_weights(mask, by)
-        for chosen in updates:
-            losses = self._losses(rows, weights, chosen[mine[chosen]])
-            metrics = self._learner.update(batch, losses, denominator(mask[chosen], by, constant_length=length))
-            updated.append((metrics, float(rows.counts[chosen].sum())))
-        self._learner.version += 1
-        return merge_updates(updated) | {"tokens": float(len(rows.trained))}
+        weights = token_weights(mask, self.config.aggregation)
+        metrics = self.train_tokens(batch, rows, mask, lambda computed: self._losses(rows, weights, computed))
+        return metrics | {"tokens": float(len(rows.trained))}
 
     def fit(self, data: DataProto, *, passes: int = 1) -> Iterator[dict[str, float]]:
         """Go through the examples in batches, shuffled anew for every pass; the metrics of each batch."""
         for index in range(passes):
-            order = np.random.default_rng((self.seed, index)).permutation(len(data))
+            order = np.random.default_rng((self._learner.seed, index)).permutation(len(data))
             for start in range(0, len(order), self.config.batch_size):
                 yield self.train(data[order[start : start + self.config.batch_size]])
 
@@ -116,19 +84,6 @@ class Supervised:
             return loss, (logits.argmax(-1) != targets).float()
 
         return self._learner.forward.over_logits(packed, compare)
-
-    def offload(self) -> int:
-        """Free the device; see `Learner.offload`."""
-        return self._learner.offload()
-
-    def reload(self) -> None:
-        self._learner.reload()
-
-    def state(self) -> TrainingState:
-        return self._learner.state()
-
-    def load_state(self, state: TrainingState) -> None:
-        self._learner.load_state(state)
 
     def _losses(self, rows: TokenRows, weights: Tensor, computed: Array) -> Iterator[MicroLoss]:
         for packed in self._learner.micro_batches(rows, computed):

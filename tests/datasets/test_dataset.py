@@ -134,6 +134,11 @@ def test_a_source_says_the_same_as_long_as_its_rows_and_its_order_are_the_same(t
             {"messages": [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]},
             [("system", "Own."), ("user", "Hi")],
         ),
+        (
+            {"system": "Be brief.", "few_shot": [{"prompt": "1+1=", "answer": "2"}]},
+            {"prompt": "2+2="},
+            [("system", "Be brief."), ("user", "1+1="), ("assistant", "2"), ("user", "2+2=")],
+        ),
     ],
 )  # fmt: skip
 def test_a_row_becomes_messages(
@@ -216,6 +221,23 @@ BAD_ROWS = {
         {"messages": [{"role": "user", "content": 3}], "answer": "1"}, "line 2: messages.0.content must be text",
     ),
 }  # fmt: skip
+
+
+def test_parts_of_a_source_of_unique_rows_have_no_prompt_in_common(tmp_path: Path) -> None:
+    """A row that repeats one of another part counts as repeated too, and the split takes the rows of the source."""
+    prompts = ["a", "b", "a", "c", "b", "d", "d"]
+    path = write(tmp_path / "a.jsonl", *({"prompt": prompt} for prompt in prompts))
+
+    def used(split: str) -> list[str]:
+        dataset = opened(path, unique=True, split=split)
+        return [dataset.row(index)["prompt"] for index in range(len(dataset))]
+
+    assert used("[:3]") == ["a", "b"]
+    assert used("[3:]") == ["c", "d"]
+    dataset = opened(path, unique=True, split="[3:]", max_tokens=9)
+    assert dict(dataset.refused_counts) == {"repeated": 2}
+    assert dataset.refused[0] == (f"{path} line 5", f"the prompt is that of {path} line 2")
+    assert "4 of them used" in opened(path, unique=True).source
 
 
 @pytest.mark.parametrize(("row", "said"), BAD_ROWS.values(), ids=BAD_ROWS)
@@ -324,9 +346,29 @@ def test_rows_are_the_lines_that_are_not_blank_wherever_the_file_is_cut_into_pie
     assert found == rows
 
 
-def test_a_file_that_is_cut_during_a_run_costs_its_rows_and_not_the_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [0, 3, 10, 40])
+def test_a_file_that_is_written_anew_while_it_is_read_is_an_error_that_says_the_way_out(
+    tmp_path: Path, rows: int
+) -> None:
     path = sums(tmp_path, 10)
     dataset = opened(path)
-    path.write_text("", encoding="utf-8")
-    with pytest.raises(RowError, match="line 4: the line is no JSON"):
-        dataset.row(3)
+    before = path.stat().st_size
+    write(path, *({"prompt": f"{i} - {i}?", "answer": "0"} for i in range(rows)))
+    said = rf"sums.jsonl was changed while it is read: .* {before} bytes .* now {path.stat().st_size} bytes.* resume"
+    for _ in range(2):
+        with pytest.raises(DataError, match=said) as caught:
+            dataset.row(3)
+        assert not isinstance(caught.value, RowError), "it is not this row that is bad"
+
+
+def test_a_file_that_grows_or_is_replaced_while_it_is_read_keeps_the_rows_that_it_had(tmp_path: Path) -> None:
+    path = sums(tmp_path, 10)
+    dataset = opened(path)
+    rows = [dataset.row(index) for index in range(10)]
+    with path.open("a") as file:
+        file.write("{}\n")
+    assert [dataset.row(index) for index in range(10)] == rows
+    path.touch()
+    assert [dataset.row(index) for index in range(10)] == rows
+    write(tmp_path / "new.jsonl", {"prompt": "1 - 1?", "answer": "0"}).replace(path)
+    assert [dataset.row(index) for index in range(10)] == rows

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -305,7 +306,7 @@ def test_what_was_not_begun_is_sent_again_and_nothing_else() -> None:
     run(work)
 
 
-def test_a_request_that_the_server_refuses_is_refused() -> None:
+def test_a_request_that_the_server_refuses_or_that_makes_no_sense_is_refused() -> None:
     async def work(desk: Desk, replica: HttpReplica) -> None:
         await replica.generate(ask(1))
         desk.refusals = [400]
@@ -313,6 +314,8 @@ def test_a_request_that_the_server_refuses_is_refused() -> None:
             await replica.generate(ask(2))
         with pytest.raises(RequestRefused, match="1 to 99 tokens"):
             await replica.generate(ask(3, tuple(range(1, 101))))
+        with pytest.raises(RequestRefused, match="the chunks of request 4 are not"):
+            await replica.generate(replace(ask(4), chunks=()))
 
     run(work, kv_tokens=100)
 

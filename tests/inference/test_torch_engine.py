@@ -22,8 +22,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from cadenza import DataProto, RolloutScheduler  # noqa: E402
-from cadenza.inference import engine as engine_module  # noqa: E402
 from cadenza.inference import row_layout  # noqa: E402
+from cadenza.inference.admission import MIN_SHARED_TOKENS  # noqa: E402
 from cadenza.inference.decoders import ModuleDecoder, PackedDecoder, decoder_for  # noqa: E402
 from cadenza.inference.engine import Engine  # noqa: E402
 from cadenza.inference.kv_cache import common_prefix_length  # noqa: E402
@@ -472,7 +472,7 @@ def test_groups_that_come_mixed_and_longer_than_the_budget_are_filled_bit_by_bit
             assert (await future).tokens.tolist() == greedy(tiny(), text, 10)
         # Of each group the first computes 60 tokens, and everybody its own end; for the last few nobody waits.
         least = 3 * 60 + sum(i // 3 for i in range(12))
-        assert least <= (await replica.stats()).prefilled < least + 9 * engine_module.MIN_SHARED_TOKENS
+        assert least <= (await replica.stats()).prefilled < least + 9 * MIN_SHARED_TOKENS
 
     served(main, prefill_tokens=7)
 

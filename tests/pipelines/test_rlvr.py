@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -13,9 +16,15 @@ from typing import Any
 
 import pytest
 import yaml
-from pipeline_cases import Commands, Done, cadenza, column, lines, until
+from loopback import nowhere, serving
+from pipeline_cases import Commands, Done, cadenza, column, lines, steps, until
 
+from cadenza.datasets import DataError
 from cadenza.datasets.jsonl import JsonLines
+from cadenza.rollout.tasks import Domains
+from cadenza.run.config_file import build_config
+from cadenza.run.data_sources import find_data
+from cadenza.run.rlvr_config import RlvrConfig
 
 KILLS = int(os.environ.get("CADENZA_KILLS", "3"))
 """How often the run that is killed is killed; `CADENZA_KILLS=20` for all that an issue asks."""
@@ -252,6 +261,13 @@ def test_a_validation_of_earlier_weights_does_not_choose_the_best_checkpoint(her
     assert best(done.run) == "step-000003"
 
 
+@pytest.mark.parametrize("success", [True, False])
+def test_of_weights_with_the_same_success_the_newest_are_the_best(here: Path, success: bool) -> None:
+    domains = judged_by(here, f"always_{success}".lower(), f"return {success}")
+    done = trained(here, steps=3, domains=domains, validation={"every": 1})
+    assert best(done.run) == "step-000003"
+
+
 def test_a_target_that_earlier_weights_reached_must_be_reached_by_the_present_ones(here: Path) -> None:
     domains = judged_by(here, "first_is_enough", "return count <= 6")
     done = trained(here, steps=3, domains=domains, validation=BESIDE, target=0.5)
@@ -358,6 +374,42 @@ def test_every_row_is_trained_once_per_epoch_however_often_the_run_is_killed(her
     assert Counter(ids) == wanted, "two members of each group"
 
 
+def open_files(directory: Path) -> set[str]:
+    """Files of this directory that this process has open."""
+    found = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            found.add(link.readlink())
+    return {path.name for path in found if path.parent == directory}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the open files of a process are read from /proc")
+@pytest.mark.parametrize("reward", ["exact", "failing:reward"])
+def test_the_files_of_datasets_are_closed_at_the_end_of_a_run_also_when_it_fails(
+    here: Path, monkeypatch: pytest.MonkeyPatch, reward: str
+) -> None:
+    (here / "failing.py").write_text("def reward(sample):\n    raise ValueError('no score')\n")
+    kept: list[JsonLines] = []
+    begin = JsonLines.__init__
+
+    def remembered(self: JsonLines, paths: Any) -> None:
+        """Keep the source alive: the files of one that is collected are closed too, some time."""
+        kept.append(self)
+        begin(self, paths)
+
+    monkeypatch.setattr(JsonLines, "__init__", remembered)
+    domains = {"sums": {"data": "sums.jsonl", "reward": reward, "validation": "held.jsonl"}}
+    done = cadenza("train", written(here, domains=domains), "--json")
+    assert (done.code == 0) == (reward == "exact"), done.err
+    if done.code == 0:
+        assert cadenza("resume", done.run, "steps=3", "--json").code == 0
+        assert cadenza("eval", done.run, "--json").code == 0
+    rows_file(here / "bad.jsonl", [{}])
+    refused(here, domains={**domains, "worse": {"data": "bad.jsonl", "reward": "exact"}})
+    assert len(kept) >= 4
+    assert open_files(here) == set()
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +419,48 @@ def test_a_row_without_its_answer_is_named_with_file_row_and_field(here: Path) -
     assert "sums.jsonl" in said
     assert "'answer'" in said
     assert "line 4" in said
+
+
+@pytest.mark.parametrize("reward", ["exact", "math", {"name": "choice"}, {"name": "fuzzy", "weight": 2}])
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"prompt": "2+2="}], "sums.jsonl line 1: the field 'answer' is missing"),
+        (
+            [*sums(3), {"prompt": "2+2=", "answer": {"value": 4}}],
+            "sums.jsonl line 4: the field 'answer' must be text, a number or a list of them, got dict {'value': 4}",
+        ),
+        (
+            [{"prompt": "2+2=", "answer": [["4"]]}],
+            "line 1: the field 'answer' must be text, a number or a list of them",
+        ),
+        ([{"prompt": "2+2=", "answer": []}], "sums.jsonl line 1: the field 'answer' is an empty list"),
+    ],
+)
+def test_an_answer_that_no_reward_can_compare_is_refused_before_the_run(
+    here: Path, reward: Any, rows: list[dict[str, Any]], said: str
+) -> None:
+    rows_file(here / "sums.jsonl", rows)
+    config = build_config({**TINY, "domains": {"sums": {"data": "sums.jsonl", "reward": reward}}, "validation": None})
+    assert isinstance(config, RlvrConfig)
+    with pytest.raises(DataError, match=re.escape(said)):
+        Domains(config.env_manager)
+    (source,) = find_data(config)
+    assert source.answered, "cadenza data refuses it too"
+
+
+def test_a_row_needs_no_answer_where_the_reward_needs_none(here: Path) -> None:
+    rows_file(here / "sums.jsonl", [{"prompt": "2+2="}, {"prompt": "2+3="}])
+    form = {"data": "sums.jsonl", "reward": {"name": "format", "pattern": "\\d+"}}
+    assert trained(here, domains={"sums": form}, validation=None).figures["samples"] == 32
+
+
+@pytest.mark.parametrize("key", ["data", "validation"])
+def test_bad_rows_are_found_before_a_cold_start_that_may_be_long(here: Path, key: str) -> None:
+    rows_file(here / "bad.jsonl", [{"prompt": "2+2="}])
+    domains = {"sums": {**TINY["domains"]["sums"], key: "bad.jsonl"}}
+    said = refused(here, domains=domains, cold_start={"data": "sums.jsonl"})
+    assert "bad.jsonl line 1: the field 'answer' is missing" in said, "and not that sums.jsonl has no response"
 
 
 def test_a_malformed_line_is_named(here: Path) -> None:
@@ -416,6 +510,84 @@ def test_a_dataset_that_is_shorter_than_a_batch_fills_it_with_its_next_epochs(he
     assert trained(here).figures["samples"] == 32
 
 
+def judge(url: str, **settings: Any) -> dict[str, Any]:
+    """A domain whose answers a model at this address judges."""
+    asked = {"name": "judge", "url": url, "model": "m", "tries": 2, "retry_seconds": 0.001, **settings}
+    return {"data": {"path": "sums.jsonl", "epochs": 1, "limit": 3}, "reward": asked}
+
+
+def test_an_endpoint_that_is_down_costs_its_domain_alone_and_is_named_once(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = asyncio.run(nowhere())
+    domains = {"sums": TINY["domains"]["sums"], "judged": {**judge(url), "validation": "held.jsonl"}}
+    done = trained(here, domains=domains)
+    assert done.figures["domains"]["sums"]["samples"] == 32
+    assert done.figures["domains"].get("judged", {"samples": 0})["samples"] == 0, "never a zero: no reward, no sample"
+    warned = [said for said in caplog.messages if f"POST {url}/v1/chat/completions" in said]
+    assert len(warned) == 2, "once in training and once in validation"
+    assert "domain 'judged'" in warned[0]
+    assert "asked 2 times" in warned[0]
+
+
+def test_a_run_in_which_no_answer_can_be_judged_says_why(here: Path) -> None:
+    url = asyncio.run(nowhere())
+    said = refused(here, domains={"sums": judge(url)}, validation=None)
+    assert f"RewardUnavailable (reward 'judge' of domain 'sums': POST {url}/v1/chat/completions: All" in said
+
+
+def test_a_judge_that_talks_nonsense_ends_a_run_that_has_no_other_domain_with_what_it_said(here: Path) -> None:
+    with serving(lambda body: (200, {"choices": [{"message": {"content": "I like turtles."}}]})) as url:
+        said = refused(here, domains={"sums": judge(url)}, validation=None)
+    assert "no verdict in 2 replies; the last one ends with 'I like turtles.'" in said
+
+
+def test_a_prompt_longer_than_the_context_is_left_out_and_told_once(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = sums(10)
+    rows[2]["prompt"] = rows[5]["prompt"] = "1" * 80 + "+1="
+    rows_file(here / "sums.jsonl", rows)
+    domains = {"sums": {"data": {"path": "sums.jsonl", "epochs": 1}, "reward": "exact"}}
+    done = trained(here, domains=domains, validation=None, max_context=40, steps=10)
+    assert done.figures["samples"] == 8 * 4
+    warned = [said for said in caplog.messages if "max_context" in said]
+    assert len(warned) == 1
+    assert "83 tokens leave no room in max_context 40" in warned[0]
+    said = refused(here, domains=domains, validation=None, max_context=3)
+    assert "ContextFull" in said
+    assert "tokens leave no room in max_context 3" in said
+
+
+def test_a_file_that_is_written_anew_during_a_run_ends_it_with_one_error_and_it_can_be_resumed(
+    here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(here)
+    (here / "rewriting.py").write_text(
+        "from pathlib import Path\n"
+        "calls = 0\n"
+        "def reward(sample):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls == 24:\n"
+        "        file = Path('sums.jsonl')\n"
+        "        file.write_text(file.read_text().replace('+', ' - '))\n"
+        "    return 0.0\n"
+    )
+    rows = (here / "sums.jsonl").read_text()
+    domains = {"sums": {"data": {"path": "sums.jsonl", "epochs": 1}, "reward": "rewriting:reward"}}
+    done = cadenza("train", written(here, steps=50, domains=domains, validation=None))
+    assert done.code == 1
+    assert done.err.count("sums.jsonl was changed while it is read") == 1
+    assert "a row is left out" not in caplog.text
+    assert "Traceback" not in done.err + caplog.text
+    assert "digest" in cadenza("resume", "runs/tiny").err, "the rows are others"
+    (here / "sums.jsonl").write_text(rows)
+    resumed = cadenza("resume", "runs/tiny", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.figures["samples"] == 40 * 4
+
+
 def test_a_bad_row_behind_those_that_are_checked_costs_its_own_attempts_and_is_named(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -432,3 +604,49 @@ def test_a_bad_row_behind_those_that_are_checked_costs_its_own_attempts_and_is_n
     )
     assert done.figures["samples"] == 99 * 2
     assert "a row is left out: sums.jsonl line 51: the field 'answer' is missing" in caplog.text
+
+
+# -- the policy as its own judge ---------------------------------------------------------------------------------------
+
+SELF_JUDGED = {
+    "name": "judge",
+    "model": "policy",
+    "template": "{prompt} {response} good? ",
+    "max_tokens": 24,
+    "temperature": 1.0,
+    "pattern": r"([a-zA-Z0-9])",
+    "labels": {letter: number / 35 for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz0123456789")},
+}
+"""The last letter of what the policy says is worth something, whichever it is."""
+
+
+@pytest.mark.parametrize("alpha", [0, 1])
+def test_a_run_is_judged_by_its_own_policy_and_trains_on_no_token_of_the_judge(here: Path, alpha: int) -> None:
+    domains = {"sums": {"data": "sums.jsonl", "reward": SELF_JUDGED, "validation": "held.jsonl"}}
+    rollout = {**TINY["rollout"], "alpha": alpha}
+    done = trained(here, "samples=64", steps=4, domains=domains, rollout=rollout, validation={"every": 2})
+    told = steps(done.run)[4]
+    assert told["judge/calls"] >= 4 * 16
+    assert told["judge/tokens"] >= told["judge/calls"]
+    assert told["tokens/trained"] == sum(column(done.run, "train/tokens").values()) <= 4 * 16 * 2
+    asked = {row["prompt"] for row in sums(40)}
+    samples = [sample for sample in lines(done.run, "samples") if sample["mode"] == "train"]
+    assert len(samples) == 64
+    assert {sample["turns"][0]["prompt"] for sample in samples} <= asked
+    assert len({sample["score"] for sample in samples}) > 1
+    assert told["fate/trained"] == 64
+
+
+def test_a_run_that_judges_itself_is_the_same_run_again(here: Path) -> None:
+    domains = {"sums": {"data": "sums.jsonl", "reward": SELF_JUDGED}}
+    runs = [trained(here, f"name=r{n}", "samples=32", domains=domains, validation=None).run for n in range(2)]
+    one, two = ([(s["task"], s["score"], s["turns"]) for s in lines(run, "samples")] for run in runs)
+    assert one == two
+
+
+def test_playing_a_checkpoint_asks_its_policy_too(here: Path) -> None:
+    domains = {"sums": {"data": "sums.jsonl", "reward": SELF_JUDGED, "validation": "held.jsonl"}}
+    done = trained(here, domains=domains)
+    found = cadenza("eval", done.run, "--episodes", "4", "--json")
+    assert found.code == 0, found.err
+    assert 0 <= found.figures["reward_mean"] <= 1

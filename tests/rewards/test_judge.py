@@ -105,11 +105,22 @@ def test_a_judge_without_a_model_is_refused_when_its_config_is_read() -> None:
         RewardConfig.model_validate("judge")
 
 
+def test_outside_of_a_run_the_policy_cannot_judge() -> None:
+    async def main() -> None:
+        with pytest.raises(RewardError, match="asks the policy of a run, and here is no run: set url or ask"):
+            await make_reward({"name": "judge", "model": "policy"}, "sums").open()
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"url": "http://here", "model": "m", "ask": print}, "url and ask are two judges"),
         ({"url": "http://here"}, "model: name the model"),
+        ({"model": "gpt"}, "a judge needs a model: set url .* or set 'model: policy'"),
+        ({"model": "policy", "ask": print}, "model 'policy' does nothing beside ask"),
+        ({"model": "policy", "api_key_env": "KEY", "options": {"n": 1}}, "api_key_env, options is for a server"),
         ({"pattern": "("}, "no regular expression"),
         ({"pattern": None}, "one of them must find the verdict"),
         ({"json_field": "a", "pattern": "b"}, "pattern does nothing beside json_field"),

@@ -5,27 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from classifier_cases import classifier, logits, torch
 from tokenizer_cases import CHATML, byte_tokenizer
 
 from cadenza.errors import RewardError
-from cadenza.rewards import Sample, make_reward
-
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-
-def classifier(path: Path, labels: int = 1, template: str | None = CHATML) -> str:
-    """A tiny sequence classifier with random weights, on disk."""
-    tokenizer = byte_tokenizer(template)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_labels=labels, pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    transformers.LlamaForSequenceClassification(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
-
+from cadenza.rewards import RewardHost, Sample, make_reward
+from cadenza.rewards.reward_model import RewardModel
 
 SAMPLES = [Sample(response=text, prompt="Say something.") for text in ("Yes", "No, I would rather not.", "", "Right!")]
 
@@ -36,14 +21,6 @@ def scores(model: str, **settings: Any) -> list[float]:
             return [scored.value for scored in await asyncio.gather(*map(reward, SAMPLES))]
 
     return asyncio.run(main())
-
-
-def logits(model: str, text: str) -> Any:
-    """What the classifier says of one text, without padding."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    loaded = transformers.AutoModelForSequenceClassification.from_pretrained(model).eval()
-    with torch.inference_mode():
-        return loaded(torch.tensor([tokenizer(text, add_special_tokens=False).input_ids])).logits[0]
 
 
 def test_a_batch_of_conversations_gets_the_logit_that_each_gets_alone(tmp_path: Path) -> None:
@@ -65,6 +42,30 @@ def test_of_several_classes_the_value_is_the_probability_of_one(tmp_path: Path) 
     model = classifier(tmp_path, labels=3, template=None)
     alone = [logits(model, sample.prompt + sample.response).softmax(-1)[2].item() for sample in SAMPLES]
     assert scores(model, label=2) == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_device", "has_cuda", "device"),
+    [
+        ({}, True, True, "cuda"),
+        ({}, True, False, "cpu"),
+        ({}, False, True, "cpu"),
+        ({"device": "mps"}, True, True, "mps"),
+    ],
+)
+def test_it_computes_on_the_device_of_its_process_unless_it_names_one(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], has_device: bool, has_cuda: bool, device: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    reward = RewardModel(model="none", **settings)
+    reward.use_host(RewardHost(has_device=has_device))
+    assert reward._device() == device
+
+
+def test_weights_are_on_that_device(tmp_path: Path) -> None:
+    reward = RewardModel(model=classifier(tmp_path), device="meta")
+    reward.open()
+    assert {parameter.device.type for parameter in reward._model.parameters()} == {"meta"}
 
 
 def test_a_label_that_does_not_fit_the_classifier_is_an_error(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.rewards import Sample
 from cadenza.rollout import fleet as fleet_module
+from cadenza.rollout import fleet_worker
 from cadenza.rollout.failures import RolloutError, TrajectoriesLost
 from cadenza.rollout.fleet import EnvFleet, NoEnvWorkers
 from cadenza.rollout.ledger import LedgerError
@@ -184,7 +185,7 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
     async def main() -> None:
         async with playing([fake(1.0)], slots=4, workers=2, batch_size=4, alpha=1.0) as scheduler:
             await got(scheduler, 4)
-            real, tries = fleet_module.start_worker, 0
+            real, tries = fleet_worker.start_worker, 0
 
             async def full(*args: Any, **options: Any) -> WorkerHandle:
                 nonlocal tries
@@ -195,7 +196,7 @@ def test_an_env_worker_that_cannot_be_replaced_at_once_is_tried_again(monkeypatc
                     raise VersionMismatch("another torch")
                 return await real(*args, **options)
 
-            monkeypatch.setattr(fleet_module, "start_worker", full)
+            monkeypatch.setattr(fleet_worker, "start_worker", full)
             fleet(scheduler)._workers[0].handle.kill()  # type: ignore[union-attr]
             for version in range(1, 3):
                 await publish(scheduler, version)
@@ -217,7 +218,7 @@ def test_a_shutdown_does_not_wait_for_a_replacement(is_slow: bool, monkeypatch: 
     async def main() -> None:
         async with playing([fake(1.0)], slots=4, workers=2, batch_size=4) as scheduler:
             await got(scheduler, 4)
-            monkeypatch.setattr(fleet_module, "start_worker", full)
+            monkeypatch.setattr(fleet_worker, "start_worker", full)
             fleet(scheduler)._workers[0].handle.kill()  # type: ignore[union-attr]
             await asyncio.sleep(1.0)
             began = now()
@@ -364,7 +365,7 @@ def test_an_error_of_the_env_worker_itself_ends_the_run() -> None:
             await scheduler.resume()
             worker = fleet(scheduler)._workers[0]
             host = worker.handle._worker_host._worker  # type: ignore[attr-defined]
-            host._spawn(_bug(), "bug")
+            host._start_task(_bug(), "bug")
             with pytest.raises(RolloutError, match="assert False"):
                 await get(scheduler, 8)
 

@@ -167,7 +167,7 @@ def test_the_tasks_begin_anew_after_a_short_batch_and_before_a_publication(alpha
 
 def test_the_bound_counts_as_its_class_says() -> None:
     bound = StalenessBound(RolloutConfig(batch_size=2, alpha=1.0), is_training=True)
-    assert bound.limit() == 4
+    assert bound.max_started() == 4
     for _ in range(4):
         bound.begin(0)
     for _ in range(3):
@@ -176,7 +176,7 @@ def test_the_bound_counts_as_its_class_says() -> None:
     for _ in range(2):
         bound.consume(0)
     bound.advance(1)
-    assert bound.limit() == 6
+    assert bound.max_started() == 6
 
 
 def test_everything_of_tasks_that_never_end_is_refused() -> None:

@@ -35,7 +35,7 @@ def entries(count: int = 1) -> tuple[Router, list[ReplicaEntry]]:
 def test_a_session_that_is_away_keeps_its_room() -> None:
     async def main() -> None:
         router, [entry] = entries()
-        router.keep_context(entry, session=1, context=USABLE // 2, group_number=1, now=0.0)
+        router.keep_context(entry, session=1, tokens=USABLE // 2, group_number=1, now=0.0)
         assert router.admit(RouteRequest(2, 2, USABLE // 2, group_number=2), None, 0, 1.0) is entry
         assert router.admit(RouteRequest(2, 2, USABLE // 2 + 10, group_number=2), None, 0, 1.0) is WaitReason.CAPACITY
         assert router.admit(RouteRequest(1, 1, USABLE, group_number=1), entry, USABLE // 2, 1.0) is entry  # it grew
@@ -49,7 +49,7 @@ def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_f
     async def main() -> None:
         router, [entry] = entries()
         for age in (5, 7, 6):
-            router.keep_context(entry, session=age, context=USABLE // 3, group_number=age, now=0.0)
+            router.keep_context(entry, session=age, tokens=USABLE // 3, group_number=age, now=0.0)
         assert router.admit(RouteRequest(9, 9, 1_000, group_number=9), None, 0, 1.0) is WaitReason.CAPACITY
         assert set(entry.cached_contexts) == {5, 6, 7}
         assert router.admit(RouteRequest(1, 1, 1_000, group_number=1), None, 0, 1.0) is entry
@@ -62,7 +62,7 @@ def test_older_groups_take_the_room_of_younger_ones_that_are_away_the_youngest_f
 def test_a_session_that_is_away_for_long_gives_way_to_all() -> None:
     async def main() -> None:
         router, [entry] = entries()
-        router.keep_context(entry, session=1, context=USABLE, group_number=1, now=0.0)
+        router.keep_context(entry, session=1, tokens=USABLE, group_number=1, now=0.0)
         assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, HOLD_SECONDS) is WaitReason.CAPACITY
         assert router.admit(RouteRequest(2, 2, USABLE, group_number=2), None, 0, HOLD_SECONDS + 1) is entry
 
@@ -83,7 +83,7 @@ def test_another_replica_with_room_is_better_than_waiting() -> None:
     async def main() -> None:
         router, [full, other] = entries(2)
         router.add(full, USABLE)
-        router.keep_context(full, session=1, context=10, group_number=1, now=0.0)
+        router.keep_context(full, session=1, tokens=10, group_number=1, now=0.0)
         assert router.admit(RouteRequest(1, 1, USABLE, group_number=1), full, 10, 0.0) is other
 
     simulate(main)
@@ -106,7 +106,7 @@ def test_what_is_kept_adds_up_and_nothing_is_given_out_twice(story: list[tuple[i
             elif kind == 1 and session in where:
                 router.drop_context(where.pop(session), session)
             for entry in found:
-                assert entry.cached_tokens == sum(held.context for held in entry.cached_contexts.values())
+                assert entry.cached_tokens == sum(held.tokens for held in entry.cached_contexts.values())
                 assert entry.pressure == pytest.approx(entry.cached_tokens / CAPACITY, abs=1e-9)
 
     simulate(main)

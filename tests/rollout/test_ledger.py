@@ -47,7 +47,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def open_group(self, version: int) -> Group:
         self.now += 1.0
         group = self.ledger.open(Task(f"task/{self.ledger.groups_opened % 3}", 0), version, self.now)
-        assert (group.state, group.begun, group.opened) == (GroupState.OPEN, version, self.now)
+        assert (group.state, group.begun_version, group.opened) == (GroupState.OPEN, version, self.now)
         self.open.add(group.id)
         return group
 

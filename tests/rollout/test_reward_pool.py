@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, ClassVar
 
 import pytest
-from builders import FOREVER, OneStepEnv, column, fates, got, playing, simulate, timed
+from builders import FOREVER, OneStepEnv, column, fates, got, now, playing, simulate, timed
 
+from cadenza import ResourceManager
+from cadenza.cluster import Cluster
 from cadenza.cluster.worker_handle import start_worker
 from cadenza.errors import InfrastructureError
 from cadenza.rewards import RewardConfig, RewardUnavailable, Sample
+from cadenza.rollout.failures import RolloutError
 from cadenza.rollout.reward_pool import RewardPool
+from cadenza.rollout.reward_process import RewardProcess
 
 
 def test_the_pool_scores_side_by_side_and_a_slow_sample_holds_up_no_other() -> None:
@@ -80,6 +85,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     return found
 
 
+async def no_policy(*args: Any, **options: Any) -> str:
+    raise AssertionError("no reward here asks the policy")
+
+
 async def slow_reward(sample: Sample) -> float:
     await asyncio.sleep(10.0)
     return 1.0
@@ -130,7 +139,7 @@ def test_samples_fail_once_no_process_can_be_started_any_more(processes: Process
 
     async def main() -> None:
         processes.before_start = fail_later
-        pool = RewardPool({"toy": {"slow": RewardConfig(name=slow_reward)}}, 1, "embedded", 1.0)
+        pool = RewardPool({"toy": {"slow": RewardConfig(name=slow_reward)}}, 1, "embedded", 1.0, no_policy)
         scoring = asyncio.ensure_future(pool.score("toy", Sample(response="42")))
         asyncio.get_running_loop().call_later(5.0, processes.kill_all)
         with pytest.raises(RewardUnavailable, match=r"no reward process is left for a sample of domain 'toy'.*no room"):
@@ -303,5 +312,128 @@ def test_an_infrastructure_failure_in_the_pool_stays_one() -> None:
             await got(scheduler, 4)
             assert scheduler.metrics()["errors/user_code"] == 0
             assert "the judge is down" in scheduler.why("g0.0#0")
+
+    simulate(main)
+
+
+# -- processes of the run, on devices ----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def processes_of_the_run(count: int = 2) -> AsyncIterator[Sequence[Any]]:
+    placed = ResourceManager(4).place({"reward": f"0-{count - 1}"})
+    async with Cluster("reward", RewardProcess, placed["reward"]) as cluster:
+        yield cluster.worker_handles
+
+
+class Counting:
+    """Counts what is open. Values are the numbers of the attempts."""
+
+    opened: ClassVar[list[int]] = []
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+
+    async def open(self) -> None:
+        self.opened.append(1)
+
+    async def close(self) -> None:
+        self.opened.append(-1)
+
+    async def __call__(self, sample: Sample) -> float:
+        await asyncio.sleep(self.seconds)
+        return float(sample.trajectory.id)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_schedulers_share_the_processes_of_the_run_and_rewards_that_are_the_same(workers: int) -> None:
+    Counting.opened.clear()
+
+    async def main() -> None:
+        async with processes_of_the_run() as shared:
+            options = {"reward": Counting, "workers": workers, "reward_processes": shared}
+            async with playing(**options) as training, playing(mode="val", tasks=4, **options) as validation:
+                batches = await asyncio.gather(got(training, 4), got(validation, 4))
+                assert [column(batch, "scores") for batch in batches] == 2 * [[0.0, 1.0, 2.0, 3.0]]
+                assert Counting.opened == [1, 1], "once in each process"
+            assert Counting.opened == [1, 1], "they are the run's"
+        assert sum(Counting.opened) == 0
+
+    simulate(main)
+
+
+def test_a_process_of_the_run_that_dies_costs_no_sample_and_is_not_replaced(processes: Processes) -> None:
+    async def main() -> None:
+        async with processes_of_the_run() as shared, playing(reward=slow_reward, reward_processes=shared) as scheduler:
+            asyncio.get_running_loop().call_later(5.0, shared[0].kill)
+            await got(scheduler, 4)
+            assert fates(scheduler) == {"trained": 4}
+            await asyncio.sleep(100.0)
+            assert not processes.started
+
+    simulate(main)
+
+
+def test_a_scheduler_that_begins_after_a_process_of_the_run_died_has_the_others() -> None:
+    async def main() -> None:
+        async with processes_of_the_run() as shared:
+            shared[0].kill()
+            async with playing(reward=slow_reward, reward_processes=shared) as scheduler:
+                await got(scheduler, 4)
+                assert fates(scheduler) == {"trained": 4}
+            shared[1].kill()
+            async with playing(reward=slow_reward, reward_processes=shared) as scheduler:
+                with pytest.raises(RolloutError, match="no reward process is left"):
+                    await got(scheduler, 4)
+
+    simulate(main)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_run_ends_when_the_last_process_dies_and_says_why(workers: int) -> None:
+    async def main() -> None:
+        options = {"reward": slow_reward, "workers": workers}
+        async with processes_of_the_run() as shared, playing(reward_processes=shared, **options) as scheduler:
+            for seconds, process in enumerate(shared, 5):
+                asyncio.get_running_loop().call_later(seconds, process.kill)
+            with pytest.raises(RolloutError, match=r"no reward process is left .* domain 'toy': .* was ended"):
+                await got(scheduler, 4)
+            assert now() < 20.0
+
+    simulate(main)
+
+
+def test_a_scheduler_that_ends_leaves_nothing_to_compute_in_the_processes_of_the_run() -> None:
+    scored: list[int] = []
+
+    async def reward(sample: Sample) -> float:
+        await asyncio.sleep(10.0)
+        scored.append(sample.trajectory.id)
+        return 1.0
+
+    async def main() -> None:
+        async with processes_of_the_run() as shared:
+            async with playing(reward=reward, reward_processes=shared) as scheduler:
+                batch = asyncio.ensure_future(got(scheduler, 4))
+                await asyncio.sleep(5.0)
+                batch.cancel()
+            await asyncio.sleep(100.0)
+            assert not scored
+
+    simulate(main)
+
+
+def test_a_reward_that_cannot_open_on_its_device_refuses_the_run() -> None:
+    class Bad:
+        async def open(self) -> None:
+            raise RuntimeError("out of memory")
+
+        async def __call__(self, sample: Sample) -> float:
+            return 1.0
+
+    async def main() -> None:
+        async with processes_of_the_run() as shared, playing(reward=Bad, reward_processes=shared) as scheduler:
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await got(scheduler, 4)
 
     simulate(main)

@@ -119,7 +119,7 @@ def test_validation_takes_turns_where_training_does(alpha: float, expected: int)
 def test_answers_that_cannot_be_so_long_do_not_take_turns(max_tokens: int, expected: int) -> None:
     async def main() -> None:
         async with playing(slice_tokens=SLICE, sampling={"max_tokens": max_tokens}) as scheduler:
-            assert next(iter(scheduler._slots._domains.values())).context.slice_tokens == expected  # type: ignore[attr-defined]
+            assert next(iter(scheduler._slots._domains.values())).shared.slice_tokens == expected  # type: ignore[attr-defined]
 
     simulate(main)
 
@@ -129,7 +129,7 @@ def test_a_domain_with_longer_answers_takes_turns_too() -> None:
         domains = {"long": {"env": OneStepEnv, "sampling": {"max_tokens": SLICE + 1}}, "short": {"env": OneStepEnv}}
         async with playing(slice_tokens=SLICE, sampling={"max_tokens": 1}, domains=domains) as scheduler:
             found = scheduler._slots._domains  # type: ignore[attr-defined]
-            assert found["long"].context.slice_tokens == SLICE
+            assert found["long"].shared.slice_tokens == SLICE
 
     simulate(main)
 
@@ -360,7 +360,7 @@ def test_an_answer_goes_on_where_its_context_is_and_else_where_there_is_least_to
         assert router.admit(RouteRequest(0, 1, 10), None, 0, 0.0) is home  # the group's prompt is there
         router.add(home, 4_000)
         assert router.admit(route_request, home, 1_000, 0.0) is idle
-        router.keep_context(home, session=1, context=1_000, group_number=0, now=0.0)
+        router.keep_context(home, session=1, tokens=1_000, group_number=0, now=0.0)
         assert router.admit(route_request, home, 1_000, 0.0) is home
         assert router.admit(route_request._replace(slices=0), home, 1_000, 0.0) is idle
 

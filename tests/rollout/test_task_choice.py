@@ -15,7 +15,7 @@ from cadenza.datasets.jsonl import JsonLines
 from cadenza.rewards import Scored
 from cadenza.rollout.config import DomainConfig
 from cadenza.rollout.records import Task, Trajectory
-from cadenza.rollout.snapshot import SnapshotError
+from cadenza.rollout.snapshot_format import SnapshotError
 from cadenza.rollout.task_sources import open_tasks
 from cadenza.rollout.tasks import Domain
 from cadenza.run.rlvr_config import RlvrConfig

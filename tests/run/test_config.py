@@ -390,6 +390,40 @@ def test_devices_of_ranks_that_cannot_be(override: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+REWARDED = {**TINY, "envs": {**TINY["envs"], "domains": {"lake": {"env": "frozenlake", "reward": "exact"}}}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["backend=embedded"], "devices.reward: 2-3 are processes of their own, and backend 'embedded' has none: set"),
+        (["envs.reward_workers=2"], "devices.reward: 2-3 and reward_workers 2 both say where rewards are computed"),
+        (["envs.domains.lake.reward=null"], "2-3 have nothing to compute: no domain has a reward"),
+        (["devices.reward=auto"], "devices.reward: 'auto' is for actor and inference: name the devices"),
+        (["devices.reward={devices: 2-3, devices_per_worker: 2}"], "has one device: leave out devices_per_worker"),
+        (
+            ["devices.reward={devices: 2-3, tensor_parallel: 2}"],
+            "has one device: leave out devices_per_worker and tens",
+        ),
+    ],
+)
+def test_devices_of_rewards_that_cannot_be(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(REWARDED, ["backend=ray", "devices={reward: 2-3}", *overrides])
+    assert said in str(caught.value)
+
+
+def test_rewards_are_a_role_where_they_have_devices_and_only_there() -> None:
+    assert build_config(REWARDED, ["backend=ray"]).role_names == ("actor", "inference")
+    config = build_config(REWARDED, ["backend=ray", "devices.reward=2-3"])
+    assert config.role_names == ("actor", "inference", "reward")
+    assert config.device_count == 4
+    validated = build_config(
+        TINY, ["backend=ray", "devices.reward=1", "validation={domains: {lake: {env: frozenlake, reward: exact}}}"]
+    )
+    assert validated.role_names == config.role_names
+
+
 def test_devices_by_number_list_or_in_full_are_the_same_and_read_back() -> None:
     ways = ("devices.actor=1", "devices.actor=[1]", "devices.actor='1'", "devices.actor={devices: [1]}")
     configs = [build_config(TINY, [way]) for way in ways]

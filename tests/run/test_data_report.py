@@ -177,11 +177,17 @@ def test_rows_are_shown_under_the_key_of_the_run(path: str, key: str) -> None:
 def test_rows_that_validate_are_shown_as_taken_once_in_their_order(directory: Path) -> None:
     write_rows(directory / "a.jsonl", "one", "two", "three")
     domains = {"a": {"data": "a.jsonl", "validation": "a.jsonl", "reward": "exact"}}
+    start = {"data": {"path": "a.jsonl", "fields": {"response": "answer"}}, "passes": 3}
     config = write_config(
-        directory / "c.yaml", pipeline="rlvr", domains=domains, rollout={"batch_size": 2, "group_size": 2}
+        directory / "c.yaml",
+        pipeline="rlvr",
+        domains=domains,
+        rollout={"batch_size": 2, "group_size": 2},
+        cold_start=start,
     )
     done = cadenza("data", config, "--json")
     assert done.code == 0, done.err
+    assert done.figures["datasets"]["cold_start.data"]["epochs"] == 3, "its passes"
     trained, validated = (done.figures["datasets"][f"domains.a.{key}"] for key in ("data", "validation"))
     assert (trained["epochs"], trained["share"], "shuffled" in trained["source"]) == (None, 1.0, True)
     assert (validated["epochs"], validated["share"], "shuffled" in validated["source"]) == (1, None, False)

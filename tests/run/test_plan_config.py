@@ -153,3 +153,17 @@ def test_a_run_does_not_guess_its_devices(tmp_path: Path) -> None:
     done = cadenza("train", config_file(tmp_path), f"out={tmp_path}", "devices=auto")
     assert done.code == 1
     assert "devices: 'auto' of actor, inference is for `cadenza plan CONFIG`" in done.err
+
+
+def test_rewards_on_devices_are_in_the_map_and_work_beside_the_others(tmp_path: Path, workload: str) -> None:
+    reward = ("envs.domains.lake.reward=exact", "backend=ray", "rollout.alpha=1", "--workload", workload)
+    devices = "devices={actor: 0, inference: 1-2, reward: 2-3}"
+    told = json.loads(planned(tmp_path, devices, *reward, "--json").out)
+    assert told["roles"]["reward"] == {
+        "devices": "2-3", "mode": "partial", "when": "whenever an answer is finished", "workers": 2,
+    }  # fmt: skip
+    done = planned(tmp_path, devices, *reward)
+    assert "reward: whenever an answer is finished" in done.out
+    assert "inference and reward: partial, both on 2" in done.out
+    refused = planned(tmp_path, devices, *reward, "--gpus", "3")
+    assert "reward: devices 3 do not exist: there are 3, numbered 0-2" in refused.err

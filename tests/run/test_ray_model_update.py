@@ -44,7 +44,7 @@ class Trainer(ActorWorker):
     def nudge(self, seed: int) -> None:
         torch.manual_seed(seed)
         with torch.no_grad():
-            for parameter in self.actor.module.parameters():
+            for parameter in self.learner.module.parameters():
                 change = 0.3 * torch.randn(parameter.shape)
                 if isinstance(parameter, DTensor):
                     change = distribute_tensor(change, parameter.device_mesh, parameter.placements)
@@ -55,7 +55,7 @@ class Trainer(ActorWorker):
         ids = torch.from_numpy(np.array(tokens)).long()[None]
         with torch.no_grad():
             for _ in range(count):
-                token = self.actor.module(input_ids=ids).logits[0, -1].argmax()
+                token = self.learner.module(input_ids=ids).logits[0, -1].argmax()
                 ids = torch.cat((ids, token[None, None]), 1)
         return ids[0, len(tokens) :].tolist()
 

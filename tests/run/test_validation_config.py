@@ -126,11 +126,23 @@ def test_validation_changes_single_keys_of_the_sampling_of_each_domain(pipeline:
     for plan in (chosen, chosen.for_playing(4, greedy=False)):
         manager = measured(plan)
         assert manager.sampling == Sampling(max_tokens=7, top_k=5)
-        assert manager.domains["plain"].sampling is None
-        assert manager.domains["own"].sampling == Sampling(max_tokens=3, top_p=0.7, top_k=5)
+        assert manager.sampling_of("plain") == manager.sampling
+        assert manager.sampling_of("own") == Sampling(max_tokens=3, top_p=0.7, top_k=5)
     greedy = measured(chosen.for_playing(4, greedy=True))
     assert greedy.sampling == Sampling(max_tokens=7, top_k=5, temperature=0)
-    assert greedy.domains["own"].sampling == Sampling(max_tokens=3, top_p=0.7, top_k=5, temperature=0)
+    assert greedy.sampling_of("own") == Sampling(max_tokens=3, top_p=0.7, top_k=5, temperature=0)
+
+
+def test_a_domain_changes_single_keys_of_the_sampling_of_all() -> None:
+    rows = {"data": "sums.jsonl", "reward": "exact", "validation": "held.jsonl"}
+    own = {"own": {**rows, "sampling": {"max_tokens": 3}}, "cut": {**rows, "sampling": {"stop": []}}}
+    sampling = {"max_tokens": 7, "temperature": 0.7, "stop": [10]}
+    chosen = config("rlvr", domains={"plain": rows, **own}, sampling=sampling)
+    for manager in (chosen.env_manager, measured(chosen)):
+        assert manager.sampling_of("plain") == Sampling(max_tokens=7, temperature=0.7, stop=(10,))
+        assert manager.sampling_of("own") == Sampling(max_tokens=3, temperature=0.7, stop=(10,))
+        assert manager.sampling_of("cut") == Sampling(max_tokens=7, temperature=0.7)
+        assert manager.longest_answer == 7
 
 
 def test_every_key_of_sampling_can_be_changed() -> None:

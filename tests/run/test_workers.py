@@ -33,7 +33,7 @@ def column(role: str, ranks: int, batch: DataProto, directory: Path) -> DataProt
     else:
         worker.build(None, [])
     if role == "critic":
-        torch.nn.init.ones_(worker.critic.head.weight)
+        torch.nn.init.ones_(worker.learner.head.weight)
     spec = dispatch_spec_of(getattr(kind, method))
     assert spec is not None
     dispatched = DispatchCall(spec, ResourceManager(ranks).place({role: list(range(ranks))})[role].places, (batch,), {})

@@ -159,7 +159,7 @@ def test_the_command_prints_one_json_object_and_nothing_else(capsys: pytest.Capt
 def test_a_violation_is_told_with_the_command_that_replays_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
-    monkeypatch.setattr(StalenessBound, "limit", lambda self: self.consumed + 40)
+    monkeypatch.setattr(StalenessBound, "max_started", lambda self: self.consumed + 40)
     assert cli_fuzz(4, 0, None, as_json) == 1
     printed = capsys.readouterr().out
     assert "cadenza fuzz --replay " in printed

@@ -114,7 +114,7 @@ def test_a_cut_without_its_rule_is_found(monkeypatch: Patch) -> None:
 
 
 def test_admission_without_a_reservation_is_found(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(StalenessBound, "limit", lambda self: self.consumed + 40)
+    monkeypatch.setattr(StalenessBound, "max_started", lambda self: self.consumed + 40)
     hunt(3)
 
 
@@ -125,9 +125,9 @@ def test_waiting_for_the_oldest_group_is_found(monkeypatch: Patch) -> None:
     cut = GroupQueue.cut
 
     def patient(self: GroupQueue) -> list[Group] | None:
-        groups = self.bound.wanted
+        groups = self.bound.awaited_groups
         oldest = self.ledger.open_groups()[: None if groups is None or groups == math.inf else int(groups)]
-        waits = self.end_error is None and any(group.state.value != "ready" for group in oldest)
+        waits = self.fatal_error is None and any(group.state.value != "ready" for group in oldest)
         return None if waits else cut(self)
 
     monkeypatch.setattr(GroupQueue, "cut", patient)
@@ -190,11 +190,11 @@ def test_a_fence_that_is_not_raised_is_found(monkeypatch: Patch) -> None:
 
 def test_partial_tokens_that_are_thrown_away_are_found(monkeypatch: Patch) -> None:
     async def wasteful(
-        self: Model, chunks: Any, length: int, limit: int, sampling: Any, answer: Generation
+        self: Model, chunks: Any, length: int, max_tokens: int, sampling: Any, generation: Generation
     ) -> Generation:
-        while answer.finish is Finish.ABORT:
-            answer = await self._generate_once(chunks, length, limit, sampling, 0)
-        return answer
+        while generation.finish is Finish.ABORT:
+            generation = await self._generate_once(chunks, length, max_tokens, sampling, 0)
+        return generation
 
     monkeypatch.setattr(Model, "_continue", wasteful)
     assert "continues from token 0" in hunt(6)
@@ -208,11 +208,11 @@ def test_a_move_that_drops_the_partial_tokens_is_found(monkeypatch: Patch) -> No
         return balancer is not None and model._interrupted in balancer._targets
 
     async def wasteful(
-        self: Model, chunks: Any, length: int, limit: int, sampling: Any, answer: Generation
+        self: Model, chunks: Any, length: int, max_tokens: int, sampling: Any, generation: Generation
     ) -> Generation:
-        while answer.finish is Finish.ABORT and is_moved(self):
-            answer = await self._generate_once(chunks, length, limit, sampling, 0)
-        return await going_on(self, chunks, length, limit, sampling, answer)
+        while generation.finish is Finish.ABORT and is_moved(self):
+            generation = await self._generate_once(chunks, length, max_tokens, sampling, 0)
+        return await going_on(self, chunks, length, max_tokens, sampling, generation)
 
     monkeypatch.setattr(Model, "_continue", wasteful)
     assert "continues from token 0" in hunt(6)

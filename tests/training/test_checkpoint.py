@@ -173,10 +173,10 @@ def test_the_best_and_the_last_are_kept(tmp_path: Path) -> None:
     checkpoints, parts = Checkpoints(tmp_path), {"actor": actor_on(tiny_model())}
     assert checkpoints.latest is None
     assert checkpoints.best is None
-    for step, score in ((1, 0.1), (2, 0.9), (10, 0.5), (11, None), (12, 0.9)):
+    for step, score in ((1, 0.1), (2, 0.9), (10, 0.9), (11, None), (12, 0.8)):
         checkpoints.save(step, parts, score=score)
-    assert {path.name for path in tmp_path.iterdir()} == {"step-000002", "step-000012", "best", "last"}
-    assert (tmp_path / "best").resolve().name == "step-000002"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-000010", "step-000012", "best", "last"}
+    assert (tmp_path / "best").resolve().name == "step-000010", "the newest of equal ones"
     assert (tmp_path / "last").resolve().name == "step-000012"
     assert Checkpoints(tmp_path).latest == tmp_path / "step-000012"
 

@@ -93,7 +93,7 @@ def test_what_is_said_of_pairs_is_what_their_values_say() -> None:
         Dpo(tiny_model(), DpoConfig(lr=0, beta=0.3), 0),
         RewardModelLearner(classifier(), PairConfig(lr=0), 0),
     ):
-        found = learner.values(pairs())
+        found = learner.evaluate(pairs())
         values = found.batch["value"].view(-1, 2)
         margin = values - found.batch["reference"].view(-1, 2)
         scale = 0.3 if isinstance(learner, Dpo) else 1.0
@@ -111,13 +111,13 @@ def test_mini_batches_part_no_pair(kind: str, monkeypatch: pytest.MonkeyPatch) -
         else RewardModelLearner(classifier(), PairConfig(mini_batches=3, epochs=2, lr=0), 0)
     )
     seen: list[list[int]] = []
-    own_rows = learner._own_rows
+    own_rows = learner._learner.own_rows
 
-    def spy(rows: Any, updates: Any) -> Any:
+    def spy(rows: Any, updates: Any, *, rows_each: int) -> Any:
         seen.extend(update.tolist() for update in updates)
-        return own_rows(rows, updates)
+        return own_rows(rows, updates, rows_each=rows_each)
 
-    monkeypatch.setattr(learner, "_own_rows", spy)
+    monkeypatch.setattr(learner._learner, "own_rows", spy)
     learner.train(pairs())
     assert len(seen) == 6
     assert all(row % 2 or row + 1 in update for update in seen for row in update)

@@ -71,7 +71,7 @@ class VllmWorker(ReplicaWorker):
         )
         super().__init__(self._replica)
 
-    async def close(self) -> None:  # type: ignore[override]  # its host awaits it, on the loop of the requests
+    async def close(self) -> None:  # on the loop of the requests
         await self._replica.close()
 
 

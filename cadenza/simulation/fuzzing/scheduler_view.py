@@ -100,7 +100,7 @@ class SchedulerView:
         self._ahead = 0
         """Groups consumed beyond the batches of the versions published before."""
         self._consumed: set[int] = set()
-        self._demand = 0.0
+        self._awaited_groups = 0.0
         self._since = math.inf
         self._cut: _CutSnapshot | None = None
 
@@ -210,18 +210,18 @@ class SchedulerView:
 
     def ask(self, groups: int | None) -> None:
         """The controller calls `get_batch`."""
-        self._demand = math.inf if groups is None else groups
+        self._awaited_groups = math.inf if groups is None else groups
         self._cut = None
         self._since = math.inf
         self.update_possible()
 
     def withdraw(self) -> None:
         """The controller has given up waiting for its batch."""
-        self._demand = 0.0
+        self._awaited_groups = 0.0
 
     def update_possible(self) -> None:
         """Note since when a batch is possible, after any change."""
-        if not self._demand or self._cut is not None:
+        if not self._awaited_groups or self._cut is not None:
             return
         now = asyncio.get_running_loop().time()
         if not self._possible(now):
@@ -231,8 +231,8 @@ class SchedulerView:
 
     def _possible(self, now: float) -> bool:
         ready = [number for number, group in self._ready.items() if group.ready <= now]
-        if len(ready) >= self._demand:
-            taken = sorted(ready)[: int(self._demand)]
+        if len(ready) >= self._awaited_groups:
+            taken = sorted(ready)[: int(self._awaited_groups)]
             return self._leaves_too_old(taken, self._snapshot(now)) is None
         return self._exhausted() and len(ready) == len(self._open())
 
@@ -293,13 +293,15 @@ class SchedulerView:
         for number in groups:
             if number not in cut.ready:
                 self.violate(2, f"g{number} is in the batch, but it was not whole, or not through its filter")
-        if len(groups) < self._demand:
+        if len(groups) < self._awaited_groups:
             rest = sorted(set(cut.begun) - set(groups))
             if not cut.exhausted or rest:
-                self.violate(4, f"{len(groups)} of {self._demand} groups, although tasks or groups {rest} are left")
+                self.violate(
+                    4, f"{len(groups)} of {self._awaited_groups} groups, although tasks or groups {rest} are left"
+                )
         elif problem := self._leaves_too_old(groups, cut):
             self.violate(3, f"the batch was cut too early: {problem}")
-        self._demand = 0.0
+        self._awaited_groups = 0.0
         if self.ledger is not None:
             self._check_ledger(self.ledger)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from cadenza.off_loop import resolve_future
+
 
 class Waiters:
     """Futures by the name of the event that ends them; the death of the replica ends all of them with an error."""
@@ -18,7 +20,7 @@ class Waiters:
         future: asyncio.Future[None] = self._loop.create_future()
         futures = self._futures.setdefault(event, [])
         futures.append(future)
-        timer = None if seconds is None else self._loop.call_later(seconds, _settle, future)
+        timer = None if seconds is None else self._loop.call_later(seconds, resolve_future, future, None)
         try:
             await future
         finally:
@@ -29,18 +31,9 @@ class Waiters:
     def notify(self, event: str, error: Exception | None = None) -> None:
         """End the waits for an event, with an error if there is one."""
         for future in self._futures.pop(event, ()):
-            _settle(future, error)
+            resolve_future(future, error)
 
     def fail_all(self, error: Callable[[], Exception]) -> None:
         """End every wait with an error of its own."""
         for event in list(self._futures):
             self.notify(event, error())
-
-
-def _settle(future: asyncio.Future[None], error: Exception | None = None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)

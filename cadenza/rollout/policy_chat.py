@@ -1,0 +1,82 @@
+"""The policy answers a reward: a judge asks the replicas of the run, through the same sampler as the rollouts.
+
+Invariant: a question is no turn of any trajectory. It holds no slot, its tokens are in no row and on the account of no
+attempt, and are counted here. The router, the gate and weight updates treat it like a turn: while the gate is closed it
+waits, and goes on from the tokens it has. It cannot wait for what waits for it: a rollout has given up its slot and its
+cache before its reward is computed, `get_batch` opens the gate before it waits for a group, and a question is ordered
+in the wait queue by the group of its sample.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from cadenza.inference.replica import Sampling
+from cadenza.rewards import Sample
+from cadenza.rollout.branches import BRANCH_SESSIONS
+from cadenza.rollout.ledger import Attempt, AttemptState, Group
+from cadenza.rollout.model import MASK64, ContextFull, Model, RolloutContext
+from cadenza.rollout.records import Trajectory
+from cadenza.rollout.router import RouteRequest
+
+QUESTION_KEY = 0xA0761D6478BD642F
+"""Keeps the seeds of questions apart from those of turns."""
+
+
+class PolicyChat:
+    """Asks the policy about samples: what a `RewardHost` has as `ask_policy`."""
+
+    events = None
+
+    def __init__(self, shared: RolloutContext) -> None:
+        self.calls = 0
+        self.tokens = 0
+        """Generated tokens, in all calls."""
+        self._context = replace(shared, ledger=self, is_training=False)
+        self._numbers = itertools.count()
+
+    def add_tokens(self, attempt: Attempt, count: int) -> None:
+        self.tokens += count
+
+    async def __call__(
+        self, sample: Sample, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float
+    ) -> str:
+        """Returns the answer of the policy as it is now. Raises what a turn of a rollout raises."""
+        self.calls += 1
+        context = replace(self._context, sampling=Sampling(max_tokens=max_tokens, temperature=temperature))
+        model = _Question(sample.trajectory, len(messages), next(self._numbers), context)
+        try:
+            reply = await model.chat([dict(message) for message in messages])
+        except ContextFull as error:
+            raise ContextFull(f"a question of the reward about '{sample.trajectory.task.id}': {error}") from None
+        finally:
+            model.end_session()
+        return reply.text
+
+
+class _Question(Model):
+    """One call, as the sampler sees it: of the same age as the sample's group, with a session and prefixes of its
+    own."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, about: Trajectory, messages: int, number: int, context: RolloutContext) -> None:
+        now = asyncio.get_running_loop().time()
+        group = Group(about.group, about.task, 0, now)
+        attempt = Attempt(about.id, group, about.member, about.attempt, about.slot, now)
+        attempt.state = AttemptState.SCORING  # it has no lease
+        seed = (about.seed ^ QUESTION_KEY) + messages & MASK64
+        told = Trajectory(about.id, about.task, about.group, about.member, about.attempt, about.slot, seed)
+        super().__init__(attempt, told, context)
+        self._number = number
+
+    @property
+    def _session(self) -> int:
+        return ~(super()._session + self._number * BRANCH_SESSIONS)  # those of rollouts are not negative
+
+    def _route_request(self, length: int, written: int) -> RouteRequest:
+        found = super()._route_request(length, written)
+        return found._replace(group=~found.group)
