@@ -46,9 +46,12 @@ class Admission:
 def find_prefix(
     sequence: EngineSequence, prefix_cache: KVPrefixCache, group_members: Mapping[int, EngineSequence] | None
 ) -> tuple[PrefixSource | None, int]:
-    """The best source of the beginning of a context, and how many tokens it covers: the prefix cache, by session or
-    group, or a running member of its group. A length without a source means that a member is about to compute so many
-    tokens of it."""
+    """Returns the best source of the beginning of a context, and how many tokens it covers. One of three outcomes:
+
+    (source, n)       copy n tokens from the source: the prefix cache, by session or group, or a running member
+    (None, 0)         there is nothing to copy: prefill the whole context
+    (None, n), n > 0  wait: a running member of the group is about to compute n tokens that can be copied then
+    """
     request = sequence.request
     known = sequence.all_tokens()
     best: PrefixSource | None = None

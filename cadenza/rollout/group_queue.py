@@ -79,7 +79,7 @@ class GroupQueue:
         self._initial_members = config.group_size if config.extra_after else self._members
         """Members that begin with the group."""
         self._extra_threshold = max(config.group_size - config.extra_members, 1)
-        """Members after which extra ones may be called for."""
+        """Finished members at which the `extra_after` timer starts."""
         self.pass_counts = PassCounts(self.ledger, self.errors)
         self._change: asyncio.Future[None] | None = None
         self._ready: list[tuple[int, Group]] = []
@@ -209,7 +209,8 @@ class GroupQueue:
 
     @contextmanager
     def awaiting(self, groups: int | None) -> Iterator[None]:
-        """While a caller waits for a batch of so many groups, or of all that the tasks give, admission counts it."""
+        """Declare that a caller wants `groups` groups (None: all that remain); inside the block more groups may
+        start."""
         if self.bound.awaited_groups is not None:
             raise RuntimeError("a batch is already being taken; await it first")
         self.bound.awaited_groups = math.inf if groups is None else groups
@@ -229,7 +230,7 @@ class GroupQueue:
             )
 
     def changed(self) -> asyncio.Future[None]:
-        """Resolves when `cut` may have something to say."""
+        """Resolves when `cut` should be tried again."""
         if self._change is None or self._change.done():
             self._change = asyncio.get_running_loop().create_future()
         return self._change
@@ -267,9 +268,9 @@ class GroupQueue:
         return batch
 
     def reset(self) -> None:
-        """Begin the next pass over the tasks: the same ones in the same order. The ledger counts on; sampling
-        randomness is keyed by the task, so that the same weights write the same answers again. Refused while groups are
-        open."""
+        """Start the next pass over the tasks. Cancels nothing: raises while groups are open. The tasks come in the same
+        order; the ledger counts on. Sampling randomness is keyed by the task, so that the same weights write the same
+        answers again."""
         if self._error is not None:
             raise self._error
         if groups := self.ledger.open_groups():
@@ -318,9 +319,9 @@ class GroupQueue:
         pass_start: PassStart,
         groups: list[Group],
     ) -> None:
-        """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
-        its order and its age if members of it are finished, and only the others are issued again, under the next
-        number; else its task is drawn anew, before all others."""
+        """Go on from the groups that were open in the process that wrote the snapshot. What ran in it is cancelled. A
+        group keeps its order and its age if members of it are finished, and only the others are issued again, under the
+        next number; else its task is drawn anew, before all others."""
         bound, self.started, self.pass_counts.start = self.bound, consumed, pass_start
         bound.restore(version, consumed, consumed_for_earlier_versions)
         now = self._now()
@@ -398,7 +399,7 @@ class GroupQueue:
 
     def _record(self, group: Group) -> None:
         """Tell the domain what came of a group that is judged. Not before: a group that is saved while its filter
-        looks at it is judged anew in the next life, and must count once."""
+        looks at it is judged anew after the restart, and must count once."""
         domain = self.domains.all[group.task.domain]
         if domain.follows_results:
             scores = [attempt.reward for attempt in group.finished]

@@ -132,8 +132,9 @@ class RolloutScheduler:
 
     async def get_batch(self, data: DataProto | None = None, batch_size: int = -1) -> DataProto | None:
         """Returns the next `batch_size` trajectories in whole groups, for the newest published version; -1 is
-        everything until the tasks run out. The last batch may be short; None means that nothing was available.
-        `data.meta_info["global_step"]` is a label that the batch keeps; without `data` the label is the version."""
+        everything until the tasks run out. The last batch may be short; None means that nothing was available. Opens
+        the gate if this scheduler has suspended it. No prompts are taken from `data`: only the step label,
+        `data.meta_info["global_step"]`, which the batch keeps; without `data` the label is the version."""
         groups = self._group_count(batch_size)
         labels = {} if data is None else data.meta_info
         if data is not None and not isinstance(labels.get("global_step"), int):
@@ -165,9 +166,9 @@ class RolloutScheduler:
             return batch
 
     async def reset(self) -> None:
-        """Begin the tasks anew, once `get_batch` has given all of them: the same tasks in the same order, for the next
-        validation or the next pass of the training. A batch that is being taken is awaited first; refused with
-        `RolloutError` while groups are open."""
+        """Start the next pass over the tasks. Cancels nothing: raises `RolloutError` while groups are open, so call it
+        once `get_batch` has given all tasks. They come in the same order, for the next validation or the next pass of
+        the training. A batch that is being taken is awaited first."""
         await self._start()
         async with self._batch_lock:
             if self._uncollated:
@@ -366,7 +367,7 @@ class RolloutScheduler:
             )
 
     async def _load_turns(self, trajectories: list[Trajectory]) -> None:
-        """Have the turns here. Those that were lost with their node cost their groups, which were cut already."""
+        """Fetch the turns to this process. A group with lost turns is dropped, and `TrajectoriesLost` is raised."""
         try:
             await token_bundles.load(trajectories)
         except InfrastructureError as error:

@@ -121,7 +121,8 @@ class SlotPool(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Wait for slots in other processes, and close the rewards."""
+        """Wait until no slot in another process is busy, then close the rewards. Slots in this process are tasks of the
+        scheduler, which waits for them itself."""
         ...
 
     def fill(self) -> None:
