@@ -33,8 +33,8 @@ class Admission:
     """Sequences whose prefix is copied after the prefill, which computes it in this round: by (id of the member that
     has it, length of it), this member and those that are copied from it."""
 
-    def prefill(self, sequence: EngineSequence, budget: int) -> int:
-        """Compute the rest of a prompt, as far as the budget goes; what that costs."""
+    def plan_prefill(self, sequence: EngineSequence, budget: int) -> int:
+        """Plan as much of the rest of the prompt as the budget allows; returns the tokens planned."""
         count = min(sequence.length - 1 - sequence.computed, budget)
         if count > 0:
             self.prefills.append((sequence, sequence.computed, count))

@@ -251,7 +251,7 @@ class Engine:
         admission = Admission()
         longest = self._longest_running()
         for sequence in self._prefilling.values():
-            budget -= admission.prefill(sequence, budget)
+            budget -= admission.plan_prefill(sequence, budget)
         for sequence in self.waiting.values():
             if len(self.running) >= self.max_running or sequence.arrival > last_arrival:
                 break
@@ -269,7 +269,7 @@ class Engine:
             else:
                 if source is not None:
                     admission.copies_before.append((sequence, source, length))
-                budget -= admission.prefill(sequence, budget)
+                budget -= admission.plan_prefill(sequence, budget)
         for id, sequence in admission.scheduled.items():
             self.waiting.pop(id, None)
             if sequence.computed == sequence.length - 1:

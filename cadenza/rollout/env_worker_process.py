@@ -89,7 +89,7 @@ class EnvWorkerCounters(NamedTuple):
     """Sums since the start."""
 
     leaked_envs: int = 0
-    expired: int = 0
+    expired_leases: int = 0
     judge_calls: int = 0
     judge_tokens: int = 0
 
@@ -125,7 +125,7 @@ class RemoteQueue:
         self._shown: set[str] = set()
 
     @property
-    def ledger(self) -> RemoteQueue:
+    def token_counter(self) -> RemoteQueue:
         return self
 
     @property
@@ -154,7 +154,7 @@ class RemoteQueue:
     def add_tokens(self, attempt: Attempt, count: int) -> None:
         attempt.tokens += count
 
-    def await_reward(self, attempt: Attempt) -> None:
+    def mark_scoring(self, attempt: Attempt) -> None:
         attempt.state = AttemptState.SCORING
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
@@ -176,7 +176,7 @@ class RemoteQueue:
             del self._attempts[attempt.id]
         self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.stage))
 
-    def fatal(self, error: RolloutError) -> None:
+    def end_run(self, error: RolloutError) -> None:
         self._send(EnvWorkerCrashed(str(error)))
 
     def release_slot(self, attempt: Attempt) -> None:
@@ -209,7 +209,7 @@ class EnvWorkerProcess(Worker):
             self._start()
         number, said = await self._mailbox.exchange(number, messages)
         envs = self._envs
-        counters = EnvWorkerCounters(envs.leaked_envs, envs.expired, envs.judge_calls, envs.judge_tokens)
+        counters = EnvWorkerCounters(envs.leaked_envs, envs.expired_leases, envs.judge_calls, envs.judge_tokens)
         if counters != self._sent_counters:
             self._sent_counters = counters
             said.append(counters)

@@ -24,6 +24,7 @@ from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TasksUnreadable, UserErrors
 from cadenza.rollout.group_filter import GroupFilterRunner
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
+from cadenza.rollout.model import TokenCounter
 from cadenza.rollout.pass_counts import PassCounts, PassStart
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.staleness_bound import StalenessBound
@@ -39,7 +40,7 @@ class GroupQueue:
         with queue.awaiting(groups=2):          # `get_batch` waits for two groups
             attempt = queue.issue(slot=0)        # a slot is free: which attempt to run, None for none
             queue.release_slot(attempt)          # its episode is over, another attempt may have the slot
-            queue.await_reward(attempt)
+            queue.mark_scoring(attempt)
             queue.put(attempt, trajectory)       # or queue.fail(attempt, "env: crashed"): the next try is issued
             batch = queue.cut()                  # the two oldest whole groups; None while there is nothing to cut
 
@@ -104,7 +105,7 @@ class GroupQueue:
         try:
             drawn = self.domains.draw()
         except DataError as error:  # no other row can be trusted either
-            self.fatal(TasksUnreadable(str(error)))
+            self.end_run(TasksUnreadable(str(error)))
             return None
         if drawn is None:
             self._wake()
@@ -123,9 +124,9 @@ class GroupQueue:
         """The env of this attempt is closed: its slot and its env do not count for the domain any more."""
         self.domains.all[attempt.group.task.domain].running -= 1
 
-    def await_reward(self, attempt: Attempt) -> None:
-        """The episode is over; its reward comes later."""
-        self.ledger.await_reward(attempt)
+    def mark_scoring(self, attempt: Attempt) -> None:
+        """The episode is over, and its reward is being computed."""
+        self.ledger.mark_scoring(attempt)
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """The episode is finished and has its reward."""
@@ -133,7 +134,7 @@ class GroupQueue:
         self._failed_in_a_row = 0
         self.ledger.finish(attempt, trajectory, self.last_end_time)
         group = attempt.group
-        if len(group.finished) < self._group_size:
+        if not self._is_whole(group):
             if self._initial_members < self._members and len(group.finished) == self._extra_threshold:
                 patience = self.config.extra_after * (self.last_end_time - group.opened)
                 asyncio.get_running_loop().call_later(patience, self._start_extra_members, group)
@@ -155,9 +156,11 @@ class GroupQueue:
         group, member = attempt.group, attempt.member
         self._failed_in_a_row += 1
         if error := self.errors.exceeded():
-            self.fatal(error)
+            self.end_run(error)
         elif self._failed_in_a_row > self._max_failed_in_a_row:
-            self.fatal(Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause} {detail}"))
+            self.end_run(
+                Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause} {detail}")
+            )
         if group.state is not GroupState.OPEN or self._error is not None:
             return
         group.weighted_tries = group.weighted_tries or {}
@@ -198,9 +201,14 @@ class GroupQueue:
         return self.bound.consumed
 
     @property
-    def ready(self) -> int:
+    def ready_groups(self) -> int:
         """Whole groups that no batch has taken."""
         return self.bound.ready.total()
+
+    @property
+    def token_counter(self) -> TokenCounter:
+        """Books the tokens that the model writes for an attempt: the ledger."""
+        return self.ledger
 
     @property
     def is_awaited(self) -> bool:
@@ -283,12 +291,12 @@ class GroupQueue:
         self.pass_counts.begin(self.consumed)
         self.on_work()
 
-    def lose_group(self, group: Group) -> None:
+    def redraw_lost_group(self, group: Group) -> None:
         """End an open group whose finished trajectories were lost with their node; its task is drawn anew."""
         self.domains.all[group.task.domain].to_redraw.append(group.task)  # before the end, which may draw
         self.end_group(group, Fate.FAILED, "lost with its node")
 
-    def fatal(self, error: RolloutError) -> None:
+    def end_run(self, error: RolloutError) -> None:
         """End the run: everything that is not consumed is cancelled, and a caller that waits for a batch gets the
         error."""
         if self._error is not None:
@@ -308,7 +316,7 @@ class GroupQueue:
 
     @property
     def fatal_error(self) -> RolloutError | None:
-        """What `fatal` ended the run with, a `SchedulerClosed` after a shutdown; None while it goes on."""
+        """What `end_run` ended the run with, a `SchedulerClosed` after a shutdown; None while it goes on."""
         return self._error
 
     def restore(
@@ -338,7 +346,7 @@ class GroupQueue:
             if group.state is GroupState.READY:
                 heapq.heappush(self._ready, (group.id, group))
                 bound.make_ready(group.begun_version)
-            elif len(group.finished) < self._group_size:
+            elif not self._is_whole(group):
                 for attempt in group.live:
                     if attempt not in group.finished:
                         self.ledger.close(attempt, Fate.CANCELLED, "restart", now)
@@ -351,15 +359,14 @@ class GroupQueue:
     def filter_restored(self) -> None:
         """Send restored groups that are whole and not filtered yet to the filter; called once, when the run starts."""
         for group in self.ledger.open_groups():
-            if group.state is GroupState.OPEN and len(group.finished) == self._group_size:
+            if group.state is GroupState.OPEN and self._is_whole(group):
                 self._filter.judge(group)
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def _consume(self, group: Group, now: float) -> None:
         fate = Fate.TRAINED if self.mode == "train" else Fate.VALIDATED
-        whole = all(attempt.state is AttemptState.FINISHED for attempt in group.finished)
-        if len(group.finished) != self._group_size or not whole:
+        if not self._is_whole(group) or any(a.state is not AttemptState.FINISHED for a in group.finished):
             raise LedgerError(f"g{group.id} is cut, but {len(group.finished)} of {self._group_size} members are whole")
         group.batch_version = version = self.bound.version
         self.bound.consume(group.begun_version)
@@ -388,6 +395,10 @@ class GroupQueue:
                     self.end_group(group, Fate.SURPLUS, "the batch was full before")
 
     # -- groups --------------------------------------------------------------------------------------------------
+
+    def _is_whole(self, group: Group) -> bool:
+        """Whether as many members have finished as a group has in a batch."""
+        return len(group.finished) == self._group_size
 
     def _start_extra_members(self, group: Group) -> None:
         """The group still waits for its last members: extra ones begin, before all others, and once."""

@@ -81,7 +81,7 @@ class GroupQueueManager(GroupQueue):
         if not self._is_given_out(attempt):
             super().put(attempt, trajectory)
         elif original := self._end(attempt, trajectory.response_tokens, len(trajectory.turns)):
-            self.ledger.await_reward(original)
+            self.ledger.mark_scoring(original)
             super().put(original, trajectory)
 
     def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
@@ -110,10 +110,10 @@ class GroupQueueManager(GroupQueue):
                 attempt.trajectory = None
         return taken
 
-    def fatal(self, error: RolloutError) -> None:
+    def end_run(self, error: RolloutError) -> None:
         """End the run: everything that is not consumed is cancelled, those that wait for a batch get the error, those
         that wait for an attempt get None."""
-        super().fatal(error)
+        super().end_run(error)
         self._workers.wake_next()
         self._given_out.close()
 

@@ -226,7 +226,7 @@ class Ledger:
             self.events(Event(now, "issue", attempt.key, f"slot {slot}"))
         return attempt
 
-    def await_reward(self, attempt: Attempt) -> None:
+    def mark_scoring(self, attempt: Attempt) -> None:
         """The episode is over, its reward is not known yet."""
         self._move(attempt, AttemptState.RUNNING, AttemptState.SCORING)
 

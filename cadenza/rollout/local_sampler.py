@@ -57,9 +57,9 @@ class LocalSampler:
         self.on_all_shrunk: list[Callable[[], None]] = []
         self.events: EventSink | None = None
         """Told of everything that happens to the gate, the version and the replicas."""
-        self.is_awaited: Callable[[ReplicaEntry, float], bool] = lambda entry, since: True
-        """`is_awaited(entry, since)`: whether a client that made a call at or after the time `since` holds a grant for
-        this replica. Set where clients are in other processes, which may die (`SamplerProcess`)."""
+        self.has_live_client: Callable[[ReplicaEntry, float], bool] = lambda entry, since: True
+        """`has_live_client(entry, since)`: whether a client that made a call at or after the time `since` holds a grant
+        for this replica. Set where clients are in other processes, which may die (`SamplerProcess`)."""
         self.opened_at = 0.0
         self._pool = ReplicaPool(replicas, self.config, self.router, emit=self._emit, on_lost=self._on_lost)
         self._weights: object = None
@@ -80,7 +80,7 @@ class LocalSampler:
 
     # -- clients -------------------------------------------------------------------------------------------------
 
-    def namespace(self) -> int:
+    def allocate_ids(self) -> int:
         return next(self._namespaces)
 
     async def grant(self, grant_request: GrantRequest) -> Grant:
@@ -231,7 +231,9 @@ class LocalSampler:
         if not self._background_tasks:
             loop = asyncio.get_running_loop()
             self._background_tasks.append(
-                loop.create_task(HealthCheck(self._pool, self.config, self.is_awaited).run(), name="sampler health")
+                loop.create_task(
+                    HealthCheck(self._pool, self.config, self.has_live_client).run(), name="sampler health"
+                )
             )
             if self.config.balance_seconds:
                 self._background_tasks.append(loop.create_task(self._balance_loop(), name="sampler balance"))
@@ -256,7 +258,7 @@ class LocalSampler:
 
     @property
     def devices(self) -> dict[int, str]:
-        return self._pool.devices()
+        return self._pool.device_states()
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
         return await self._run_to_completion(self._shrink(devices))

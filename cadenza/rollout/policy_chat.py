@@ -39,7 +39,7 @@ class PolicyChat:
         self.calls = 0
         self.tokens = 0
         """Generated tokens, in all calls."""
-        self._context = replace(shared, ledger=self, is_training=False)
+        self._context = replace(shared, token_counter=self, is_training=False)
         self._numbers = itertools.count()
 
     def add_tokens(self, attempt: Attempt, count: int) -> None:
