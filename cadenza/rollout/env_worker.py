@@ -263,25 +263,25 @@ class EnvWorker:
         """Decide what kind of failure it was, and book it."""
         if attempt.fate is not None:
             return
-        weight = 1.0
+        tries_used = 1.0
         if isinstance(error, (ContextFull, RowError)):  # data, and the next try would meet it again
-            weight = float("inf")
+            tries_used = float("inf")
             if isinstance(error, RowError):
                 logger.warning("a row is left out: %s", error)
         elif isinstance(error, (RequestRefused, DeadlinePassed)):  # data, or a task that always hangs
-            weight = 1.0
+            tries_used = 1.0
         elif isinstance(error, InfrastructureError):  # not the task's fault, but it cannot go on for ever
-            weight = 0.25
+            tries_used = 0.25
         else:
             self._queue.errors.add(f"{stage} of domain '{attempt.group.task.domain}'", error)
         if isinstance(error, LateReward):
             logger.warning("%s failed: %s", attempt.key, error)
-            self._queue.fail(attempt, str(error), weight=weight)
+            self._queue.fail(attempt, str(error), tries_used=tries_used)
             return
         cause = f"{stage}: {type(error).__name__}"
         if isinstance(error, (ContextFull, InfrastructureError)):
             self._warn_once(attempt.group.task.domain, cause, error)
-        self._queue.fail(attempt, cause, str(error)[:200], weight=weight)
+        self._queue.fail(attempt, cause, str(error)[:200], tries_used=tries_used)
         if isinstance(error, NoRewardProcess):  # every other task would fail in the same way
             self._queue.end_run(RolloutError(str(error)))
 

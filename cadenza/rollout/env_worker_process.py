@@ -64,7 +64,7 @@ class AttemptFailed(NamedTuple):
     id: int
     cause: str
     detail: str
-    weight: float
+    tries_used: float
     stage: str
 
 
@@ -170,11 +170,11 @@ class RemoteQueue:
         del self._attempts[attempt.id]
         self._send(AttemptFinished(attempt, trajectory))
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
         attempt.fate, attempt.cause = Fate.FAILED, cause
         if attempt.state is AttemptState.SCORING:
             del self._attempts[attempt.id]
-        self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.stage))
+        self._send(AttemptFailed(attempt.id, cause, detail, tries_used, attempt.stage))
 
     def end_run(self, error: RolloutError) -> None:
         self._send(EnvWorkerCrashed(str(error)))

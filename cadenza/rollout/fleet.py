@@ -221,7 +221,7 @@ class EnvFleet:
                 self.busy -= 1
         for remote in list(worker.attempts.values()):  # a failure may retire its task, and stop others of them
             if remote.attempt.fate is None:
-                self._queue.fail(remote.attempt, "env worker lost", str(error)[:200], weight=0.25)
+                self._queue.fail(remote.attempt, "env worker lost", str(error)[:200], tries_used=0.25)
             remote.attempt.runner = None
         self._resolve_if_empty()
         if self._losses_in_a_row > MAX_LOSSES * self.config.workers:
@@ -356,7 +356,7 @@ class EnvFleet:
         if attempt.state is AttemptState.SCORING:
             del worker.attempts[message.id]
             attempt.runner = None
-        self._queue.fail(attempt, message.cause, message.detail, weight=message.weight)
+        self._queue.fail(attempt, message.cause, message.detail, tries_used=message.tries_used)
 
     def _resolve_if_empty(self) -> None:
         if not self.busy and self._empty is not None and not self._empty.done():

@@ -146,9 +146,9 @@ class GroupQueue:
                     self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end_time)
                     self.on_stop(loser)
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
-        """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
-        this one was."""
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+        """The attempt is lost. The next try is issued, unless the task had its tries. `tries_used` is how much of
+        `max_attempts` this failure uses: 0.25 if infrastructure failed, inf if a retry cannot help."""
         self.last_end_time = self._now()
         if attempt.state is AttemptState.FINISHED:
             raise LedgerError(f"{attempt.key} has finished, and fails now: {cause} {detail}")
@@ -163,10 +163,10 @@ class GroupQueue:
             )
         if group.state is not GroupState.OPEN or self._error is not None:
             return
-        group.weighted_tries = group.weighted_tries or {}
-        group.weighted_tries[member] = group.weighted_tries.get(member, 0.0) + weight
-        if group.weighted_tries[member] >= self.config.max_attempts:
-            given_up = sum(tries >= self.config.max_attempts for tries in group.weighted_tries.values())
+        group.tries_used = group.tries_used or {}
+        group.tries_used[member] = group.tries_used.get(member, 0.0) + tries_used
+        if group.tries_used[member] >= self.config.max_attempts:
+            given_up = sum(tries >= self.config.max_attempts for tries in group.tries_used.values())
             if self._members - given_up < self._group_size:
                 self.end_group(group, Fate.CANCELLED, "task retired")
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)

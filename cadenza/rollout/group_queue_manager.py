@@ -84,13 +84,14 @@ class GroupQueueManager(GroupQueue):
             self.ledger.mark_scoring(original)
             super().put(original, trajectory)
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
-        """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
-        this one was. The tokens that the worker counted in its copy are booked."""
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+        """The attempt is lost. The next try is issued, unless the task had its tries. `tries_used` is how much of
+        `max_attempts` this failure uses: 0.25 if infrastructure failed, inf if a retry cannot help. The tokens that the
+        worker counted in its copy are booked."""
         if not self._is_given_out(attempt):
-            super().fail(attempt, cause, detail, weight=weight)
+            super().fail(attempt, cause, detail, tries_used=tries_used)
         elif original := self._end(attempt, attempt.tokens, attempt.turns):
-            super().fail(original, cause, detail, weight=weight)
+            super().fail(original, cause, detail, tries_used=tries_used)
 
     # -- what the controller asks --------------------------------------------------------------------------------
 

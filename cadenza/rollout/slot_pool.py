@@ -77,8 +77,9 @@ class AttemptQueue(Protocol):
         """The episode is finished and has its reward."""
         ...
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
-        """The attempt is lost; `weight` says how much of a try it was."""
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+        """The attempt is lost. `tries_used` is how much of `max_attempts` this failure uses: 0.25 if infrastructure
+        failed, inf if a retry cannot help."""
         ...
 
     def end_run(self, error: RolloutError) -> None:
