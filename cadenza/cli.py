@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter, validators
 
@@ -361,17 +361,22 @@ def asynchrony(*, seeds: Count = 5, json: Json = False) -> int:
 
 
 @bench.command
-def trl(*, rounds: Count = 3, json: Json = False) -> int:
+def trl(
+    *, task: Literal["short", "long", "smollm2"] | None = None, rounds: Count | None = None, json: Json = False
+) -> int:
     """CPU time per sample against TRL's GRPOTrainer, which gets an environment of its own; takes 15 minutes.
 
     Parameters
     ----------
+    task
+        Run this task alone: short or long answers of a tiny model, or sums with the real model smollm2. Without it,
+        short and long.
     rounds
-        How often each side runs each task.
+        How often each side runs each task; 3 unless given, and 1 of smollm2.
     """
     from cadenza.benchmarks.trl import trl as measure
 
-    return measure(json, rounds)
+    return measure(json, rounds, task)
 
 
 def main(arguments: list[str] | None = None) -> int:

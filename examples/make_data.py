@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import reasoning_gym
+import yaml
+
+from cadenza.datasets import DataConfig, open_dataset
 
 DATA = Path(__file__).parent / "data"
 TRAINED = slice(150, None)
@@ -48,17 +50,19 @@ def digits(rng: random.Random) -> list[Row]:
 def choices(rng: random.Random) -> list[Row]:
     """Which of three numbers is the largest, by its letter."""
     rows: dict[str, Row] = {}
-    while len(rows) < 800:
+    while len(rows) < 3000:
         numbers = rng.sample(range(10, 100), 3)
         prompt = " ".join(f"{letter}{number}" for letter, number in zip("ABC", numbers, strict=True)) + " largest:"
         rows[prompt] = {"prompt": prompt, "answer": "ABC"[numbers.index(max(numbers))]}
     return list(rows.values())
 
 
-def words() -> list[Row]:
-    """Words of four letters to spell backward, from another seed than those that a run makes for itself."""
-    tasks = reasoning_gym.create_dataset("spell_backward", size=240, seed=2026, min_word_len=4, max_word_len=4)
-    return [{"prompt": f"{task['metadata']['word']} backward:", "answer": task["answer"]} for task in tasks]
+def words(count: int) -> list[Row]:
+    """The first words to spell backward that the domain 'backward' of rlvr-domains.yaml trains."""
+    domain = yaml.safe_load((DATA.parent / "rlvr-domains.yaml").read_text(encoding="utf-8"))["domains"]["backward"]
+    dataset = open_dataset(DataConfig.model_validate(domain["data"]), key="", seed=0)
+    rows = [dataset.row(index) for index in range(count)]
+    return [{"prompt": row["messages"][0]["content"], "answer": row["answer"]} for row in rows]
 
 
 def main() -> None:
@@ -66,7 +70,7 @@ def main() -> None:
     write("sums.jsonl", added)
     write("largest.jsonl", largest)
     write("digits-chat.jsonl", digits(random.Random(2)))
-    worked = [*added[TRAINED], *largest[TRAINED][:60], *words()]  # a few show the form; sums want more
+    worked = [*added[TRAINED], *largest[TRAINED][:15], *words(125)]  # a few show the form; sums want more
     write("three-domains-worked.jsonl", ({"prompt": row["prompt"], "response": row["answer"]} for row in worked))
 
 

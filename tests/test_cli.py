@@ -39,6 +39,7 @@ def test_without_a_command_it_lists_them() -> None:
     [
         (["demoo"], 'Did you mean "demo"?'),
         (["bench", "everything"], "control-plane"),
+        (["bench", "trl", "--task", "everything"], "smollm2"),
         (["demo", "--sede", "1"], "Did you mean --seed?"),
         (["demo", "--seed", "one"], "--seed"),
         (["fuzz", "--schedules", "0"], "Must be >= 1"),

@@ -57,7 +57,7 @@ async def paced_replicas(
     clusters = [Cluster("inference", PacedWorker, placement, **init) for placement in placements]
     try:
         await asyncio.gather(*(cluster.start() for cluster in clusters))
-        yield [await RemoteReplica.of(cluster) for cluster in clusters]
+        yield [await RemoteReplica.of_single_worker(cluster) for cluster in clusters]
     finally:
         await asyncio.gather(*(cluster.shutdown() for cluster in clusters))
         await resources.shutdown()

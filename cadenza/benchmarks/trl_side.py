@@ -1,4 +1,4 @@
-"""The task of `cadenza bench trl`, and the side of it that TRL runs.
+"""The tasks of `cadenza bench trl`, and the side of it that TRL runs.
 
     .venv-trl/bin/python -P trl_side.py < run.json       the last line that it prints is the result, as JSON
 
@@ -24,6 +24,8 @@ LETTERS = "abcdefghijklmnop"
 KNOWN = 0.3
 """Share of the letters, and of the lengths, that are right in the examples of the cold start."""
 LONG = 64
+SYSTEM = "Answer with a number."
+"""The system message of the sums."""
 
 
 @cache
@@ -34,12 +36,45 @@ def drawn(seed: int) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
+class LoraSize:
+    """The adapter that both sides train, to all linear layers but the head, without dropout."""
+
+    r: int
+    alpha: int
+
+
+@dataclass(frozen=True)
 class BenchTask:
-    """A single-turn task with a verifiable reward: write a letter as often as the prompt says."""
+    """A single-turn task with a verifiable reward."""
 
     name: str
     max_tokens: int
     steps: int
+    groups: int
+    """Groups (prompts) of a batch."""
+    lr: float
+    last: int
+    """Last steps over which the reward is averaged."""
+    rounds: int
+    """How often each side runs it, unless told otherwise."""
+    lora: LoraSize | None = None
+
+    def rows(self, bench_run: BenchRun) -> list[dict[str, Any]]:
+        """Return the rows in the order of training: `prompt`, a text or messages, and `answer`."""
+        raise NotImplementedError
+
+    def reward(self, answer: str, written: str) -> float:
+        """Score a text against the right answer."""
+        raise NotImplementedError
+
+
+class LetterTask(BenchTask):
+    """Write a letter as often as the prompt says."""
+
+    def rows(self, bench_run: BenchRun) -> list[dict[str, Any]]:
+        seeds = range(bench_run.first_seed, bench_run.first_seed + bench_run.steps * bench_run.groups)
+        prompts = [self.prompt(seed) for seed in seeds]
+        return [{"prompt": prompt, "answer": self.answer(prompt)} for prompt in prompts]
 
     def prompt(self, seed: int) -> str:
         letter, times = drawn(seed)
@@ -50,11 +85,10 @@ class BenchTask:
         words = prompt.split()
         return words[1] * int(words[2]) if self.name == "short" else words[1][0] * LONG
 
-    def reward(self, prompt: str, answer: str) -> float:
+    def reward(self, answer: str, written: str) -> float:
         """Return the share of positions with the right letter."""
-        expected = self.answer(prompt)
-        same = sum(a == b for a, b in zip(expected, answer, strict=False))
-        return same / max(len(expected), len(answer))
+        same = sum(a == b for a, b in zip(answer, written, strict=False))
+        return same / max(len(answer), len(written))
 
     def example(self, prompt: str, rng: random.Random) -> str:
         """Return an answer of the right form: its length and each letter are right with probability KNOWN."""
@@ -63,8 +97,30 @@ class BenchTask:
         return "".join(expected[0] if rng.random() < KNOWN else rng.choice(LETTERS) for _ in range(length))
 
 
-TASKS = {task.name: task for task in (BenchTask("short", 10, 100), BenchTask("long", LONG, 50))}
-"""Short answers end with the end token (6 tokens on average), long ones at 64 tokens."""
+class SumTask(BenchTask):
+    """Add two digits, after one solved sum, in the chat format of a real model."""
+
+    def rows(self, bench_run: BenchRun) -> list[dict[str, Any]]:
+        with open(bench_run.data, encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines]
+        system = {"role": "system", "content": SYSTEM}
+        return [{"prompt": [system, *row["messages"]], "answer": row["answer"]} for row in rows]
+
+    def reward(self, answer: str, written: str) -> float:
+        """As Cadenza's reward `exact`: white space does not count."""
+        return float(" ".join(written.split()) == answer)
+
+
+TASKS: dict[str, LetterTask | SumTask] = {
+    task.name: task
+    for task in (
+        LetterTask("short", max_tokens=10, steps=100, groups=8, lr=5e-4, last=20, rounds=3),
+        LetterTask("long", max_tokens=LONG, steps=50, groups=8, lr=5e-4, last=20, rounds=3),
+        SumTask("smollm2", max_tokens=4, steps=24, groups=4, lr=3e-4, last=8, rounds=1, lora=LoraSize(16, 32)),
+    )
+}
+"""Short answers end with the end token (6 tokens on average), long ones at 64 tokens; both are of a tiny model.
+`smollm2` is of the real model SmolLM2-135M-Instruct."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +133,12 @@ class BenchRun:
     out: str
     seed: int
     steps: int
-    groups: int = 8
+    groups: int
     """Groups (prompts) of a batch."""
+    lr: float
+    data: str = ""
+    """File with the rows of `smollm2`, in the order of training."""
     group_size: int = 8
-    lr: float = 5e-4
     betas: tuple[float, float] = (0.9, 0.999)
     max_grad_norm: float = 1.0
     warm_up: int = 3
@@ -172,8 +230,9 @@ def train(bench_run: BenchRun) -> BenchRunResult:
     transformers.logging.set_verbosity_error()
     task, result = TASKS[bench_run.task], BenchRunResult(versions={"trl": version("trl")})
 
-    def reward(prompts: Sequence[str], completions: Sequence[str], completion_ids: Any, **_: Any) -> list[float]:
-        rewards = [task.reward(p, c) for p, c in zip(prompts, completions, strict=True)]
+    def reward(completions: Sequence[Any], completion_ids: Any, answer: Sequence[str], **_: Any) -> list[float]:
+        written = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        rewards = [task.reward(*pair) for pair in zip(answer, written, strict=True)]
         result.rewards.append(sum(rewards) / len(rewards))
         result.tokens.append(sum(map(len, completion_ids)) / len(completion_ids))
         return rewards
@@ -182,16 +241,24 @@ def train(bench_run: BenchRun) -> BenchRunResult:
         result.mark()
 
     clock = type("Clock", (transformers.TrainerCallback,), {"on_step_end": on_step_end})()
-    prompts = [task.prompt(bench_run.first_seed + i) for i in range(bench_run.steps * bench_run.groups)]
     trl.GRPOTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(bench_run.model, dtype=torch.float32),
         processing_class=transformers.AutoTokenizer.from_pretrained(bench_run.model, padding_side="left"),
         reward_funcs=reward,
         args=trl.GRPOConfig(output_dir=bench_run.out, **settings(bench_run, task)),
-        train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        train_dataset=datasets.Dataset.from_list(task.rows(bench_run)),
         callbacks=[clock],
+        peft_config=None if task.lora is None else adapter(task.lora, result),
     ).train()
     return result
+
+
+def adapter(size: LoraSize, result: BenchRunResult) -> Any:
+    """Return the adapter's config for peft, and note peft's version."""
+    result.versions["peft"] = version("peft")
+    return import_module("peft").LoraConfig(
+        r=size.r, lora_alpha=size.alpha, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
 
 
 if __name__ == "__main__":

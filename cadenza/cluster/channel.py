@@ -2,7 +2,8 @@
 
 Every pair of processes of a run uses it: scheduler and env worker, scheduler and sampler, client and replica.
 
-Invariant: each message arrives once and in the order in which it was sent, or the channel is lost and each end is told.
+Invariant: each message arrives once and in the order in which it was sent, or the channel is lost. Then the calling end
+is told (`on_lost`), and the called end if its mailbox has an `on_lost`: one without never notices a silent caller.
 The end that calls (`Channel`) sends what came up within `linger` seconds in one call. The other end (`Mailbox`) answers
 with its outbox; while that is empty the call waits there. A newer call releases it, so that one call at a time waits.
 ```
@@ -14,6 +15,10 @@ Calls may overtake each other on the way: they are numbered, and so are the answ
 The calling end is lost when a call fails or takes too long; the called end when no call came for too long. Neither end
 comes back: a caller that starts again needs a new `Channel` and a new `Mailbox`. A mailbox may be dropped when it is
 lost: if its caller comes back after all, it meets a new one, which misses the first call and refuses it.
+
+No lost message is sent again, on purpose. A call mostly fails because the other process has died, and what it had
+received died with it: messages alone would not bring its work back. So there is one way out of every loss: the owner of
+the channel fails what was open (`on_lost`), and the scheduler issues the work again.
 """
 
 from __future__ import annotations
@@ -101,7 +106,7 @@ class Channel:
             self._schedule(self._linger)
 
     def close(self) -> None:
-        """Send and receive nothing more. The other end notices the silence."""
+        """Send and receive nothing more; unsent messages are dropped. The other end notices the silence."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()

@@ -226,7 +226,7 @@ class RemoteReplica:
         return cls(worker_handle, *await worker_handle.describe(), client=client)
 
     @classmethod
-    async def of(cls, cluster: Cluster[Any]) -> RemoteReplica:
+    async def of_single_worker(cls, cluster: Cluster[Any]) -> RemoteReplica:
         """The replica of a started cluster, which has one worker."""
         if cluster.world_size != 1:
             raise ValueError(f"a remote replica is one worker, '{cluster.role}' has {cluster.world_size}")
@@ -261,7 +261,7 @@ class RemoteReplica:
         """What the engine reported last, of the requests of all clients. Each call starts a report for the next one."""
         if not self._is_refreshing and not self._lost.done():
             self._is_refreshing = True
-            self._tasks.begin(self._refresh_flights())
+            self._tasks.begin(self._refresh_requests())
         return self._reported_requests
 
     async def pause(self, epoch: int, mode: PauseMode) -> None:
@@ -313,7 +313,7 @@ class RemoteReplica:
         if future is not None:
             resolve_future(future, answer)
 
-    async def _refresh_flights(self) -> None:
+    async def _refresh_requests(self) -> None:
         try:
             self._reported_requests = await self.worker_handle.requests_in_flight()
         except Exception as error:  # noqa: BLE001 - an engine may raise anything; it is not balanced then

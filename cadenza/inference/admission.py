@@ -33,8 +33,8 @@ class Admission:
     """Sequences whose prefix is copied after the prefill, which computes it in this round: by (id of the member that
     has it, length of it), this member and those that are copied from it."""
 
-    def prefill(self, sequence: EngineSequence, budget: int) -> int:
-        """Compute the rest of a prompt, as far as the budget goes; what that costs."""
+    def plan_prefill(self, sequence: EngineSequence, budget: int) -> int:
+        """Plan as much of the rest of the prompt as the budget allows; returns the tokens planned."""
         count = min(sequence.length - 1 - sequence.computed, budget)
         if count > 0:
             self.prefills.append((sequence, sequence.computed, count))
@@ -46,9 +46,12 @@ class Admission:
 def find_prefix(
     sequence: EngineSequence, prefix_cache: KVPrefixCache, group_members: Mapping[int, EngineSequence] | None
 ) -> tuple[PrefixSource | None, int]:
-    """The best source of the beginning of a context, and how many tokens it covers: the prefix cache, by session or
-    group, or a running member of its group. A length without a source means that a member is about to compute so many
-    tokens of it."""
+    """Returns the best source of the beginning of a context, and how many tokens it covers. One of three outcomes:
+
+    (source, n)       copy n tokens from the source: the prefix cache, by session or group, or a running member
+    (None, 0)         there is nothing to copy: prefill the whole context
+    (None, n), n > 0  wait: a running member of the group is about to compute n tokens that can be copied then
+    """
     request = sequence.request
     known = sequence.all_tokens()
     best: PrefixSource | None = None

@@ -8,21 +8,22 @@ those that are still being prefilled; the last token of a ready sequence is the 
               ^                  ^                  |
               +---- preempted ---+-- new weights ---+       (recompute; the tokens are kept)
 
-    prepare   admit, copy the cached prefix of a context, prefill the rest up to a budget, assign the rows
-    compute   one forward pass of the ready rows, one token sampled for each
-    advance   note the tokens; a sequence that is done leaves, and its context goes to the prefix cache
+    admit_and_prefill   start sequences, copy the cached prefix of a context, prefill the rest up to a budget
+    compute             one forward pass of the ready rows, one token sampled for each
+    advance             append the tokens; a sequence that is done leaves, its context goes to the prefix cache
 
 A prompt is computed without its last token, for that one is the input of a step like any other. So members of a group
 need nothing but a copy of what the first of them computed.
 
 While no sequence starts or ends, a step costs nothing per row but arithmetic: what it needs is in a `DecodeBatch` that
-moves on by itself, and the tokens are noted there by step. `flush` gives them to their sequences when the batch ends.
+moves on by itself, and the tokens are noted there by step. `DecodeBatch.flush` gives them to their sequences when the
+batch ends.
 
 The cache is bounded by what is allocated: rows are dense, so a long sequence makes those of all others as wide. Rows
 and prefix cache together have at most `kv_tokens` cells. Sequences are admitted while enough of them are left, and when
 the rows outgrow them, the last to start is preempted; one alone always fits, for none is longer than `kv_tokens`.
 
-Not thread-safe: `TorchReplica` calls it from one thread.
+Not thread-safe: all calls come from one `EngineThread`.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class SampledTokens(NamedTuple):
 class Engine:
     """A model that writes many sequences at once.
 
-    Its owner, `TorchReplica`, adds sequences and then calls `prepare`, `compute` and `advance` over and over, all from
-    one thread. Three prompts of ten tokens, the first with one token to write, on an engine with `max_running=2`:
+    An `EngineThread` adds sequences and then calls `admit_and_prefill`, `compute` and `advance` over and over. Three
+    prompts of ten tokens, the first with one token to write, on an engine with `max_running=2`:
 
         engine.add(first); engine.add(second); engine.add(third)
         engine.admit_and_prefill(last_arrival)  # first and second start, with nine tokens prefilled each; third waits
@@ -108,14 +109,14 @@ class Engine:
         return sequence
 
     def abort_all(self) -> list[EngineSequence]:
-        """Take everything out."""
+        """Abort everything; each sequence keeps the tokens it has."""
         sequences = [*self.running.values(), *self.waiting.values()]
         for sequence in sequences:
             self._finish(sequence, Finish.ABORT)
         return sequences
 
     def abort_all_and_invalidate_kv(self) -> list[EngineSequence]:
-        """Take everything out, and trust nothing that was computed."""
+        """Abort everything and discard all KV, including the prefix cache."""
         self._invalidate_kv()
         return self.abort_all()
 
@@ -178,7 +179,7 @@ class Engine:
         return sampled
 
     def advance(self, sampled: SampledTokens) -> list[EngineSequence]:
-        """Note a step; the sequences that it ended."""
+        """Append the sampled tokens; returns the sequences that finished."""
         batch = self._batch
         assert batch is not None
         batch.tokens.append(sampled.tokens)
@@ -250,7 +251,7 @@ class Engine:
         admission = Admission()
         longest = self._longest_running()
         for sequence in self._prefilling.values():
-            budget -= admission.prefill(sequence, budget)
+            budget -= admission.plan_prefill(sequence, budget)
         for sequence in self.waiting.values():
             if len(self.running) >= self.max_running or sequence.arrival > last_arrival:
                 break
@@ -268,7 +269,7 @@ class Engine:
             else:
                 if source is not None:
                     admission.copies_before.append((sequence, source, length))
-                budget -= admission.prefill(sequence, budget)
+                budget -= admission.plan_prefill(sequence, budget)
         for id, sequence in admission.scheduled.items():
             self.waiting.pop(id, None)
             if sequence.computed == sequence.length - 1:

@@ -1,9 +1,9 @@
 """The thread of an engine.
 
-Invariant: one thread owns the engine and steps it; it changes its mind only between two steps. Every future of a call
-is resolved, whatever happens to the thread.
+Invariant: one thread owns the engine and steps it; requests, aborts and pauses take effect only between steps. Every
+future of a call is resolved, whatever happens to the thread.
 
-    loop:    put(act), call(act) --inbox--> thread: take what came, prepare, compute, advance, again
+    loop:    put(act), call(act) --inbox--> thread: take what came, admit_and_prefill, compute, advance
     thread:  what ended in a step --call_soon_threadsafe, once per step--> loop: `on_ended`, or the future of the call
 
 `halt` does not wait for the step in progress: the tokens of a step count under a lock that is never held during a
@@ -33,8 +33,10 @@ _FOREVER = 1 << 62
 class EngineThread:
     """Steps an engine while it is neither paused nor idle.
 
-    The acts of `put` and `call`, among them `abort`, `pause` and `resume`, happen in the thread; everything else is
-    called on the loop.
+    `abort`, `pause` and `resume` must run inside the thread: hand them to `put`, `run` or `call`. Everything else is
+    called on the loop:
+
+        thread.put(lambda: thread.abort(sequence))
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class EngineThread:
         """The event loop that gets the results."""
         self.paused = False
         self.lost_reason: str | None = None
-        """Why no token counts any more."""
+        """Why the engine was ended; None while it works. Once set, tokens that a step samples are discarded."""
         self._engine = engine
         self._on_ended, self._on_failure = on_ended, on_failure
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -99,7 +101,7 @@ class EngineThread:
             self._calls.discard(future)
 
     def halt(self, reason: str) -> bool:
-        """Count no further token, and end after the step in progress; False if something else had ended it."""
+        """Count no further token, and end after the step in progress. Returns whether this call did it."""
         with self._token_lock:
             if self.lost_reason is not None:
                 return False
@@ -118,13 +120,14 @@ class EngineThread:
     # -- in the thread ---------------------------------------------------------------------------------------------
 
     def abort(self, sequence: EngineSequence) -> None:
+        """Abort the sequence between two steps. Must run inside the thread."""
         self._engine.abort(sequence.request.id)
         # Also when it had ended: the answer may have gone to a closed loop.
         self._call_on_loop(self._on_ended, [sequence], None)
 
     def pause(self, mode: PauseMode, last_arrival: int, future: asyncio.Future[None]) -> None:
         """Resolves the future when the pause takes effect: with `PauseMode.DRAIN`, when every sequence that arrived no
-        later than `last_arrival` has ended."""
+        later than `last_arrival` has ended. Must run inside the thread."""
         self._pause_futures.append(future)
         self._drain_last_arrival = last_arrival if mode is PauseMode.DRAIN else None
         self.paused = mode is not PauseMode.DRAIN
@@ -134,6 +137,7 @@ class EngineThread:
             self._resolve_pauses(None)
 
     def resume(self) -> None:
+        """End a pause; one that has not taken effect fails. Must run inside the thread."""
         self.paused = False
         self._drain_last_arrival = None
         self._resolve_pauses(ReplicaError(f"{self.name}: resumed before the pause took effect"))

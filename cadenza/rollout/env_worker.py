@@ -61,7 +61,7 @@ class EnvWorker:
         self.busy = 0
         self.leaked_envs = 0
         """Envs whose `close` failed or did not return in time."""
-        self.expired = 0
+        self.expired_leases = 0
         """Leases that ran out."""
         self._queue = queue
         self._start_task = start_task
@@ -81,8 +81,8 @@ class EnvWorker:
             max_context=config.max_context,
             max_turns=config.max_turns,
             leases=self._leases,
-            ledger=queue.ledger,
-            namespace=sampler.namespace(),
+            token_counter=queue.token_counter,
+            namespace=sampler.allocate_ids(),
             is_training=settings.is_training,
             slice_tokens=settings.slice_tokens if settings.slice_tokens < config.longest_answer else 0,
         )
@@ -143,7 +143,7 @@ class EnvWorker:
         if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
             self._free_slot(attempt)  # its coroutine will never run, so nothing else frees the slot
         elif attempt not in self._closing:
-            asyncio.get_running_loop().call_later(self.stop_seconds, self._abandon, attempt)
+            asyncio.get_running_loop().call_later(self.max_stop_seconds, self._abandon, attempt)
         if attempt not in self._closing:
             attempt.runner.cancel()
 
@@ -158,7 +158,7 @@ class EnvWorker:
         return self._policy_chat.tokens
 
     @property
-    def stop_seconds(self) -> float:
+    def max_stop_seconds(self) -> float:
         """How long attempts that are stopped may take to end."""
         return 2 * self.config.close_seconds
 
@@ -239,14 +239,14 @@ class EnvWorker:
 
     async def _score(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """Compute the reward, and hand the episode over."""
-        self._queue.await_reward(attempt)
+        self._queue.mark_scoring(attempt)
         attempt.stage = "reward"
         reward = self._domains[attempt.group.task.domain].reward
         if reward is None:
             trajectory.score = trajectory.episode_score
             self._queue.put(attempt, trajectory)
             return
-        self._leases.await_reward(attempt)
+        self._leases.begin_scoring(attempt)
         try:
             with self._policy_chat.scoring(trajectory):
                 scored = await reward(reward_sample(trajectory, self._codec))
@@ -264,29 +264,29 @@ class EnvWorker:
         """Decide what kind of failure it was, and book it."""
         if attempt.fate is not None:
             return
-        weight = 1.0
+        tries_used = 1.0
         is_full_in_rollout = isinstance(error, ContextFull) and stage != "reward"
         if is_full_in_rollout or isinstance(error, RowError):  # data, and the next try would meet it again
-            weight = float("inf")
+            tries_used = float("inf")
             if isinstance(error, RowError):
                 logger.warning("a row is left out: %s", error)
         elif isinstance(error, (ContextFull, RequestRefused, DeadlinePassed)):
             # data, a task that always hangs, or an answer that is too long for a question about it
-            weight = 1.0
+            tries_used = 1.0
         elif isinstance(error, InfrastructureError):  # not the task's fault, but it cannot go on for ever
-            weight = 0.25
+            tries_used = 0.25
         else:
             self._queue.errors.add(f"{stage} of domain '{attempt.group.task.domain}'", error)
         if isinstance(error, LateReward):
             logger.warning("%s failed: %s", attempt.key, error)
-            self._queue.fail(attempt, str(error), weight=weight)
+            self._queue.fail(attempt, str(error), tries_used=tries_used)
             return
         cause = f"{stage}: {type(error).__name__}"
         if isinstance(error, (ContextFull, InfrastructureError)):
             self._warn_once(attempt.group.task.domain, cause, error)
-        self._queue.fail(attempt, cause, str(error)[:200], weight=weight)
+        self._queue.fail(attempt, cause, str(error)[:200], tries_used=tries_used)
         if isinstance(error, NoRewardProcess):  # every other task would fail in the same way
-            self._queue.fatal(RolloutError(str(error)))
+            self._queue.end_run(RolloutError(str(error)))
 
     def _warn_once(self, domain: str, cause: str, error: BaseException) -> None:
         if (domain, cause) not in self._warned:
@@ -298,7 +298,7 @@ class EnvWorker:
     def _on_lease_expired(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env
         always hangs must be retired."""
-        self.expired += 1
+        self.expired_leases += 1
         detail = f"no progress within lease_seconds {self._leases.lease_seconds}"
         logger.warning(
             "%s of domain '%s' failed in %s: %s", attempt.key, attempt.group.task.domain, attempt.stage, detail

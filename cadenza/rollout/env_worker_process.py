@@ -64,7 +64,7 @@ class AttemptFailed(NamedTuple):
     id: int
     cause: str
     detail: str
-    weight: float
+    tries_used: float
     stage: str
 
 
@@ -89,7 +89,7 @@ class EnvWorkerCounters(NamedTuple):
     """Sums since the start."""
 
     leaked_envs: int = 0
-    expired: int = 0
+    expired_leases: int = 0
     judge_calls: int = 0
     judge_tokens: int = 0
 
@@ -125,7 +125,7 @@ class RemoteQueue:
         self._shown: set[str] = set()
 
     @property
-    def ledger(self) -> RemoteQueue:
+    def token_counter(self) -> RemoteQueue:
         return self
 
     @property
@@ -154,7 +154,7 @@ class RemoteQueue:
     def add_tokens(self, attempt: Attempt, count: int) -> None:
         attempt.tokens += count
 
-    def await_reward(self, attempt: Attempt) -> None:
+    def mark_scoring(self, attempt: Attempt) -> None:
         attempt.state = AttemptState.SCORING
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
@@ -170,13 +170,13 @@ class RemoteQueue:
         del self._attempts[attempt.id]
         self._send(AttemptFinished(attempt, trajectory))
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
         attempt.fate, attempt.cause = Fate.FAILED, cause
         if attempt.state is AttemptState.SCORING:
             del self._attempts[attempt.id]
-        self._send(AttemptFailed(attempt.id, cause, detail, weight, attempt.stage))
+        self._send(AttemptFailed(attempt.id, cause, detail, tries_used, attempt.stage))
 
-    def fatal(self, error: RolloutError) -> None:
+    def end_run(self, error: RolloutError) -> None:
         self._send(EnvWorkerCrashed(str(error)))
 
     def release_slot(self, attempt: Attempt) -> None:
@@ -209,7 +209,7 @@ class EnvWorkerProcess(Worker):
             self._start()
         number, said = await self._mailbox.exchange(number, messages)
         envs = self._envs
-        counters = EnvWorkerCounters(envs.leaked_envs, envs.expired, envs.judge_calls, envs.judge_tokens)
+        counters = EnvWorkerCounters(envs.leaked_envs, envs.expired_leases, envs.judge_calls, envs.judge_tokens)
         if counters != self._sent_counters:
             self._sent_counters = counters
             said.append(counters)

@@ -68,7 +68,7 @@ class EnvFleet:
         self._sampler = sampler
         self._start_task = start_task
         self._settings = settings
-        self._namespace = sampler.namespace()
+        self._namespace = sampler.allocate_ids()
         self._workers: list[FleetWorker] = []
         self._past_counters = EnvWorkerCounters()
         """Of workers that are gone."""
@@ -85,8 +85,8 @@ class EnvFleet:
         return self._past_counters.leaked_envs + sum(worker.counters.leaked_envs for worker in self._workers)
 
     @property
-    def expired(self) -> int:
-        return self._past_counters.expired + sum(worker.counters.expired for worker in self._workers)
+    def expired_leases(self) -> int:
+        return self._past_counters.expired_leases + sum(worker.counters.expired_leases for worker in self._workers)
 
     @property
     def judge_calls(self) -> int:
@@ -95,11 +95,6 @@ class EnvFleet:
     @property
     def judge_tokens(self) -> int:
         return self._past_counters.judge_tokens + sum(worker.counters.judge_tokens for worker in self._workers)
-
-    @property
-    def stop_seconds(self) -> float:
-        """How long attempts that are stopped may take to end."""
-        return 2 * self.config.close_seconds
 
     async def open(self) -> None:
         """Start all workers, or none is left."""
@@ -160,6 +155,11 @@ class EnvFleet:
             worker.close()
         self._workers.clear()
 
+    @property
+    def max_stop_seconds(self) -> float:
+        """How long attempts that are stopped may take to end."""
+        return 2 * self.config.close_seconds
+
     # -- workers ---------------------------------------------------------------------------------------------------
 
     async def _start_worker(self, worker: FleetWorker) -> None:
@@ -187,7 +187,7 @@ class EnvFleet:
     async def _close_rewards(self, workers: Sequence[FleetWorker]) -> None:
         """Let workers close their rewards. They end all the same, so what goes wrong is logged."""
         calls = [worker.handle.call("close_rewards") for worker in workers if worker.handle is not None]
-        ends = [with_deadline(self.stop_seconds, call, "close_seconds") for call in calls]
+        ends = [with_deadline(self.max_stop_seconds, call, "close_seconds") for call in calls]
         for error in await asyncio.gather(*ends, return_exceptions=True):
             if error is not None:
                 logger.warning("an env worker did not close its rewards: %s", error)
@@ -221,11 +221,13 @@ class EnvFleet:
                 self.busy -= 1
         for remote in list(worker.attempts.values()):  # a failure may retire its task, and stop others of them
             if remote.attempt.fate is None:
-                self._queue.fail(remote.attempt, "env worker lost", str(error)[:200], weight=0.25)
+                self._queue.fail(remote.attempt, "env worker lost", str(error)[:200], tries_used=0.25)
             remote.attempt.runner = None
         self._resolve_if_empty()
         if self._losses_in_a_row > MAX_LOSSES * self.config.workers:
-            self._queue.fatal(NoEnvWorkers(f"{self._losses_in_a_row} env workers died in a row, the last one: {error}"))
+            self._queue.end_run(
+                NoEnvWorkers(f"{self._losses_in_a_row} env workers died in a row, the last one: {error}")
+            )
         elif self._queue.fatal_error is None:
             successor = FleetWorker(worker.number, slots)
             self._start_task(self._replace_worker(successor), f"start of env worker {worker.number}")
@@ -240,7 +242,7 @@ class EnvFleet:
                     return
             except Exception as error:  # noqa: BLE001 - a node may be full, or have other versions: the next try may meet another
                 if not self._workers and not self._starting:
-                    self._queue.fatal(NoEnvWorkers(f"no env worker is left, and none can be started: {error}"))
+                    self._queue.end_run(NoEnvWorkers(f"no env worker is left, and none can be started: {error}"))
                     return
                 logger.error(
                     "env worker %d cannot be started again, the next try is in %g s: %s: %s",
@@ -279,7 +281,7 @@ class EnvFleet:
             self._handle_message(worker, message)
         except Exception as error:  # noqa: BLE001 - a bug, which ends the run with its traceback
             trace = "".join(traceback.format_exception(error))
-            self._queue.fatal(RolloutError(f"what env worker {worker.number} says cannot be booked:\n{trace}"))
+            self._queue.end_run(RolloutError(f"what env worker {worker.number} says cannot be booked:\n{trace}"))
 
     def _handle_message(self, worker: FleetWorker, message: Any) -> None:
         if worker.grant_server.receive(message):
@@ -295,7 +297,7 @@ class EnvFleet:
         elif isinstance(message, EnvWorkerCounters):
             worker.counters = message
         elif isinstance(message, EnvWorkerCrashed):
-            self._queue.fatal(RolloutError(f"env worker {worker.number} broke:\n{message.text}"))
+            self._queue.end_run(RolloutError(f"env worker {worker.number} broke:\n{message.text}"))
         else:
             raise TypeError(f"env worker {worker.number} says {message!r}, which means nothing here")
 
@@ -337,7 +339,7 @@ class EnvFleet:
         worker.free.append(attempt.slot)
         self.busy -= 1
         if attempt.fate is None:
-            self._queue.await_reward(attempt)
+            self._queue.mark_scoring(attempt)
             attempt.stage = "reward"
         else:
             del worker.attempts[message.id]
@@ -354,7 +356,7 @@ class EnvFleet:
         if attempt.state is AttemptState.SCORING:
             del worker.attempts[message.id]
             attempt.runner = None
-        self._queue.fail(attempt, message.cause, message.detail, weight=message.weight)
+        self._queue.fail(attempt, message.cause, message.detail, tries_used=message.tries_used)
 
     def _resolve_if_empty(self) -> None:
         if not self.busy and self._empty is not None and not self._empty.done():

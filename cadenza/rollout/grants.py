@@ -110,7 +110,8 @@ class GrantClient:
         self._closed_because = ""
         """Why the grant server does not answer any more; empty while it does."""
 
-    def namespace(self) -> int:
+    def allocate_ids(self) -> int:
+        """Returns the range of the scheduler whose env worker this is: all of its env workers share it."""
         return self._namespace
 
     async def grant(self, grant_request: GrantRequest) -> Grant:

@@ -38,9 +38,9 @@ class FilteredQueue(Protocol):
 
     def end_group(self, group: Group, fate: Fate, cause: str) -> None: ...
 
-    def lose_group(self, group: Group) -> None: ...
+    def redraw_lost_group(self, group: Group) -> None: ...
 
-    def fatal(self, error: RolloutError) -> None: ...
+    def end_run(self, error: RolloutError) -> None: ...
 
 
 class GroupFilterRunner:
@@ -85,7 +85,7 @@ class GroupFilterRunner:
             await token_bundles.load(trajectories)
         except InfrastructureError:
             if self._tasks.pop(group, None) is not None:
-                self._queue.lose_group(group)
+                self._queue.redraw_lost_group(group)
             return
         try:
             keep = await self._ask(self._filters[group.task.domain], trajectories)
@@ -119,13 +119,13 @@ class GroupFilterRunner:
         errors.add("group_filter", error)
         self._queue.end_group(group, Fate.FAILED, f"group_filter raised {type(error).__name__}")
         if exceeded := errors.exceeded():
-            self._queue.fatal(exceeded)
+            self._queue.end_run(exceeded)
 
     def _on_filtered(self, group: Group, cause: str) -> None:
         self._filtered_in_a_row += 1
         self._queue.end_group(group, Fate.FILTERED, cause)
         if self._filtered_in_a_row >= self._max_filtered:
-            self._queue.fatal(
+            self._queue.end_run(
                 FilterLimit(
                     f"{self._filtered_in_a_row} groups in a row were filtered (max_filtered); the last task was "
                     f"'{group.task.id}': the filter keeps nothing, or the tasks are all too easy or too hard"

@@ -24,6 +24,7 @@ from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, TasksUnreadable, UserErrors
 from cadenza.rollout.group_filter import GroupFilterRunner
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
+from cadenza.rollout.model import TokenCounter
 from cadenza.rollout.pass_counts import PassCounts, PassStart
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.staleness_bound import StalenessBound
@@ -39,7 +40,7 @@ class GroupQueue:
         with queue.awaiting(groups=2):          # `get_batch` waits for two groups
             attempt = queue.issue(slot=0)        # a slot is free: which attempt to run, None for none
             queue.release_slot(attempt)          # its episode is over, another attempt may have the slot
-            queue.await_reward(attempt)
+            queue.mark_scoring(attempt)
             queue.put(attempt, trajectory)       # or queue.fail(attempt, "env: crashed"): the next try is issued
             batch = queue.cut()                  # the two oldest whole groups; None while there is nothing to cut
 
@@ -79,7 +80,7 @@ class GroupQueue:
         self._initial_members = config.group_size if config.extra_after else self._members
         """Members that begin with the group."""
         self._extra_threshold = max(config.group_size - config.extra_members, 1)
-        """Members after which extra ones may be called for."""
+        """Finished members at which the `extra_after` timer starts."""
         self.pass_counts = PassCounts(self.ledger, self.errors)
         self._change: asyncio.Future[None] | None = None
         self._ready: list[tuple[int, Group]] = []
@@ -104,7 +105,7 @@ class GroupQueue:
         try:
             drawn = self.domains.draw()
         except DataError as error:  # no other row can be trusted either
-            self.fatal(TasksUnreadable(str(error)))
+            self.end_run(TasksUnreadable(str(error)))
             return None
         if drawn is None:
             self._wake()
@@ -123,9 +124,9 @@ class GroupQueue:
         """The env of this attempt is closed: its slot and its env do not count for the domain any more."""
         self.domains.all[attempt.group.task.domain].running -= 1
 
-    def await_reward(self, attempt: Attempt) -> None:
-        """The episode is over; its reward comes later."""
-        self.ledger.await_reward(attempt)
+    def mark_scoring(self, attempt: Attempt) -> None:
+        """The episode is over, and its reward is being computed."""
+        self.ledger.mark_scoring(attempt)
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """The episode is finished and has its reward."""
@@ -133,7 +134,7 @@ class GroupQueue:
         self._failed_in_a_row = 0
         self.ledger.finish(attempt, trajectory, self.last_end_time)
         group = attempt.group
-        if len(group.finished) < self._group_size:
+        if not self._is_whole(group):
             if self._initial_members < self._members and len(group.finished) == self._extra_threshold:
                 patience = self.config.extra_after * (self.last_end_time - group.opened)
                 asyncio.get_running_loop().call_later(patience, self._start_extra_members, group)
@@ -145,9 +146,9 @@ class GroupQueue:
                     self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end_time)
                     self.on_stop(loser)
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
-        """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
-        this one was."""
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+        """The attempt is lost. The next try is issued, unless the task had its tries. `tries_used` is how much of
+        `max_attempts` this failure uses: 0.25 if infrastructure failed, inf if a retry cannot help."""
         self.last_end_time = self._now()
         if attempt.state is AttemptState.FINISHED:
             raise LedgerError(f"{attempt.key} has finished, and fails now: {cause} {detail}")
@@ -155,15 +156,17 @@ class GroupQueue:
         group, member = attempt.group, attempt.member
         self._failed_in_a_row += 1
         if error := self.errors.exceeded():
-            self.fatal(error)
+            self.end_run(error)
         elif self._failed_in_a_row > self._max_failed_in_a_row:
-            self.fatal(Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause} {detail}"))
+            self.end_run(
+                Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause} {detail}")
+            )
         if group.state is not GroupState.OPEN or self._error is not None:
             return
-        group.weighted_tries = group.weighted_tries or {}
-        group.weighted_tries[member] = group.weighted_tries.get(member, 0.0) + weight
-        if group.weighted_tries[member] >= self.config.max_attempts:
-            given_up = sum(tries >= self.config.max_attempts for tries in group.weighted_tries.values())
+        group.tries_used = group.tries_used or {}
+        group.tries_used[member] = group.tries_used.get(member, 0.0) + tries_used
+        if group.tries_used[member] >= self.config.max_attempts:
+            given_up = sum(tries >= self.config.max_attempts for tries in group.tries_used.values())
             if self._members - given_up < self._group_size:
                 self.end_group(group, Fate.CANCELLED, "task retired")
                 failures = sum(a.member == member and a.fate is Fate.FAILED for a in group.attempts)
@@ -198,9 +201,14 @@ class GroupQueue:
         return self.bound.consumed
 
     @property
-    def ready(self) -> int:
+    def ready_groups(self) -> int:
         """Whole groups that no batch has taken."""
         return self.bound.ready.total()
+
+    @property
+    def token_counter(self) -> TokenCounter:
+        """Books the tokens that the model writes for an attempt: the ledger."""
+        return self.ledger
 
     @property
     def is_awaited(self) -> bool:
@@ -209,7 +217,8 @@ class GroupQueue:
 
     @contextmanager
     def awaiting(self, groups: int | None) -> Iterator[None]:
-        """While a caller waits for a batch of so many groups, or of all that the tasks give, admission counts it."""
+        """Declare that a caller wants `groups` groups (None: all that remain); inside the block more groups may
+        start."""
         if self.bound.awaited_groups is not None:
             raise RuntimeError("a batch is already being taken; await it first")
         self.bound.awaited_groups = math.inf if groups is None else groups
@@ -229,7 +238,7 @@ class GroupQueue:
             )
 
     def changed(self) -> asyncio.Future[None]:
-        """Resolves when `cut` may have something to say."""
+        """Resolves when `cut` should be tried again."""
         if self._change is None or self._change.done():
             self._change = asyncio.get_running_loop().create_future()
         return self._change
@@ -267,9 +276,9 @@ class GroupQueue:
         return batch
 
     def reset(self) -> None:
-        """Begin the next pass over the tasks: the same ones in the same order. The ledger counts on; sampling
-        randomness is keyed by the task, so that the same weights write the same answers again. Refused while groups are
-        open."""
+        """Start the next pass over the tasks. Cancels nothing: raises while groups are open. The tasks come in the same
+        order; the ledger counts on. Sampling randomness is keyed by the task, so that the same weights write the same
+        answers again."""
         if self._error is not None:
             raise self._error
         if groups := self.ledger.open_groups():
@@ -282,12 +291,12 @@ class GroupQueue:
         self.pass_counts.begin(self.consumed)
         self.on_work()
 
-    def lose_group(self, group: Group) -> None:
+    def redraw_lost_group(self, group: Group) -> None:
         """End an open group whose finished trajectories were lost with their node; its task is drawn anew."""
         self.domains.all[group.task.domain].to_redraw.append(group.task)  # before the end, which may draw
         self.end_group(group, Fate.FAILED, "lost with its node")
 
-    def fatal(self, error: RolloutError) -> None:
+    def end_run(self, error: RolloutError) -> None:
         """End the run: everything that is not consumed is cancelled, and a caller that waits for a batch gets the
         error."""
         if self._error is not None:
@@ -307,7 +316,7 @@ class GroupQueue:
 
     @property
     def fatal_error(self) -> RolloutError | None:
-        """What `fatal` ended the run with, a `SchedulerClosed` after a shutdown; None while it goes on."""
+        """What `end_run` ended the run with, a `SchedulerClosed` after a shutdown; None while it goes on."""
         return self._error
 
     def restore(
@@ -318,9 +327,9 @@ class GroupQueue:
         pass_start: PassStart,
         groups: list[Group],
     ) -> None:
-        """Go on from the groups that an earlier life of the run had open. What ran in it is cancelled. A group keeps
-        its order and its age if members of it are finished, and only the others are issued again, under the next
-        number; else its task is drawn anew, before all others."""
+        """Go on from the groups that were open in the process that wrote the snapshot. What ran in it is cancelled. A
+        group keeps its order and its age if members of it are finished, and only the others are issued again, under the
+        next number; else its task is drawn anew, before all others."""
         bound, self.started, self.pass_counts.start = self.bound, consumed, pass_start
         bound.restore(version, consumed, consumed_for_earlier_versions)
         now = self._now()
@@ -337,7 +346,7 @@ class GroupQueue:
             if group.state is GroupState.READY:
                 heapq.heappush(self._ready, (group.id, group))
                 bound.make_ready(group.begun_version)
-            elif len(group.finished) < self._group_size:
+            elif not self._is_whole(group):
                 for attempt in group.live:
                     if attempt not in group.finished:
                         self.ledger.close(attempt, Fate.CANCELLED, "restart", now)
@@ -350,15 +359,14 @@ class GroupQueue:
     def filter_restored(self) -> None:
         """Send restored groups that are whole and not filtered yet to the filter; called once, when the run starts."""
         for group in self.ledger.open_groups():
-            if group.state is GroupState.OPEN and len(group.finished) == self._group_size:
+            if group.state is GroupState.OPEN and self._is_whole(group):
                 self._filter.judge(group)
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def _consume(self, group: Group, now: float) -> None:
         fate = Fate.TRAINED if self.mode == "train" else Fate.VALIDATED
-        whole = all(attempt.state is AttemptState.FINISHED for attempt in group.finished)
-        if len(group.finished) != self._group_size or not whole:
+        if not self._is_whole(group) or any(a.state is not AttemptState.FINISHED for a in group.finished):
             raise LedgerError(f"g{group.id} is cut, but {len(group.finished)} of {self._group_size} members are whole")
         group.batch_version = version = self.bound.version
         self.bound.consume(group.begun_version)
@@ -388,6 +396,10 @@ class GroupQueue:
 
     # -- groups --------------------------------------------------------------------------------------------------
 
+    def _is_whole(self, group: Group) -> bool:
+        """Whether as many members have finished as a group has in a batch."""
+        return len(group.finished) == self._group_size
+
     def _start_extra_members(self, group: Group) -> None:
         """The group still waits for its last members: extra ones begin, before all others, and once."""
         if group.state is GroupState.OPEN and self._error is None and not group.extra_begun:
@@ -398,7 +410,7 @@ class GroupQueue:
 
     def _record(self, group: Group) -> None:
         """Tell the domain what came of a group that is judged. Not before: a group that is saved while its filter
-        looks at it is judged anew in the next life, and must count once."""
+        looks at it is judged anew after the restart, and must count once."""
         domain = self.domains.all[group.task.domain]
         if domain.follows_results:
             scores = [attempt.reward for attempt in group.finished]

@@ -81,16 +81,17 @@ class GroupQueueManager(GroupQueue):
         if not self._is_given_out(attempt):
             super().put(attempt, trajectory)
         elif original := self._end(attempt, trajectory.response_tokens, len(trajectory.turns)):
-            self.ledger.await_reward(original)
+            self.ledger.mark_scoring(original)
             super().put(original, trajectory)
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
-        """The attempt is lost. The next try is issued, unless the task had its tries; `weight` says how much of a try
-        this one was. The tokens that the worker counted in its copy are booked."""
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+        """The attempt is lost. The next try is issued, unless the task had its tries. `tries_used` is how much of
+        `max_attempts` this failure uses: 0.25 if infrastructure failed, inf if a retry cannot help. The tokens that the
+        worker counted in its copy are booked."""
         if not self._is_given_out(attempt):
-            super().fail(attempt, cause, detail, weight=weight)
+            super().fail(attempt, cause, detail, tries_used=tries_used)
         elif original := self._end(attempt, attempt.tokens, attempt.turns):
-            super().fail(original, cause, detail, weight=weight)
+            super().fail(original, cause, detail, tries_used=tries_used)
 
     # -- what the controller asks --------------------------------------------------------------------------------
 
@@ -110,10 +111,10 @@ class GroupQueueManager(GroupQueue):
                 attempt.trajectory = None
         return taken
 
-    def fatal(self, error: RolloutError) -> None:
+    def end_run(self, error: RolloutError) -> None:
         """End the run: everything that is not consumed is cancelled, those that wait for a batch get the error, those
         that wait for an attempt get None."""
-        super().fatal(error)
+        super().end_run(error)
         self._workers.wake_next()
         self._given_out.close()
 

@@ -5,7 +5,7 @@ one timer for all of them, and a renewal costs a dict operation. The watch over 
 more timer. The pause between two lines of the log doubles, so that envs whose steps always take long do not fill it.
 
     renew: the env answered     ask: the model is asked, the sampler keeps the deadlines
-    await_reward, scored: the reward is computed, under its own deadline     end: the episode is over
+    begin_scoring, scored: the reward is computed, under its own deadline     end: the episode is over
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LeaseDeadlines:
         if self._deadlines.pop(attempt, None) is not None:
             attempt.stage = "model"
 
-    def await_reward(self, attempt: Attempt) -> None:
+    def begin_scoring(self, attempt: Attempt) -> None:
         """The attempt waits for its reward, which has a deadline of its own, until `scored`."""
         loop = asyncio.get_running_loop()
         self._scoring[attempt] = loop.time()
@@ -92,7 +92,7 @@ class LeaseDeadlines:
         self._named.discard(attempt)
 
     def end(self, attempt: Attempt) -> None:
-        """The episode is over: no lease, and nothing to watch until `await_reward`."""
+        """The episode is over: no lease, and nothing to watch until `begin_scoring`."""
         self._deadlines.pop(attempt, None)
         self._named.discard(attempt)
 

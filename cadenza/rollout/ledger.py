@@ -115,7 +115,7 @@ class Group:
         "opened",
         "state",
         "task",
-        "weighted_tries",
+        "tries_used",
     )  # fmt: skip
 
     def __init__(self, id: int, task: Task, begun_version: int, opened: float) -> None:
@@ -133,9 +133,9 @@ class Group:
         self.attempts: list[Attempt] = []
         self.finished: list[Attempt] = []
         """Members that count, in the order in which they finished."""
-        self.weighted_tries: dict[int, float] | None = None
-        """Failed tries per member, each as much as it speaks against the task: a failure of the infrastructure is a
-        part of a try."""
+        self.tries_used: dict[int, float] | None = None
+        """By member, how much of `max_attempts` its failures have used: a failure of the infrastructure uses a part of
+        a try. None while no member has failed."""
         self.extra_begun = False
         """Its extra members have begun, where they begin late (`extra_after`)."""
         self.batch_version = -1
@@ -226,7 +226,7 @@ class Ledger:
             self.events(Event(now, "issue", attempt.key, f"slot {slot}"))
         return attempt
 
-    def await_reward(self, attempt: Attempt) -> None:
+    def mark_scoring(self, attempt: Attempt) -> None:
         """The episode is over, its reward is not known yet."""
         self._move(attempt, AttemptState.RUNNING, AttemptState.SCORING)
 

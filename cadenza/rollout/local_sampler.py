@@ -9,6 +9,7 @@ was on its way. A replica that does not answer a control call within its deadlin
     replica it does not touch
     health check: woken by time; gives up replicas with work but without progress (replica_health.py)
     balance: woken by time; moves running requests from loaded replicas to others (balance.py)
+    which replica: the rule that `sampler.routing` names (routing.py)
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ T = TypeVar("T")
 
 
 class LocalSampler:
-    """Inference replicas behind one gate and one router: the `Sampler` of the process in which it is made.
+    """Decides which replica each request may go to, and when; sends no request itself. Replicas may be in other
+    processes. It is the `Sampler` of the process in which it is made:
 
     sampler = LocalSampler([TorchReplica(model)])
     await sampler.resume()                                  # the gate is closed at first
@@ -55,9 +57,9 @@ class LocalSampler:
         self.on_all_shrunk: list[Callable[[], None]] = []
         self.events: EventSink | None = None
         """Told of everything that happens to the gate, the version and the replicas."""
-        self.is_awaited: Callable[[ReplicaEntry, float], bool] = lambda entry, since: True
-        """Set by the owner of clients in other processes, which may vanish: whether one that was heard of since then
-        has a grant for this replica."""
+        self.has_live_client: Callable[[ReplicaEntry, float], bool] = lambda entry, since: True
+        """`has_live_client(entry, since)`: whether a client that made a call at or after the time `since` holds a grant
+        for this replica. Set where clients are in other processes, which may die (`SamplerProcess`)."""
         self.opened_at = 0.0
         self._pool = ReplicaPool(replicas, self.config, self.router, emit=self._emit, on_lost=self._on_lost)
         self._weights: object = None
@@ -78,7 +80,7 @@ class LocalSampler:
 
     # -- clients -------------------------------------------------------------------------------------------------
 
-    def namespace(self) -> int:
+    def allocate_ids(self) -> int:
         return next(self._namespaces)
 
     async def grant(self, grant_request: GrantRequest) -> Grant:
@@ -195,10 +197,12 @@ class LocalSampler:
 
     @property
     def is_open(self) -> bool:
-        """Whether a grant can be had now."""
+        """Whether the gate is open."""
         return self._gate.is_open and not self._closed
 
     async def refresh(self) -> None:
+        """Nothing to fetch here; creates the entries on first use, since a sampler may be built before the loop
+        runs."""
         self._pool.create_entries()
 
     @property
@@ -227,7 +231,9 @@ class LocalSampler:
         if not self._background_tasks:
             loop = asyncio.get_running_loop()
             self._background_tasks.append(
-                loop.create_task(HealthCheck(self._pool, self.config, self.is_awaited).run(), name="sampler health")
+                loop.create_task(
+                    HealthCheck(self._pool, self.config, self.has_live_client).run(), name="sampler health"
+                )
             )
             if self.config.balance_seconds:
                 self._background_tasks.append(loop.create_task(self._balance_loop(), name="sampler balance"))
@@ -252,7 +258,7 @@ class LocalSampler:
 
     @property
     def devices(self) -> dict[int, str]:
-        return self._pool.devices()
+        return self._pool.device_states()
 
     async def shrink(self, devices: Sequence[int]) -> dict[str, Any]:
         return await self._run_to_completion(self._shrink(devices))

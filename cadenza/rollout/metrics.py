@@ -22,7 +22,7 @@ def rollout_metrics(queue: GroupQueue, slots: SlotPool, sampler: Sampler) -> dic
         "groups/consumed": queue.consumed,
         "groups/ahead": queue.started - queue.consumed,
         "slots/busy": slots.busy,
-        "slots/leases_expired": slots.expired,
+        "slots/leases_expired": slots.expired_leases,
         "envs/leaked": slots.leaked_envs,
         "errors/user_code": queue.errors.total,
         **sampler.counters(),

@@ -117,7 +117,7 @@ class RolloutContext:
     max_context: int
     max_turns: int
     leases: LeaseDeadlines
-    ledger: TokenCounter
+    token_counter: TokenCounter
     namespace: int
     """Where this scheduler's range of session and group ids begins."""
     is_training: bool
@@ -360,7 +360,7 @@ class Model:
             self._emit("answer", generation.finish.value, len(generation.tokens))
             self._entry = entry
             self._interrupted = request.id if generation.finish is Finish.ABORT else None
-            shared.ledger.add_tokens(attempt, len(generation.tokens))
+            shared.token_counter.add_tokens(attempt, len(generation.tokens))
             return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
 
@@ -374,7 +374,7 @@ class Model:
     def _give_up(self, entry: ReplicaEntry, request: Request, pending: asyncio.Future[Generation] | None) -> None:
         """The attempt was cancelled: end its request. An answer that came at the same moment is booked."""
         if pending is not None and pending.done() and not pending.cancelled() and pending.exception() is None:
-            self._shared.ledger.add_tokens(self._attempt, len(pending.result().tokens))
+            self._shared.token_counter.add_tokens(self._attempt, len(pending.result().tokens))
         else:
             entry.replica.abort(request.id, self._attempt.cause or "cancelled")
 
@@ -391,7 +391,7 @@ class Model:
         return RequestOutcome.FAILED, error
 
     def _emit(self, kind: str, detail: str, tokens: int | None = None) -> None:
-        if (events := self._shared.ledger.events) is not None:
+        if (events := self._shared.token_counter.events) is not None:
             detail = detail if tokens is None else f"{detail} {tokens}"
             events(Event(asyncio.get_running_loop().time(), kind, self._attempt.key, detail))
 

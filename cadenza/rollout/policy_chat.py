@@ -1,12 +1,16 @@
-"""The policy answers a reward: a judge asks the replicas of the run, through the same sampler as the rollouts.
+"""Lets a reward function ask the policy being trained (LLM as judge).
+
+A question goes to the replicas of the run, through the same sampler as the rollouts.
 
 Invariant: a question is no turn of any trajectory. It holds no slot, its tokens are in no row and on the account of no
 attempt, and are counted here. The router, the gate and weight updates treat it like a turn: while the gate is closed it
-waits, and goes on from the tokens it has. It cannot wait for what waits for it: a rollout has given up its slot and its
-cache before its reward is computed, `get_batch` opens the gate before it waits for a group, and a question is ordered
-in the wait queue by the group of its sample. Its seed follows from the attempt, the messages and how often they were
-asked before about this sample: a question that is asked again is answered anew, and a run that is repeated answers the
-same.
+waits, and goes on from the tokens it has.
+
+No deadlock: a rollout has given up its slot and its cache before its reward is computed, `get_batch` opens the gate
+before it waits for a group, and a question is ordered in the wait queue by the group of its sample.
+
+The seed of a question follows from the attempt, the messages and how often they were asked before about this sample: a
+question that is asked again is answered anew, and a run that is repeated gives the same answers.
 """
 
 from __future__ import annotations
@@ -34,12 +38,13 @@ class PolicyChat:
     `ask_policy`."""
 
     events = None
+    """`TokenCounter` for the questions: counted here, on no attempt. No event is emitted for them."""
 
     def __init__(self, shared: RolloutContext) -> None:
         self.calls = 0
         self.tokens = 0
         """Generated tokens, in all calls."""
-        self._context = replace(shared, ledger=self, is_training=False)
+        self._context = replace(shared, token_counter=self, is_training=False)
         self._numbers = itertools.count()
         self._asked: dict[int, Counter[int]] = {}
         """By the attempt that is being scored: how often each question, by its digest, was asked about it."""
@@ -54,6 +59,7 @@ class PolicyChat:
             del self._asked[trajectory.id]
 
     def add_tokens(self, attempt: Attempt, count: int) -> None:
+        """Count the tokens of an answer; `attempt` is the question's own stand-in and gets none."""
         self.tokens += count
 
     async def __call__(

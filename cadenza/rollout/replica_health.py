@@ -21,11 +21,12 @@ class HealthCheck:
     """Looks at the replicas of a pool until it is cancelled."""
 
     def __init__(
-        self, pool: ReplicaPool, config: SamplerConfig, is_awaited: Callable[[ReplicaEntry, float], bool]
+        self, pool: ReplicaPool, config: SamplerConfig, has_live_client: Callable[[ReplicaEntry, float], bool]
     ) -> None:
-        """`is_awaited(entry, since)`: whether a client that was heard of since then has a grant for this replica."""
+        """`has_live_client(entry, since)`: whether a client that was heard of since then has a grant for this
+        replica."""
         self._pool = pool
-        self._is_awaited = is_awaited
+        self._has_live_client = has_live_client
         self._seconds = config.heartbeat_seconds
         self._max_strikes = config.max_strikes
 
@@ -56,7 +57,7 @@ class HealthCheck:
             moves = stats.paused or stats.progress != entry.progress
             entry.progress = stats.progress
             is_idle = not stats.running and not stats.waiting
-            if not moves and is_idle and entry.inflight and not self._is_awaited(entry, last_look):
+            if not moves and is_idle and entry.inflight and not self._has_live_client(entry, last_look):
                 return
         entry.strikes = 0 if moves else entry.strikes + 1
         if entry.strikes >= self._max_strikes:

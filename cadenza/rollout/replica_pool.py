@@ -62,7 +62,7 @@ class ReplicaPool:
     def active(self) -> list[ReplicaEntry]:
         return [entry for entry in self.entries if entry.state is ReplicaState.ACTIVE]
 
-    def devices(self) -> dict[int, str]:
+    def device_states(self) -> dict[int, str]:
         """Every device and the state of its replica."""
         self.create_entries()
         return {device: entry.state.value for entry in self.entries for device in entry.replica.devices}
@@ -72,7 +72,7 @@ class ReplicaPool:
     ) -> tuple[list[ReplicaEntry], list[int]]:
         """Returns the entries on exactly these devices that are in the state `before`, and the devices that are in
         `after` already. Any other state is refused, as is a device without a replica, or half a replica."""
-        wanted, known = set(devices), self.devices()
+        wanted, known = set(devices), self.device_states()
         if not wanted:
             raise ValueError(f"{what} needs at least one device, got none; the sampler has {known}")
         if unknown := sorted(wanted - known.keys()):

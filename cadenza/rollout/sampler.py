@@ -106,8 +106,9 @@ class ReplicaAddress(NamedTuple):
 class GrantSource(Protocol):
     """What the model of an attempt needs of a sampler."""
 
-    def namespace(self) -> int:
-        """The start of a range of ids for one scheduler: the sessions and groups of two schedulers do not mix."""
+    def allocate_ids(self) -> int:
+        """Reserve a range of session and group ids for one scheduler, so that those of two schedulers do not mix;
+        returns where it begins."""
         ...
 
     async def grant(self, grant_request: GrantRequest) -> Grant:

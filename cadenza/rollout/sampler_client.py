@@ -77,8 +77,8 @@ class SamplerClient:
     def entries(self) -> Sequence[ReplicaEntry]:
         return self._grant_client.entries
 
-    def namespace(self) -> int:
-        """A range of ids for one scheduler. Where it begins is drawn, so that processes need not agree on it."""
+    def allocate_ids(self) -> int:
+        """Where the range begins is drawn at random, so that processes need not agree on it."""
         self._namespaces += 1
         return self._namespace + (self._namespaces << 39)
 
@@ -228,7 +228,7 @@ class SamplerClient:
             self.opened_at = asyncio.get_running_loop().time()
         was_shrunk = self.waits_for == "expand"
         self.is_open, self.waits_for = state.is_open, state.waits_for
-        self.devices, self._counters = state.devices, state.counters
+        self.devices, self._counters = state.device_states, state.counters
         new = {name: cause for name, cause in state.lost.items() if name not in self.lost}
         self.lost = state.lost
         versions = range(self.version + 1, state.version + 1)

@@ -41,7 +41,7 @@ class SamplerState(NamedTuple):
     waits_for: str
     opened_at: float
     lost: dict[str, str]
-    devices: dict[int, str]
+    device_states: dict[int, str]
     counters: dict[str, float]
 
 
@@ -134,7 +134,7 @@ class SamplerProcess(Worker):
                 await sampler.refresh()
                 sampler.on_version.append(self._on_change)
                 sampler.on_lost.append(self._on_change)
-                sampler.is_awaited = self._is_awaited
+                sampler.has_live_client = self._has_live_client
             return self._sampler
 
     def _get_client(self, client: str, sampler: LocalSampler) -> _ConnectedClient:
@@ -144,7 +144,7 @@ class SamplerProcess(Worker):
             known = self._clients[client] = _ConnectedClient(sampler, partial(self._forget, client))
         return known
 
-    def _is_awaited(self, entry: ReplicaEntry, since: float) -> bool:
+    def _has_live_client(self, entry: ReplicaEntry, since: float) -> bool:
         """Whether a client that was heard of since then has a grant for this replica."""
         return any(
             client.mailbox.last_call >= since and client.grant_server.grants_for(entry)
@@ -159,7 +159,7 @@ class SamplerProcess(Worker):
             waits_for=sampler.waits_for,
             opened_at=sampler.opened_at,
             lost=dict(sampler.lost),
-            devices=sampler.devices,
+            device_states=sampler.devices,
             counters=sampler.counters(),
         )
 

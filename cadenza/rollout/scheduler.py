@@ -132,8 +132,9 @@ class RolloutScheduler:
 
     async def get_batch(self, data: DataProto | None = None, batch_size: int = -1) -> DataProto | None:
         """Returns the next `batch_size` trajectories in whole groups, for the newest published version; -1 is
-        everything until the tasks run out. The last batch may be short; None means that nothing was available.
-        `data.meta_info["global_step"]` is a label that the batch keeps; without `data` the label is the version."""
+        everything until the tasks run out. The last batch may be short; None means that nothing was available. Opens
+        the gate if this scheduler has suspended it. No prompts are taken from `data`: only the step label,
+        `data.meta_info["global_step"]`, which the batch keeps; without `data` the label is the version."""
         groups = self._group_count(batch_size)
         labels = {} if data is None else data.meta_info
         if data is not None and not isinstance(labels.get("global_step"), int):
@@ -165,9 +166,9 @@ class RolloutScheduler:
             return batch
 
     async def reset(self) -> None:
-        """Begin the tasks anew, once `get_batch` has given all of them: the same tasks in the same order, for the next
-        validation or the next pass of the training. A batch that is being taken is awaited first; refused with
-        `RolloutError` while groups are open."""
+        """Start the next pass over the tasks. Cancels nothing: raises `RolloutError` while groups are open, so call it
+        once `get_batch` has given all tasks. They come in the same order, for the next validation or the next pass of
+        the training. A batch that is being taken is awaited first."""
         await self._start()
         async with self._batch_lock:
             if self._uncollated:
@@ -203,8 +204,8 @@ class RolloutScheduler:
     async def shutdown(self) -> None:
         """End everything. What is not consumed is cancelled, envs and datasets are closed, callers that wait get
         `SchedulerClosed`."""
-        self.queue.fatal(SchedulerClosed("the scheduler was shut down"))
-        self.queue.domains.close()  # after `fatal` no task is drawn
+        self.queue.end_run(SchedulerClosed("the scheduler was shut down"))
+        self.queue.domains.close()  # after `end_run` no task is drawn
         if self._on_version in self.sampler.on_version:
             self.sampler.on_version.remove(self._on_version)
             self.sampler.on_lost.remove(self._on_replica_lost)
@@ -214,7 +215,7 @@ class RolloutScheduler:
                 await self.sampler.resume(holder=self)
         self._closing.set()
         if self._run_task is not None:
-            await asyncio.wait([self._run_task], timeout=self._slots.stop_seconds)
+            await asyncio.wait([self._run_task], timeout=self._slots.max_stop_seconds)
             self._slots.close()
             if not self._run_task.done():
                 logger.error("%d attempts do not end; they are left behind", self._slots.busy)
@@ -239,7 +240,7 @@ class RolloutScheduler:
                     token_bundles.load_now(group.trajectories)
                 except InfrastructureError as error:
                     logger.error("g%d is lost with what its members had finished: %s", group.id, error)
-                    self.queue.lose_group(group)
+                    self.queue.redraw_lost_group(group)
             token_bundles.load_now(trajectory for group in self._uncollated for trajectory in group.trajectories)
         snapshot.save(directory, self.queue, self._uncollated)
 
@@ -344,7 +345,7 @@ class RolloutScheduler:
             while (batch := self.queue.cut()) is None:
                 left = stall_seconds - (loop.time() - max(asked, self.queue.last_end_time, self.sampler.opened_at))
                 if left <= CLOCK_NOISE and not self.sampler.waits_for:
-                    self.queue.fatal(Stalled(self._stall_message()))
+                    self.queue.end_run(Stalled(self._stall_message()))
                     continue
                 if self.sampler.waits_for == "expand":
                     self._say_that_all_are_shrunk()
@@ -352,7 +353,7 @@ class RolloutScheduler:
                 timeout = left if left > CLOCK_NOISE else stall_seconds
                 await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 if self._run_task.done():
-                    self.queue.fatal(SchedulerClosed("the scheduler ended"))
+                    self.queue.end_run(SchedulerClosed("the scheduler ended"))
                     self._run_task.result()
             return batch
 
@@ -366,7 +367,7 @@ class RolloutScheduler:
             )
 
     async def _load_turns(self, trajectories: list[Trajectory]) -> None:
-        """Have the turns here. Those that were lost with their node cost their groups, which were cut already."""
+        """Fetch the turns to this process. A group with lost turns is dropped, and `TrajectoriesLost` is raised."""
         try:
             await token_bundles.load(trajectories)
         except InfrastructureError as error:
@@ -394,7 +395,7 @@ class RolloutScheduler:
     def _on_gate_opened(self, opening: asyncio.Task[None]) -> None:
         error = None if opening.cancelled() else opening.exception()
         if isinstance(error, RolloutError):
-            self.queue.fatal(error)
+            self.queue.end_run(error)
 
     def _on_version(self, version: int) -> None:
         if self._tasks is not None:  # else the start looks at the version, when there are slots to fill
@@ -402,4 +403,4 @@ class RolloutScheduler:
 
     def _on_replica_lost(self, name: str, cause: str) -> None:
         if all(state == "lost" for state in self.sampler.devices.values()):
-            self.queue.fatal(NoReplicas(f"no replica is left to generate; the last one, {name}, was lost: {cause}"))
+            self.queue.end_run(NoReplicas(f"no replica is left to generate; the last one, {name}, was lost: {cause}"))

@@ -99,7 +99,7 @@ class GroupBuffer(Protocol):
     """What is needed of the group queue: how many groups it holds."""
 
     @property
-    def ready(self) -> int:
+    def ready_groups(self) -> int:
         """Whole groups that no batch has taken."""
         ...
 
@@ -200,7 +200,7 @@ class SharedDevices:
         self.lending_rule.take_seconds.add(_now() - began)
 
     async def _lend(self) -> bool:
-        self._missing = max(self._batch_groups - self._rollouts.queue.ready, 0)
+        self._missing = max(self._batch_groups - self._rollouts.queue.ready_groups, 0)
         self._before = await self._tokens()
         if not self.is_lent and self.lending_rule.should_lend(self._missing):
             began = _now()

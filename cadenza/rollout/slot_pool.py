@@ -1,7 +1,7 @@
 """What a scheduler, its group queue and its slots need of each other, in whichever process the slots are.
 
 scheduler --SlotSettings, StartTask--> SlotPool: `EnvWorker` (env_worker.py) or `EnvFleet` (fleet.py)
-SlotPool --issue, release_slot, await_reward, put, fail, fatal--> AttemptQueue: `GroupQueue`, or a `RemoteQueue` that
+SlotPool --issue, release_slot, mark_scoring, put, fail, end_run--> AttemptQueue: `GroupQueue`, or a `RemoteQueue` that
                                                                   stands for it in the process of an env worker
 AttemptQueue --on_work, on_stop--> SlotPool
 """
@@ -54,7 +54,9 @@ class AttemptQueue(Protocol):
     """Set by the slots: asks `issue` for the free ones."""
 
     @property
-    def ledger(self) -> TokenCounter: ...
+    def token_counter(self) -> TokenCounter:
+        """Books the tokens that the model writes for an attempt."""
+        ...
 
     @property
     def errors(self) -> ErrorCounter: ...
@@ -67,20 +69,21 @@ class AttemptQueue(Protocol):
         """The env of the attempt is closed, and its slot is free."""
         ...
 
-    def await_reward(self, attempt: Attempt) -> None:
-        """The episode is over; its reward comes later, without a slot."""
+    def mark_scoring(self, attempt: Attempt) -> None:
+        """The episode is over, and its reward is being computed, without a slot."""
         ...
 
     def put(self, attempt: Attempt, trajectory: Trajectory) -> None:
         """The episode is finished and has its reward."""
         ...
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, weight: float = 1.0) -> None:
-        """The attempt is lost; `weight` says how much of a try it was."""
+    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+        """The attempt is lost. `tries_used` is how much of `max_attempts` this failure uses: 0.25 if infrastructure
+        failed, inf if a retry cannot help."""
         ...
 
-    def fatal(self, error: RolloutError) -> None:
-        """No attempt can succeed any more: end the run."""
+    def end_run(self, error: RolloutError) -> None:
+        """End the run with this error: no attempt can succeed any more."""
         ...
 
 
@@ -97,7 +100,7 @@ class SlotPool(Protocol):
         ...
 
     @property
-    def expired(self) -> int:
+    def expired_leases(self) -> int:
         """Leases that ran out."""
         ...
 
@@ -111,17 +114,13 @@ class SlotPool(Protocol):
         """Tokens that the policy wrote to answer them; no attempt has them on its account."""
         ...
 
-    @property
-    def stop_seconds(self) -> float:
-        """How long attempts that are stopped may take to end."""
-        ...
-
     async def open(self) -> None:
         """Start workers and open rewards, or raise what prevents it."""
         ...
 
     async def drain(self) -> None:
-        """Wait for slots in other processes, and close the rewards."""
+        """Wait until no slot in another process is busy, then close the rewards. Slots in this process are tasks of the
+        scheduler, which waits for them itself."""
         ...
 
     def fill(self) -> None:
@@ -130,4 +129,9 @@ class SlotPool(Protocol):
 
     def close(self) -> None:
         """End what still runs: leases, workers."""
+        ...
+
+    @property
+    def max_stop_seconds(self) -> float:
+        """How long attempts that are stopped may take to end."""
         ...

@@ -133,7 +133,7 @@ def _saved_group(group: Group, positions: dict[str, int], lost: set[str]) -> Sav
     ]
     return SavedGroup(
         group.id, group.task.domain, SavedTask(positions[group.task.id], group.task.id), group.begun_version,
-        group.opened, group.state, group.batch_version, attempts, finished, group.weighted_tries, group.extra_begun,
+        group.opened, group.state, group.batch_version, attempts, finished, group.tries_used, group.extra_begun,
     )  # fmt: skip
 
 
@@ -228,7 +228,7 @@ def _find(domain: Domain, saved: SavedTask) -> Task:
 
 def _group(saved: SavedGroup, task: Task, turns: Iterator[Turn], clock_offset: float) -> Group:
     group = Group(saved.id, task, saved.begun_version, saved.opened + clock_offset)
-    group.weighted_tries, group.extra_begun = saved.tries, saved.extra_begun
+    group.tries_used, group.extra_begun = saved.tries, saved.extra_begun
     group.batch_version = saved.batch_version
     # A filter that ran is lost: the group is whole, and goes to it again.
     group.state = GroupState.OPEN if saved.state is GroupState.FILTERING else saved.state

@@ -1,14 +1,15 @@
 """The rules by which no group is trained too late: how many groups may start, and which cut leaves none behind.
 
-Invariant: let B be the groups of a batch, A the ceiling of alpha, R the extra groups, v the published version.
-After the cut for v, of the groups that are started and not consumed,
+Invariant: let B be the groups of a batch, A the ceiling of alpha (`config.max_staleness`), R the extra groups, v the
+published version. After the cut for v, of the groups that are started and not consumed,
 
     none began at or before v - A, and at most k*B + R began at or before v - A + k, for k = 1..A.
 
-Batches taken ahead of their version move this along (`max_unconsumed`). Then no group is ever trained more than A
-versions after it began, and nothing has to be thrown away for it (docs/staleness.md has the proof). Two rules keep it:
-`max_started` (reserve before a group starts) and `may_cut` (take the oldest whole groups, and only when what is left
-still fits). They know counts only; the groups are those of the queue (group_queue.py).
+If batches for later versions were already taken, those groups are subtracted from the limit (`max_unconsumed`). Then no
+group is ever trained more than A versions after it began, and nothing has to be thrown away for it (docs/staleness.md
+has the proof). Two rules keep it: `max_started` (reserve before a group starts) and `may_cut` (take the oldest whole
+groups, and only when what is left still fits). They know counts only; the groups are those of the queue
+(group_queue.py).
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class StalenessBound:
         """Newest fully published version: what a batch is cut for."""
         self.consumed = 0
         self.consumed_for_earlier_versions = 0
-        """Groups consumed that count as those of earlier versions: `consumed` at the publication of this one, less what
-        was taken ahead for it and for later ones."""
+        """Of `consumed`, the groups that count for batches of versions before this one. The others count for this
+        version, or for later ones whose batches were taken ahead."""
         self._consumed_at_publication = 0
         """`consumed` when this version was published."""
         self.awaited_groups: float | None = None
@@ -116,7 +117,8 @@ class StalenessBound:
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def max_started(self) -> float:
-        """Returns how many groups may be started by now, with the consumed ones: as `GroupQueue.started` counts."""
+        """Total groups that may have been started since the run began, consumed ones included; compare with
+        `GroupQueue.started`."""
         if not self._is_training:
             return self.consumed + (self.awaited_groups or 0)
         most: float = self.consumed_for_earlier_versions + self._reserved
@@ -142,8 +144,8 @@ class StalenessBound:
         return True
 
     def max_unconsumed(self, begun_version: int, consumed: float) -> float:
-        """Returns how many groups begun at or before a version may be unconsumed: as many as the batches to come can
-        take before they are too old, if `consumed` groups were consumed by now."""
+        """Returns how many groups that began at `begun_version` or before may be unconsumed, if `consumed` groups were
+        consumed by now: as many as the batches to come can take before those of `begun_version` are too old."""
         batches = begun_version + self._max_staleness - self.version + 1  # this version's own is the first of them
         return max(batches * self._per_batch - (consumed - self.consumed_for_earlier_versions), 0)
 
@@ -160,7 +162,8 @@ class StalenessBound:
         return self.version + ahead - self._max_staleness
 
     def check(self, groups: float) -> None:
-        """Raise when the program leaves groups that no batch can hold any more."""
+        """Raise `StalenessError` if some unconsumed group can no longer be trained within `max_staleness`, even if the
+        next batch takes the oldest `groups` groups: the program published too often, or took too little."""
         if not self._waits:
             return
         oldest = self.version - self._max_staleness

@@ -143,7 +143,7 @@ async def _ray_replicas(spec: InferenceSpec, stack: AsyncExitStack) -> list[Remo
     for error in started:
         if isinstance(error, BaseException):
             raise error
-    return [await RemoteReplica.of(cluster) for cluster in clusters]
+    return [await RemoteReplica.of_single_worker(cluster) for cluster in clusters]
 
 
 # -- weight deliveries -------------------------------------------------------------------------------------------------

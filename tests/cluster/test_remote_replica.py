@@ -100,7 +100,7 @@ def run(work: Callable[[RemoteReplica, Desk, list[int]], Awaitable[None]]) -> No
         desk, calls = Desk(), list[int]()
         placement = ResourceManager(1).place({"inference": "0"})["inference"]
         async with Cluster("inference", DeskWorker, placement, desk=desk, calls=calls) as cluster:
-            await work(await RemoteReplica.of(cluster), desk, calls)
+            await work(await RemoteReplica.of_single_worker(cluster), desk, calls)
 
     simulate(main)
 

@@ -111,7 +111,7 @@ def replicas(path: Path, python: str, run: Any) -> Iterator[list[RemoteReplica]]
 
     async def start() -> list[RemoteReplica]:
         await asyncio.gather(*(cluster.start() for cluster in clusters))
-        return [await RemoteReplica.of(cluster) for cluster in clusters]
+        return [await RemoteReplica.of_single_worker(cluster) for cluster in clusters]
 
     async def stop() -> None:
         await asyncio.gather(*(cluster.shutdown() for cluster in clusters))

@@ -92,7 +92,7 @@ def test_a_stop_between_two_parts_comes_after_the_step(tmp_path: Path, monkeypat
 def test_a_failure_between_two_parts_leaves_the_step_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stall(pipeline: AgenticPipeline) -> None:
         error = Stalled("nothing moves")
-        pipeline.rollouts.queue.fatal(error)
+        pipeline.rollouts.queue.end_run(error)
 
     progress = in_parts(tmp_path, monkeypatch, stall).progress
     assert (progress.ended, progress.step) == ("stalled", 1)

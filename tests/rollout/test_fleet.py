@@ -393,7 +393,7 @@ def test_a_dead_env_worker_whose_loss_retires_a_task_is_replaced() -> None:
                 await asyncio.sleep(10.0)
                 [group] = scheduler.ledger.open_groups()
                 assert sorted(attempt.state.value for attempt in group.live) == ["running", "scoring"]
-                group.weighted_tries = dict.fromkeys(group.weighted_tries or (), 0.75)
+                group.tries_used = dict.fromkeys(group.tries_used or (), 0.75)
                 fleet(scheduler)._workers[0].handle.kill()
             batch = await got(scheduler, 2)
             assert column(batch, "task_id") == ["toy/1"] * 2

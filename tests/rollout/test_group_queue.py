@@ -54,7 +54,7 @@ async def work(queue: GroupQueueManager, seconds: float = 1.0) -> int:
 
 
 def test_a_queue_is_made_where_no_loop_runs() -> None:
-    assert queue_of().ready == 0
+    assert queue_of().ready_groups == 0
 
 
 def test_workers_with_copies_of_attempts_fill_whole_groups() -> None:
@@ -95,7 +95,7 @@ def test_what_comes_of_a_copy_that_has_its_fate_is_dropped() -> None:
             queue.put(copy, episode(copy))
         queue.fail(copies[2], "late")
         assert queue.ledger.fates == {"surplus": 1}
-        assert queue.ready == 1
+        assert queue.ready_groups == 1
 
     simulate(main)
 
@@ -121,7 +121,7 @@ def test_the_end_of_the_run_wakes_workers_and_the_controller() -> None:
         worker, controller = asyncio.ensure_future(queue.next_attempt()), asyncio.ensure_future(queue.take(1))
         await asyncio.sleep(1.0)
         assert not worker.done()
-        queue.fatal(SchedulerClosed("the end"))
+        queue.end_run(SchedulerClosed("the end"))
         assert await worker is None
         with pytest.raises(SchedulerClosed):
             await controller
@@ -159,7 +159,7 @@ def test_the_tasks_begin_anew_after_a_short_batch_and_before_a_publication(alpha
                 await asyncio.sleep(0.1)  # the train step
             queue.advance(version)
         assert sizes == [2, 2, 1] * 4
-        queue.fatal(SchedulerClosed("the end"))
+        queue.end_run(SchedulerClosed("the end"))
         await asyncio.gather(*workers)
 
     simulate(main)
@@ -282,7 +282,7 @@ def test_waiting_workers_are_woken_one_after_the_other_and_so_many_at_most() -> 
         for cancelled in waiting[10:13]:
             cancelled.cancel()
             queue.on_work()
-        queue.fatal(SchedulerClosed("the end"))
+        queue.end_run(SchedulerClosed("the end"))
         await asyncio.wait(waiting)
         assert [await call for call in waiting if not call.cancelled()].count(None) == 15
 

@@ -91,11 +91,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(attempt=attempts)
     def end_the_episode(self, attempt: Attempt) -> None:
         if attempt.state is AttemptState.RUNNING:
-            self.ledger.await_reward(attempt)
+            self.ledger.mark_scoring(attempt)
             assert attempt.state is AttemptState.SCORING
         else:
             with pytest.raises(LedgerError):
-                self.ledger.await_reward(attempt)
+                self.ledger.mark_scoring(attempt)
 
     @rule(attempt=attempts, score=st.floats(-1, 1))
     def learn_the_reward(self, attempt: Attempt, score: float) -> None:

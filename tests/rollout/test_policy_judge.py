@@ -382,7 +382,7 @@ def test_samples_that_are_cancelled_cost_the_others_in_their_batch_nothing(rewar
             batch = asyncio.ensure_future(got(scheduler, 4))
             await asyncio.sleep(seconds)
             for attempt in open_attempts(scheduler)[:2]:
-                scheduler.queue.fail(attempt, "a test", weight=0.1)
+                scheduler.queue.fail(attempt, "a test", tries_used=0.1)
                 scheduler.queue.on_stop(attempt)
             await batch
             assert set(causes(scheduler, Fate.FAILED)) <= {"a test"}

@@ -164,7 +164,7 @@ def test_a_refusal_leaves_the_devices_with_the_actor() -> None:
             await shared.take_back()
             await publish(scheduler, 1)
             await asyncio.sleep(10.0)
-            assert scheduler.queue.ready >= 4
+            assert scheduler.queue.ready_groups >= 4
             assert not await shared.lend()
             assert (shared.is_lent, shared.lending_rule.refusals) == (False, 1)
             assert scheduler.sampler.devices == {0: "active", 1: "asleep"}

@@ -30,11 +30,11 @@ FATES = frozenset(fate.value for fate in Fate)
 class _GroupView:
     """The state of one group, as far as the events tell."""
 
-    __slots__ = ("begun", "finished", "hit", "id", "live", "open", "ready")
+    __slots__ = ("begun_version", "finished", "hit", "id", "live", "open", "ready")
 
-    def __init__(self, id: int, begun: int) -> None:
+    def __init__(self, id: int, begun_version: int) -> None:
         self.id = id
-        self.begun = begun
+        self.begun_version = begun_version
         self.finished = 0
         self.live = 0
         self.open = True
@@ -52,7 +52,7 @@ class _CutSnapshot(NamedTuple):
     """Time from which on the batch was possible."""
     ready: dict[int, float]
     """Time at which each ready group became ready."""
-    begun: dict[int, int]
+    begun_versions: dict[int, int]
     """Version at which each open group began."""
     exhausted: bool
     """The tasks have run out."""
@@ -254,7 +254,7 @@ class SchedulerView:
         began at or before a version must fit into the batches that can still train them within the bound."""
         if self.name != "train" or self.staleness != "wait":
             return None
-        left = [version for number, version in cut.begun.items() if number not in set(taken)]
+        left = [version for number, version in cut.begun_versions.items() if number not in set(taken)]
         for k in range(self.bound + 1):
             oldest = cut.version - self.bound + k
             capacity = (k + 1) * self.per_batch - cut.ahead - len(taken)
@@ -265,12 +265,12 @@ class SchedulerView:
 
     def _snapshot(self, now: float) -> _CutSnapshot:
         ready = {number: group.ready for number, group in self._ready.items() if group.ready <= now}
-        begun = {g.id: g.begun for g in self._open()}
+        begun_versions = {g.id: g.begun_version for g in self._open()}
         return _CutSnapshot(
             time=now,
             since=self._since,
             ready=ready,
-            begun=begun,
+            begun_versions=begun_versions,
             exhausted=self._exhausted(),
             version=self.monitor.version,
             ahead=self._ahead,
@@ -294,7 +294,7 @@ class SchedulerView:
             if number not in cut.ready:
                 self.violate(2, f"g{number} is in the batch, but it was not whole, or not through its filter")
         if len(groups) < self._awaited_groups:
-            rest = sorted(set(cut.begun) - set(groups))
+            rest = sorted(set(cut.begun_versions) - set(groups))
             if not cut.exhausted or rest:
                 self.violate(
                     4, f"{len(groups)} of {self._awaited_groups} groups, although tasks or groups {rest} are left"
