@@ -167,11 +167,11 @@ class EnvWorker:
 
     async def _run(self, attempt: Attempt) -> None:
         """The life of an attempt: the rollout in its slot, then the reward without one."""
-        task = attempt.group.task
-        domain = self._domains[task.domain]
+        # As many of these as there are slots wait at once: every local of it is kept so often.
+        domain = self._domains[attempt.group.task.domain]
         trajectory = Trajectory(
             id=attempt.id,
-            task=task,
+            task=attempt.group.task,
             group=attempt.group.id,
             member=attempt.member,
             attempt=attempt.number,
@@ -181,28 +181,28 @@ class EnvWorker:
         )
         attempt.stage = "init"
         self._leases.renew(attempt)
-        type, env = domain.env_type, None
+        env: Any = None
         handle: EnvHandle | None = None
         model = Model(attempt, trajectory, domain.shared)
         try:
             try:
-                if isinstance(task.data, RowError):
-                    raise task.data
-                if type is not None:
-                    env = await type.make()
-                    type.check(env)
-                    handle = EnvHandle(env, type, attempt, trajectory, domain.shared)
+                if isinstance(trajectory.task.data, RowError):
+                    raise trajectory.task.data
+                if domain.env_type is not None:
+                    env = await domain.env_type.make()
+                    domain.env_type.check(env)
+                    handle = EnvHandle(env, domain.env_type, attempt, trajectory, domain.shared)
                 attempt.stage = "rollout"
-                full: ContextFull | None = None
                 try:
-                    await domain.rollout_function(task, handle, model)
-                except ContextFull as error:  # truncates the episode, if it had a turn
-                    full = error
+                    await domain.rollout_function(trajectory.task, handle, model)
+                except ContextFull:  # truncates the episode, if it had a turn
+                    if not trajectory.turns and not model.is_busy:
+                        raise
+                    trajectory.truncated = True
                 if model.is_busy:
                     await model.end_calls()
                 if not trajectory.turns:
-                    raise full or ValueError("the rollout returned without one turn of the model")
-                trajectory.truncated = trajectory.truncated or full is not None
+                    raise ValueError("the rollout returned without one turn of the model")
             except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
                 raise_if_cancelled(error)
                 # Raised while another call waits for the model: by the rollout.
@@ -210,7 +210,7 @@ class EnvWorker:
             finally:
                 trajectory.ended = asyncio.get_running_loop().time()
                 model.end_session()
-                await self._close_and_free_slot(attempt, type, env, handle)
+                await self._close_and_free_slot(attempt, domain.env_type, env, handle)
             if attempt.fate is None:
                 await self._score(attempt, trajectory)
         finally:

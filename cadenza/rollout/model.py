@@ -215,8 +215,7 @@ class Model:
         max_tokens = min(self._shared.max_context - length, call_sampling.max_tokens)
         if max_tokens <= 0:
             raise ContextFull(f"{length} tokens leave no room in max_context {self._shared.max_context}")
-        loop = asyncio.get_running_loop()
-        asked = loop.time()
+        asked = asyncio.get_running_loop().time()
         self._shared.leases.ask(attempt)  # from here to the answer the sampler keeps the deadlines
         self._busy = True
         try:
@@ -236,7 +235,7 @@ class Model:
         self._shared.sampler.observe_answer_length(len(generation.tokens))
         turn = Turn(
             prompt, generation.tokens, generation.logprobs, generation.spans, generation.finish,
-            fresh, asked, loop.time(),
+            fresh, asked, asyncio.get_running_loop().time(),
         )  # fmt: skip
         if self._branch is None:
             attempt.last_turn = len(self.trajectory.turns)
@@ -315,16 +314,15 @@ class Model:
         self, chunks: tuple[Tokens, ...], length: int, max_tokens: int, sampling: Sampling, written: int
     ) -> Generation:
         """One answer of one replica: whole, or the beginning of it. What one replica fails the next one gets."""
-        attempt, shared = self._attempt, self._shared
-        sampler = shared.sampler
-        branch = self._branch
-        turns, key = (attempt.turns, 0) if branch is None else (branch.turns, branch.seed_key)
-        seed = (self.trajectory.seed + GOLDEN * (turns + 1) + key) & MASK64
+        # A hundred thousand of these may wait at once: every local of it is kept so often.
+        attempt, shared, seed = self._attempt, self._shared, self._turn_seed()
         route_request = self._route_request(length, written)
         for _ in range(MAX_REROUTES):
             if attempt.fate is not None:
                 raise InfrastructureError("the attempt is over")
-            grant = await sampler.grant(GrantRequest(route_request, self._entry, self._cached, self._interrupted))
+            grant = await shared.sampler.grant(
+                GrantRequest(route_request, self._entry, self._cached, self._interrupted)
+            )
             self._interrupted = None
             entry = grant.entry
             request = Request(  # by position: this is the hot path
@@ -356,13 +354,19 @@ class Model:
                     raise
                 continue
             finally:
-                sampler.release(grant, outcome, replica_error, cached)
+                shared.sampler.release(grant, outcome, replica_error, cached)
             self._emit("answer", generation.finish.value, len(generation.tokens))
             self._entry = entry
             self._interrupted = request.id if generation.finish is Finish.ABORT else None
             shared.token_counter.add_tokens(attempt, len(generation.tokens))
             return generation
         raise InfrastructureError(f"{MAX_REROUTES} replicas failed this turn, one after the other")
+
+    def _turn_seed(self) -> int:
+        """Of this turn, the same whichever replica serves it."""
+        branch = self._branch
+        turns, key = (self._attempt.turns, 0) if branch is None else (branch.turns, branch.seed_key)
+        return (self.trajectory.seed + GOLDEN * (turns + 1) + key) & MASK64
 
     def _route_request(self, length: int, written: int) -> RouteRequest:
         attempt, namespace, size = self._attempt, self._shared.namespace, self._shared.slice_tokens
