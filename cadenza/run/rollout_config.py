@@ -23,6 +23,7 @@ from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE, REWARD
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig
 from cadenza.training.estimators import names_within_groups
 from cadenza.training.learner import LearnerConfig
+from cadenza.training.models import is_adapter
 from cadenza.user_code import named_user_code
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -139,6 +140,11 @@ class RolloutRunConfig(RunConfig):
 
     def check_names(self) -> None:
         super().check_names()
+        if find_engine(self.engine.kind).needs_model_path and is_adapter(str(self.model.path)):
+            raise ConfigError(
+                f"model.path {self.model.path} is an adapter, and engine.kind '{self.engine.kind}' loads whole models: "
+                "merge it first with `cadenza export RUN --to DIR --merged`, and set model.path=DIR"
+            )
         for key, named in (
             ("rollout.group_filter", self.rollout.group_filter),
             ("sampler.routing", self.sampler.routing),
