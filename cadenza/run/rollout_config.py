@@ -56,7 +56,8 @@ class ValidationConfig(Config):
     sampling: SamplingChanges = SamplingChanges()
     """What differs from the sampling in training, in every domain: `{temperature: 0}` changes the temperature alone."""
     samples: int = Field(default=1, gt=0)
-    """Tries at each task. With k of them the metrics are avg@k, their mean, and pass@1, 2, 4 .. k."""
+    """Tries at each task. With k of them the metrics are avg@k, their mean, and pass@1, 2, 4 .. k. `cadenza eval` and
+    `play` try each task once."""
     beside: bool = False
     """Train on while the validation runs. Its answers may then be written by several versions; the metrics stand at the
     step whose weights it began with, and choose no best checkpoint: its weights are gone."""
@@ -93,7 +94,7 @@ class RolloutRunConfig(RunConfig):
         raise NotImplementedError
 
     def with_episodes(self, episodes: int) -> Self:
-        """The config whose validation has so many episodes, of tasks that are trained if there are no others."""
+        """The config whose validation has so many tasks, of those that are trained if there are no others."""
         raise NotImplementedError
 
     def validation_env_manager(self, settings: ValidationConfig) -> EnvManagerConfig:
@@ -107,14 +108,16 @@ class RolloutRunConfig(RunConfig):
         return manager.model_copy(update={"domains": domains, "sampling": changed(manager.sampling)})
 
     def for_playing(self, episodes: int, *, greedy: bool) -> Self:
-        """The config whose validation plays so many episodes, for `cadenza play` and `cadenza eval`. They are sampled
-        as in validation; `greedy` takes the likeliest tokens in every domain."""
+        """The config whose validation plays so many episodes, for `cadenza play` and `cadenza eval`: each of another
+        task, whatever `validation.samples` says. They are sampled as in validation; `greedy` takes the likeliest tokens
+        in every domain."""
         playing = self.with_episodes(episodes)
         settings = playing.validation
-        if not greedy or settings is None:
-            return playing
-        sampling = settings.sampling.model_copy(update={"temperature": 0.0})
-        return playing.model_copy(update={"validation": settings.model_copy(update={"sampling": sampling})})
+        assert settings is not None
+        changes: dict[str, Any] = {"samples": 1}
+        if greedy:
+            changes["sampling"] = settings.sampling.model_copy(update={"temperature": 0.0})
+        return playing.model_copy(update={"validation": settings.model_copy(update=changes)})
 
     @classmethod
     def max_answer_tokens(cls, values: Mapping[str, Any]) -> int | None:
