@@ -30,15 +30,17 @@ def open_dataset(
     required: Sequence[str] = (),
     answered: bool = False,
     examine: bool = False,
+    as_of: str = "",
 ) -> Dataset:
     """The rows that a config names, ready to be drawn; raises `DataError` for what can be known to be wrong.
 
     `key` and `seed` choose the order: datasets of the same rows under other keys have other orders. `required` are
     fields that each row must have, besides those of the config; `answer` is one if the first row has it. With
     `answered` each row must have one that a response can be compared with: text, a number or a list of them. With
-    `examine`, all rows are read, and bad ones are counted in `refused` instead of raised.
+    `examine`, all rows are read, and bad ones are counted in `refused` instead of raised. `as_of` is the `source` of
+    the dataset that a run began with: of a file of JSON lines that has grown since, the rows of then are read.
     """
-    source = _open_source(config, key, seed)
+    source = _open_source(config, key, seed, as_of)
     try:
         return _dataset(
             config, source, key, seed, count_tokens, RowReader(config, required, answered=answered), examine
@@ -74,7 +76,7 @@ def _dataset(
     return Dataset(config, source, reader, used, order, f"{source.words}{part_words}, {how}")
 
 
-def _open_source(config: DataConfig, key: str, seed: int) -> Source:
+def _open_source(config: DataConfig, key: str, seed: int, as_of: str) -> Source:
     if config.procedural is not None:
         from cadenza.datasets.procedural import open_procedural
 
@@ -97,7 +99,7 @@ def _open_source(config: DataConfig, key: str, seed: int) -> Source:
         raise DataError(f"split '{config.split}': a file has no splits; take a part of it, as [:90%]")
     (kind,) = kinds
     if kind == "lines":
-        return open_jsonl(files)
+        return open_jsonl(files, as_of)
     from cadenza.datasets.tables import open_tables
 
     return open_tables(str(kind), files, config)
