@@ -228,7 +228,7 @@ def evaluate(
     episodes
         How many.
     checkpoint
-        best, last, or step-000012.
+        best, which is the last where no validation chose one, last, or step-000012.
     greedy
         Take the likeliest token instead of sampling as the run did.
     """
@@ -250,7 +250,7 @@ def export(run: Path, *, to: Path, merged: Flag = False, checkpoint: str = "best
     merged
         Make an adapter part of its model: a whole model is written.
     checkpoint
-        best, last, or step-000012.
+        best, which is the last where no validation chose one, last, or step-000012.
     """
     from cadenza import commands
 
@@ -268,7 +268,7 @@ def play(run: Path, *, episodes: Count = 1, checkpoint: str = "best", greedy: Fl
     episodes
         How many.
     checkpoint
-        best, last, or step-000012.
+        best, which is the last where no validation chose one, last, or step-000012.
     greedy
         Take the likeliest token instead of sampling as the run did.
     """

@@ -79,15 +79,17 @@ def resume(run_dir: Path, overrides: Sequence[str], *, as_json: bool) -> int:
 
 def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json: bool) -> int:
     """How good a checkpoint is, on the tasks of the validation."""
-    batch, version = asyncio.run(_play_checkpoint(run_dir, episodes, which, greedy, shown=0))
+    checkpoint = _checkpoint(run_dir, which)
+    batch, version = asyncio.run(_play_checkpoint(run_dir, checkpoint, episodes, greedy, shown=0))
     found: EpisodeStats = batch.meta_info["episodes"]
-    figures = {
-        "success": found.success, "reward_mean": found.score, "episodes": found.count, "version": version,
-    }  # fmt: skip
+    figures = {**_episode_figures(found), "version": version}
+    domains = {name: _episode_figures(own) for name, own in sorted(found.domains.items())}
     if as_json:
-        print(json.dumps(figures))
+        print(json.dumps({**figures, "domains": domains, "checkpoint": str(checkpoint)}))
         return 0
-    title = f"{run_dir}, checkpoint '{which}'"
+    title = f"{run_dir}, checkpoint {checkpoint.name}"
+    if len(domains) > 1:
+        figures |= {f"{name}/{key}": value for name, own in domains.items() for key, value in own.items()}
     table = Table(title=title, show_header=False, min_width=len(title))
     for name, value in figures.items():
         table.add_row(name, "-" if value is None else f"{value:.4g}")
@@ -95,10 +97,15 @@ def evaluate(run_dir: Path, *, episodes: int, which: str, greedy: bool, as_json:
     return 0
 
 
+def _episode_figures(found: EpisodeStats) -> dict[str, float | None]:
+    return {"success": found.success, "reward_mean": found.score, "episodes": found.count}
+
+
 def play(run_dir: Path, *, episodes: int, which: str, greedy: bool) -> int:
     """Watch a checkpoint play."""
     console = Console(highlight=False)
-    batch, version = asyncio.run(_play_checkpoint(run_dir, episodes, which, greedy, shown=episodes))
+    checkpoint = _checkpoint(run_dir, which)
+    batch, version = asyncio.run(_play_checkpoint(run_dir, checkpoint, episodes, greedy, shown=episodes))
     found: EpisodeStats = batch.meta_info["episodes"]
     for trajectory in found.shown:
         sample = sample_of(trajectory, batch.meta_info["codec"], step=version, mode="val")
@@ -294,14 +301,13 @@ def _percent(value: float | None) -> str:
 
 
 async def _play_checkpoint(
-    run_dir: Path, episodes: int, which: str, greedy: bool, *, shown: int
+    run_dir: Path, checkpoint: Path, episodes: int, greedy: bool, *, shown: int
 ) -> tuple[DataProto, int]:
     """Plays episodes with a checkpoint; the batch, and the version."""
     import_from_working_directory()
     config = _config_of(run_dir, [])
     if not isinstance(config, RolloutRunConfig):
         raise ConfigError(f"{run_dir} plays no episodes: its pipeline '{config.pipeline}' has no rollouts")
-    checkpoint = _checkpoint(run_dir, which)
     config = config.for_playing(episodes, greedy=greedy)
     overrides: dict[str, Any] = {"samples": shown, "critic": None, "backend": "embedded", "devices": {}}
     if config.engine.kind != "torch":
@@ -325,7 +331,7 @@ def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _checkpoint(run_dir: Path, which: str) -> Path:
-    """The checkpoint that 'last', 'best' or 'step-000012' means."""
+    """The checkpoint that 'last', 'best' or 'step-000012' means; 'best' is the last where none was chosen."""
     directory = run_dir / "checkpoints"
     path = directory / which
     if which == "last" or (which == "best" and not path.exists()):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,7 @@ def stored_models(root: Path = Path("models")) -> list[StoredModel]:
     """Checkpoints below a directory, and what transformers keeps of the hub."""
     found = [
         StoredModel(str(config.parent), _megabytes(config.parent))
-        for config in sorted(root.glob("**/config.json"))
+        for config in sorted(_configs_below(root))
         if any(config.parent.glob("*.safetensors"))
     ]
     return found + _hub_models()
@@ -178,6 +179,18 @@ def _hub_models() -> list[StoredModel]:
         return []
     models = [repo for repo in cached if repo.repo_type == "model"]
     return sorted((StoredModel(m.repo_id, m.size_on_disk >> 20) for m in models), key=lambda model: model.path)
+
+
+def _configs_below(root: Path) -> Iterator[Path]:
+    """The files config.json in a directory and below it, links to directories included, each directory once."""
+    seen: set[str] = set()
+    for place, directories, files in os.walk(root, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:  # a link leads back up
+            directories.clear()
+            continue
+        seen.add(real)
+        if "config.json" in files:
+            yield Path(place) / "config.json"
 
 
 def _megabytes(directory: Path) -> int:

@@ -33,6 +33,14 @@ def test_the_models_that_can_be_fetched_and_those_on_disk_are_listed(directory: 
     assert "models/mine" in cadenza("models").out
 
 
+def test_links_to_directories_are_followed_and_a_link_back_up_ends(directory: Path) -> None:
+    checkpoint(directory / "elsewhere" / "shared")
+    (directory / "models").mkdir()
+    (directory / "models" / "linked").symlink_to(directory / "elsewhere")
+    (directory / "elsewhere" / "up").symlink_to(directory / "models")
+    assert [model.path for model in model_store.stored_models()] == ["models/linked/shared"]
+
+
 def test_a_model_that_is_there_is_not_fetched_again(directory: Path) -> None:
     checkpoint(directory / "models" / "smollm2")
     done = cadenza("models", "fetch", "smollm2-135m", "--json")

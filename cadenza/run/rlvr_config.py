@@ -92,10 +92,10 @@ class RlvrConfig(RolloutRunConfig):
         settings = self.validation or ValidationConfig()
         measured = {name: domain.validation for name, domain in self.domains.items() if domain.validation is not None}
         rows = measured or {name: domain.data for name, domain in self.domains.items()}
-        share = max(1, episodes // (len(rows) * settings.samples))
+        share, rest = divmod(episodes, len(rows))
+        first = {name: own.first_rows(max(1, share + (n < rest))) for n, (name, own) in enumerate(rows.items())}
         domains = {
-            name: domain.model_copy(update={"validation": rows[name].first_rows(share) if name in rows else None})
-            for name, domain in self.domains.items()
+            name: domain.model_copy(update={"validation": first.get(name)}) for name, domain in self.domains.items()
         }
         return self.model_copy(update={"domains": domains, "validation": settings})
 

@@ -23,6 +23,7 @@ from cadenza.run.role_names import ACTOR, CRITIC, INFERENCE, REFERENCE, REWARD
 from cadenza.training import ActorConfig, CriticConfig, EstimatorConfig, ReferenceConfig
 from cadenza.training.estimators import names_within_groups
 from cadenza.training.learner import LearnerConfig
+from cadenza.training.models import is_adapter
 from cadenza.user_code import named_user_code
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -55,7 +56,8 @@ class ValidationConfig(Config):
     sampling: SamplingChanges = SamplingChanges()
     """What differs from the sampling in training, in every domain: `{temperature: 0}` changes the temperature alone."""
     samples: int = Field(default=1, gt=0)
-    """Tries at each task. With k of them the metrics are avg@k, their mean, and pass@1, 2, 4 .. k."""
+    """Tries at each task. With k of them the metrics are avg@k, their mean, and pass@1, 2, 4 .. k. `cadenza eval` and
+    `play` try each task once."""
     beside: bool = False
     """Train on while the validation runs. Its answers may then be written by several versions; the metrics stand at the
     step whose weights it began with, and choose no best checkpoint: its weights are gone."""
@@ -92,7 +94,7 @@ class RolloutRunConfig(RunConfig):
         raise NotImplementedError
 
     def with_episodes(self, episodes: int) -> Self:
-        """The config whose validation has so many episodes, of tasks that are trained if there are no others."""
+        """The config whose validation has so many tasks, of those that are trained if there are no others."""
         raise NotImplementedError
 
     def validation_env_manager(self, settings: ValidationConfig) -> EnvManagerConfig:
@@ -106,14 +108,16 @@ class RolloutRunConfig(RunConfig):
         return manager.model_copy(update={"domains": domains, "sampling": changed(manager.sampling)})
 
     def for_playing(self, episodes: int, *, greedy: bool) -> Self:
-        """The config whose validation plays so many episodes, for `cadenza play` and `cadenza eval`. They are sampled
-        as in validation; `greedy` takes the likeliest tokens in every domain."""
+        """The config whose validation plays so many episodes, for `cadenza play` and `cadenza eval`: each of another
+        task, whatever `validation.samples` says. They are sampled as in validation; `greedy` takes the likeliest tokens
+        in every domain."""
         playing = self.with_episodes(episodes)
         settings = playing.validation
-        if not greedy or settings is None:
-            return playing
-        sampling = settings.sampling.model_copy(update={"temperature": 0.0})
-        return playing.model_copy(update={"validation": settings.model_copy(update={"sampling": sampling})})
+        assert settings is not None
+        changes: dict[str, Any] = {"samples": 1}
+        if greedy:
+            changes["sampling"] = settings.sampling.model_copy(update={"temperature": 0.0})
+        return playing.model_copy(update={"validation": settings.model_copy(update=changes)})
 
     @classmethod
     def max_answer_tokens(cls, values: Mapping[str, Any]) -> int | None:
@@ -139,6 +143,11 @@ class RolloutRunConfig(RunConfig):
 
     def check_names(self) -> None:
         super().check_names()
+        if find_engine(self.engine.kind).needs_model_path and is_adapter(str(self.model.path)):
+            raise ConfigError(
+                f"model.path {self.model.path} is an adapter, and engine.kind '{self.engine.kind}' loads whole models: "
+                "merge it first with `cadenza export RUN --to DIR --merged`, and set model.path=DIR"
+            )
         for key, named in (
             ("rollout.group_filter", self.rollout.group_filter),
             ("sampler.routing", self.sampler.routing),

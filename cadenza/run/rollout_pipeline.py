@@ -136,23 +136,33 @@ class RolloutPipeline(Pipeline):
         step, progress.validating = progress.validating, -1
         self.write_samples(step, "val", episodes)
         self.log(step, episodes.metrics("val"))
-        self._say_what_samples_lack(episodes)
+        self._say_what_is_missing(episodes)
         progress.validated = step
         is_present = step == progress.step
         self.record_episodes(episodes, choose=is_present)
         if is_present:
             self.stop_at_target()
 
-    def _say_what_samples_lack(self, episodes: EpisodeStats) -> None:
-        """Say with the first validation why there is no pass@k, though several samples ask for it."""
+    def _say_what_is_missing(self, episodes: EpisodeStats) -> None:
+        """Say with the first validation which tasks it has no episodes of, and why there is no pass@k, though several
+        samples ask for it."""
         settings = self.config.validation
-        if settings is None or settings.samples == 1 or episodes.judged or self.progress.validated >= 0:
+        if settings is None or self._validator is None or self.progress.validated >= 0:
             return
-        logger.warning(
-            "validation.samples is %d, but nothing says which of them are a success, so there is no pass@k; val/score "
-            "is their mean. Let the reward return a bool, or Scored(success=...)",
-            settings.samples,
-        )
+        tasks = self._validator.ledger.groups_opened
+        if missing := tasks - episodes.count // settings.samples:
+            logger.warning(
+                "%d of %d tasks of the validation gave no episode, and the metrics val/ leave them out. The warnings "
+                "before this one say why",
+                missing,
+                tasks,
+            )
+        if settings.samples > 1 and not episodes.judged:
+            logger.warning(
+                "validation.samples is %d, but nothing says which of them are a success, so there is no pass@k; "
+                "val/score is their mean. Let the reward return a bool, or Scored(success=...)",
+                settings.samples,
+            )
 
     def record_episodes(self, episodes: EpisodeStats, *, choose: bool = True) -> None:
         """Remember how good the policy is, in each domain and in all; see `record_success`."""

@@ -5,6 +5,7 @@ The same config and seed give the same weights, and making them leaves the globa
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -15,11 +16,15 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from cadenza.config import Config
 from cadenza.cpu import limit_onednn
 from cadenza.training.settings import refuse_unused
+
+ADAPTER = "adapter_config.json"
+"""The file of peft that makes a directory an adapter."""
 
 
 class LoraConfig(Config):
@@ -39,7 +44,8 @@ class ModelConfig(Config):
     """Which model, in what form."""
 
     path: str | None = None
-    """A directory written by `save_pretrained`, or a name on the hub. None builds a tiny policy of the size below."""
+    """A directory written by `save_pretrained`, or a name on the hub. An adapter becomes part of the model that it was
+    trained on; with `lora` a new one is trained on top. None builds a tiny policy of the size below."""
     layers: int = Field(default=4, gt=0)
     hidden: int = Field(default=64, gt=0)
     heads: int = Field(default=4, gt=0)
@@ -89,7 +95,8 @@ def load_model(
         if config.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if config.lora is not None:
-            model = _with_adapter(model, config.lora, "CAUSAL_LM" if pad_token_id is None else "SEQ_CLS")
+            task_type = "CAUSAL_LM" if pad_token_id is None else "SEQ_CLS"
+            model = _with_adapter(model, config.lora, task_type, base_name(str(config.path)))
     trained: nn.Module = model.train()
     return trained
 
@@ -112,8 +119,42 @@ def adapter_weights(module: nn.Module) -> dict[str, Tensor] | None:
         return None
     import peft
 
-    weights = peft.get_peft_model_state_dict(module)
+    weights = peft.get_peft_model_state_dict(module, save_embedding_layers=False)
     return {name: tensor.detach() for name, tensor in weights.items()}
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a directory holds an adapter, and not a whole model."""
+    return (Path(path) / ADAPTER).is_file()
+
+
+def base_name(path: str) -> str:
+    """What an adapter that is trained on the model at `path` says of it: the directory by a name that means the same
+    everywhere on this machine, or the name on the hub. If the base is an adapter itself, its file is named:
+    `load_model` follows it; transformers and peft, which would leave that adapter out, fail."""
+    directory = Path(path).resolve()
+    if not directory.is_dir():
+        return path
+    return str(directory / ADAPTER if is_adapter(directory) else directory)
+
+
+def stored_base(adapter: Path) -> str:
+    """The `model.path` of the model that the adapter in a directory was trained on."""
+    named = json.loads((adapter / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return str(named).removesuffix(f"/{ADAPTER}")
+
+
+def merge_adapter(model: Any, adapter: Path) -> Any:
+    """The model with the adapter of a directory in its weights."""
+    import peft
+
+    settings = peft.PeftConfig.from_pretrained(str(adapter))
+    is_classifier, is_scorer = hasattr(model, "score"), settings.task_type == "SEQ_CLS"
+    if is_scorer and not is_classifier:
+        raise ValueError(f"{adapter} is the adapter of a reward model, which writes no text")
+    settings.task_type = None  # the adapter of a language model fits under the head of a classifier too
+    merged = peft.PeftModel.from_pretrained(model, str(adapter), config=settings).merge_and_unload()
+    return merged.requires_grad_()  # peft froze it
 
 
 def save_model(directory: Path, module: nn.Module, weights: Mapping[str, Tensor] | None = None) -> None:
@@ -181,8 +222,6 @@ def _tiny(config: ModelConfig, vocab_size: int, eos_token_id: int | None, pad_to
 
 
 def _pretrained(config: ModelConfig, pad_token_id: int | None) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
     path = str(config.path)
     way_out = "give a directory written by save_pretrained, or no path for a tiny policy built here"
     # 'runs/best' looks like a name on the hub, but not where there is a directory runs.
@@ -191,18 +230,47 @@ def _pretrained(config: ModelConfig, pad_token_id: int | None) -> Any:
         raise ModelNotFound(f"model.path {path} does not exist: {way_out}")
     try:
         with without_progress_bars():
-            dtype = getattr(torch, config.dtype)
-            if pad_token_id is None:
-                return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-            with _without_warnings():  # that the score of a language model is new
-                model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
-            model.config.get_text_config().pad_token_id = pad_token_id
+            base, adapters = _base_and_adapters(path)
+            model = _whole_model(base, getattr(torch, config.dtype), pad_token_id)
+            for adapter in adapters:
+                model = merge_adapter(model, adapter)
             return model
-    except (OSError, ValueError) as error:
+    except ModelNotFound:
+        raise
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelNotFound(f"model.path {path} cannot be loaded: {way_out}. transformers says: {error}") from error
 
 
-def _with_adapter(model: Any, config: LoraConfig, task_type: str) -> Any:
+def _base_and_adapters(path: str) -> tuple[str, list[Path]]:
+    """The whole model that a path leads to, and the adapters on it, in the order in which they were trained."""
+    adapters: list[Path] = []
+    while is_adapter(path):
+        adapter = Path(path)
+        path = stored_base(adapter)
+        if adapter in adapters or (Path(path).is_absolute() and not Path(path).is_dir()):
+            raise ModelNotFound(
+                f"{adapter} is an adapter to {path}, which is not a model here: set base_model_name_or_path in "
+                f"{adapter / ADAPTER} to where that model is now"
+            )
+        adapters.insert(0, adapter)
+    return path, adapters
+
+
+def _whole_model(path: str, dtype: torch.dtype, pad_token_id: int | None) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if pad_token_id is None:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    else:
+        with _without_warnings():  # that the score of a language model is new
+            model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, num_labels=1)
+        model.config.get_text_config().pad_token_id = pad_token_id
+    if is_adapted(model):
+        raise ValueError(f"{path} on the hub is an adapter: download it, and name its directory")
+    return model
+
+
+def _with_adapter(model: Any, config: LoraConfig, task_type: str, base: str) -> Any:
     import peft
 
     targets = config.target_modules if isinstance(config.target_modules, str) else list(config.target_modules)
@@ -213,4 +281,6 @@ def _with_adapter(model: Any, config: LoraConfig, task_type: str) -> Any:
         target_modules=targets,
         task_type=task_type,
     )
-    return peft.get_peft_model(model, adapter)
+    adapted: Any = peft.get_peft_model(model, adapter)
+    adapter.base_model_name_or_path = base
+    return adapted

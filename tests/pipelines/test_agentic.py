@@ -200,7 +200,7 @@ def test_eval_measures_a_checkpoint_and_always_finds_the_same(first: Done) -> No
     once, again = (cadenza("eval", first.run, "--episodes", "20", "--json") for _ in range(2))
     assert (once.code, once.err, len(once.out.splitlines())) == (0, "", 1)
     assert once.figures == again.figures
-    assert once.figures.keys() == {"success", "reward_mean", "episodes", "version"}
+    assert once.figures.keys() == {"success", "reward_mean", "episodes", "version", "domains", "checkpoint"}
     assert once.figures["episodes"] == 20
     assert once.figures["success"] == once.figures["reward_mean"]
 

@@ -192,6 +192,38 @@ def test_samples_without_a_success_are_told_why_there_is_no_pass_at_k_once(
     assert "Scored(success=...)" in refused(here, "name=other", "target=0.5", domains=domains)
 
 
+def test_rows_of_a_validation_that_are_too_long_are_counted_once(here: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = sums(6, 40)
+    rows[1]["prompt"] = rows[4]["prompt"] = "1" * 80 + "+1="
+    rows_file(here / "held.jsonl", rows)
+    done = trained(here, max_context=40, validation={"every": 1, "samples": 2})
+    assert set(column(done.run, "val/episodes").values()) == {4.0 * 2}
+    assert caplog.text.count("2 of 6 tasks of the validation gave no episode") == 1
+
+
+def test_eval_and_play_take_each_row_once_and_share_the_episodes_among_the_domains(here: Path) -> None:
+    rows_file(here / "more.jsonl", sums(9, 60))
+    own = TINY["domains"]["sums"]
+    domains = {"sums": own, "more": {**own, "validation": "more.jsonl"}}
+    done = trained(here, domains=domains, steps=1, validation={"every": 9, "samples": 8})
+    found = cadenza("eval", done.run, "--episodes", "9", "--json").figures
+    assert found["episodes"] == 9
+    assert {name: domain["episodes"] for name, domain in found["domains"].items()} == {"more": 5, "sums": 4}
+    shown = re.findall(r"^(sums|more)/\d+$", cadenza("play", done.run, "--episodes", "4").out, re.MULTILINE)
+    assert sorted(shown[:2]) == sorted(shown[2:]) == ["more", "sums"]
+    table = cadenza("eval", done.run, "--episodes", "2").out
+    assert re.search(r"more/success", table)
+
+
+def test_eval_names_the_checkpoint_that_it_took(here: Path) -> None:
+    own = {"sums": {"data": "sums.jsonl", "reward": "exact"}}
+    done = trained(here, domains=own, steps=1, validation=None)
+    assert best(done.run) is None
+    assert "checkpoint step-000001" in " ".join(cadenza("eval", done.run, "--episodes", "2").out.split())
+    found = cadenza("eval", done.run, "--episodes", "2", "--json").figures
+    assert Path(found["checkpoint"]).name == "step-000001"
+
+
 def test_all_validations_of_a_run_share_their_rewards_and_repeat_their_answers(here: Path) -> None:
     (here / "opening_code.py").write_text(
         "class Written:\n"

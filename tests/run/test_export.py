@@ -58,8 +58,59 @@ def test_an_adapter_can_be_merged(pipeline: str) -> None:
     found = load("out").eval()(TEXT).logits
     torch.testing.assert_close(found, trained_policy(TEXT).logits, atol=1e-4, rtol=1e-4)
     assert before is None or float((found - before).detach().abs().max()) > 1e-2, "something was learned"
+    assert "README.md" not in files(Path("out")), "peft's form for an adapter"
+
+
+ADAPTED: dict[str, Any] = {"pipeline": "sft", "actor": {"lr": 5e-2, "batch_size": 8}}
+
+
+def adapter_run(path: str, name: str = "adapted") -> Path:
+    """A run that trained an adapter to the model at a path."""
+    return trained(**ADAPTED, name=name, steps=2, model={"path": path, "lora": {"r": 4}}).run
+
+
+def loads(path: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    logits: torch.Tensor = AutoModelForCausalLM.from_pretrained(path).eval()(TEXT).logits
+    return logits.detach()
+
+
+def test_an_exported_adapter_loads_from_any_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    base()
+    run = adapter_run("runs/base/checkpoints/last").absolute()
     assert cadenza("export", run, "--to", "adapter", "--json").code == 0
+    assert cadenza("export", run, "--to", "whole", "--merged", "--json").code == 0
     assert {"adapter_model.safetensors", "adapter_config.json"} <= files(Path("adapter"))
+    here = Path.cwd()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for adapter in (here / "adapter", run / "checkpoints" / "last"):
+        torch.testing.assert_close(loads(adapter), loads(here / "whole"), atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_to_an_adapter_is_exported_merged() -> None:
+    one = adapter_run(str(base()))
+    two = adapter_run(str(one / "checkpoints" / "last"), "again")
+    for run, to in ((one, "one"), (two, "two")):
+        done = cadenza("export", run, "--to", to, "--merged", "--json")
+        assert done.code == 0, done.err
+    steps = loads(Path("one")) - loads(base()), loads(Path("two")) - loads(Path("one"))
+    assert min(float(step.abs().max()) for step in steps) > 1e-2, "each learned something, and nothing is lost"
+    done = cadenza("export", two, "--to", "adapter")
+    assert (done.code, len(done.err.splitlines())) == (1, 1), done.err
+    assert "which is an adapter too, and peft loads only one: add --merged" in done.err
+    with pytest.raises((OSError, ValueError)):
+        loads(two / "checkpoints" / "last")  # not the base with the second adapter alone
+
+
+def test_a_failed_export_leaves_nothing_behind() -> None:
+    run = adapter_run(str(base()))
+    (run / "checkpoints" / "last" / "adapter_model.safetensors").write_bytes(b"")
+    done = cadenza("export", run, "--to", "out", "--merged")
+    assert (done.code, len(done.err.splitlines())) == (1, 1), done.err
+    assert "could not be exported to out" in done.err
+    assert not Path("out").exists()
 
 
 def test_what_cannot_be_exported() -> None:
