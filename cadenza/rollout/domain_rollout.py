@@ -28,6 +28,8 @@ class DomainRollout:
     """What its attempts share, with the sampling of this domain."""
     reward: DomainReward | PooledReward | None
     """None where the score is the sum of what the env paid."""
+    several_rewards: bool
+    """Whether the domain has more than one."""
 
     @classmethod
     def of(
@@ -43,7 +45,7 @@ class DomainRollout:
             type = EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
         function = domain.rollout or (config.rollout if type is not None else "single_turn")
         shared = replace(shared, sampling=config.sampling_of(name))
-        return cls(type, rollout_functions.make(function), shared, reward)
+        return cls(type, rollout_functions.make(function), shared, reward, len(domain.rewards) > 1)
 
 
 def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, RewardConfig]]:
@@ -93,13 +95,14 @@ def reward_sample(trajectory: Trajectory, codec: Codec) -> Sample:
     )
 
 
-def add_score(trajectory: Trajectory, scored: Scored) -> None:
-    """Book what the reward said of an episode."""
+def add_score(trajectory: Trajectory, scored: Scored, *, several: bool) -> None:
+    """Book what the reward said of an episode. `several`: the domain has more than one reward, each of which is a
+    metric, also where a closed gate is the only one that was asked."""
     trajectory.score = scored.value
     said: dict[str, object] = {}
     if scored.success is not None:
         said["success"] = scored.success
-    if len(scored.parts) > 1:  # one alone is the score
+    if several or len(scored.parts) > 1:  # one alone is the score
         said["rewards"] = dict(scored.parts)
     if said:
         trajectory.info = {**(trajectory.info or {}), **said}

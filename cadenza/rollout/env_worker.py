@@ -241,8 +241,8 @@ class EnvWorker:
         """Compute the reward, and hand the episode over."""
         self._queue.mark_scoring(attempt)
         attempt.stage = "reward"
-        reward = self._domains[attempt.group.task.domain].reward
-        if reward is None:
+        domain = self._domains[attempt.group.task.domain]
+        if (reward := domain.reward) is None:
             trajectory.score = trajectory.episode_score
             self._queue.put(attempt, trajectory)
             return
@@ -255,7 +255,7 @@ class EnvWorker:
             return
         finally:
             self._leases.scored(attempt)
-        add_score(trajectory, scored)
+        add_score(trajectory, scored, several=domain.several_rewards)
         if attempt.fate is None:
             self._queue.put(attempt, trajectory)
 

@@ -161,8 +161,12 @@ def test_a_call_may_change_its_sampling_and_an_unknown_key_is_refused() -> None:
         await model.generate(model.encode("so "))
         with pytest.raises(ValueError, match="max_token"):
             await model.chat("x", sampling={"max_token": 3})
-        for key, value in (("temperature", 0.5), ("top_p", 0.9), ("top_k", 5)):
-            with pytest.raises(ValueError, match=f"leave {key} out, or set it for all calls"):
+        for key, value, way_out in (
+            ("temperature", 0.5, "set it for all calls in the config"),
+            ("top_p", 0.9, "limit only what is measured with validation.sampling.top_p"),
+            ("top_k", 5, "limit only what is measured with validation.sampling.top_k"),
+        ):
+            with pytest.raises(ValueError, match=f"leave {key} out, or {way_out}"):
                 await model.chat("x", sampling={key: value})
 
     async def main() -> None:
