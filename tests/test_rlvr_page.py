@@ -3,6 +3,7 @@ directory of their own. Its Python blocks run in test_documents.py, as those of 
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -89,6 +90,16 @@ def test_rewards_several_tries_filters_and_a_rollout_of_the_page_work_in_one_run
     metrics = (page / "runs/sums/metrics.jsonl").read_text()
     for name in ("val/avg@8", "val/pass@1", "val/pass@8", "train/reward/near", "train/reward/short"):
         assert f'"{name}"' in metrics
+
+
+def test_the_rollout_of_the_page_is_that_of_the_example() -> None:
+    def body(source: str) -> str:
+        function = next(n for n in ast.parse(source).body if getattr(n, "name", "") == "budget")
+        assert isinstance(function, ast.AsyncFunctionDef)
+        return "\n".join(ast.unparse(line) for line in function.body if not isinstance(line, ast.Expr | ast.Constant))
+
+    example = (ROOT / "examples/thinking.py").read_text(encoding="utf-8")
+    assert body(shown("python")[2]) == body(example)
 
 
 def test_the_errors_that_the_page_quotes_are_those_that_a_run_prints(page: Path) -> None:

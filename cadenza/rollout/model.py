@@ -20,6 +20,7 @@ import numpy as np
 
 from cadenza.errors import InfrastructureError, is_cancelled_from_outside
 from cadenza.inference.replica import (
+    ContextTooLong,
     Finish,
     Generation,
     ReplicaError,
@@ -357,6 +358,8 @@ class Model:
                 continue
             except Exception as error:  # an engine may raise whatever it likes; it is not the rollout's fault
                 outcome, replica_error = self._outcome_of(error)
+                if isinstance(error, ContextTooLong):
+                    raise ContextFull(str(error)) from error
                 if isinstance(error, RequestRefused):
                     raise
                 continue

@@ -559,6 +559,22 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_told_once(
     assert "tokens leave no room in max_context 3" in said
 
 
+def test_a_prompt_beyond_the_positions_of_the_model_is_left_out_and_told_once(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = sums(10)
+    rows[2]["prompt"] = rows[5]["prompt"] = "1" * 80 + "+1="
+    rows_file(here / "sums.jsonl", rows)
+    domains = {"sums": {"data": {"path": "sums.jsonl", "epochs": 1, "shuffle": False}, "reward": "exact"}}
+    model = {**TINY["model"], "max_positions": 40}
+    done = trained(here, domains=domains, validation=None, model=model, steps=10)
+    assert done.figures["samples"] == 8 * 4
+    (warned,) = [said for said in caplog.messages if "83 tokens of context" in said]
+    assert "domain 'sums' (task sums/2, row 2 of its data" in warned
+    assert "the context must have 1 to 39 tokens" in warned
+    assert not [said for said in caplog.messages if "RequestRefused" in said]
+
+
 def test_a_file_that_is_written_anew_during_a_run_ends_it_with_one_error_and_it_can_be_resumed(
     here: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,6 +150,50 @@ def test_a_second_call_on_one_branch_is_refused_and_names_the_way() -> None:
         with pytest.raises(Exception, match=r"`model\.branch\(\)` is a conversation beside it"):
             await got(scheduler, 1)
         await scheduler.shutdown()
+
+    simulate(main)
+
+
+def example(name: str) -> Any:
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples/thinking.py"))[name]
+
+
+def asking(rollout: str, answers: str) -> Any:
+    """A scheduler that plays a rollout of the example on one question; each call of the model takes the next answers,
+    `|` between them, and is cut off at its `max_tokens`."""
+    texts = iter(answers.split("|"))
+    rows = [{"messages": [{"role": "user", "content": "Q "}]}]
+    domains = {"toy": {"tasks": rows, "rollout": example(rollout), "reward": lambda sample: 1.0}}
+    return playing([FakeReplica(lambda request: list(next(texts).encode()))], domains=domains, batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "answers", "rows"),
+    [
+        ("budget", "7", [("Q 7", "..^")]),
+        ("budget", "t" * 60 + "|42", [(f"Q {'t' * 48}\nAnswer: 42", f"..{'^' * 48}.........^^")]),
+        (
+            "two_answers",
+            "t" * 60 + "|41|42",
+            [
+                (f"Q {'t' * 48}", f"..{'^' * 48}"),
+                (f"Q {'t' * 48}\nAnswer: 41", f"..{'.' * 48}.........^^"),
+                (f"Q {'t' * 48}\nAnswer: 42", f"..{'.' * 48}.........^^"),
+            ],
+        ),
+        (
+            "draft_and_choose",
+            "41|42|43",
+            [("Q 41", "..^^"), ("Q 42", "..^^"), ("Q Draft 1: 41\nDraft 2: 42\nAnswer: 43", f"{'.' * 34}^^")],
+        ),
+    ],
+)
+def test_the_rollouts_of_the_example_train_every_token_that_the_model_wrote_once(
+    rollout: str, answers: str, rows: list[tuple[str, str]]
+) -> None:
+    async def main() -> None:
+        async with asking(rollout, answers) as scheduler:
+            assert said(await got(scheduler, 1)) == rows
 
     simulate(main)
 

@@ -418,11 +418,11 @@ def test_devices_of_rewards_that_cannot_be(overrides: list[str], said: str) -> N
     [
         (
             "envs.reward_workers=2",
-            "envs.reward_workers 2 are processes of their own, and backend 'embedded' has none: set",
+            "envs.reward_workers 2 are processes of their own, and backend 'embedded' has none",
         ),
         (
             "rollout.extra_after=0.5",
-            "rollout.extra_after 0.5 says when extra members begin, and rollout.extra_members is",
+            "rollout.extra_after 0.5 says when extra members begin, and rollout.extra",
         ),
     ],
 )
