@@ -1,4 +1,4 @@
-"""Rollouts of your own, for a domain without an env: `rollout: thinking:budget` in its config, with this file beside it.
+"""Rollouts of your own, for a domain without an env: `rollout: thinking:budget` in a config that this file is beside.
 
 A rollout asks the model as often as it likes. Every token that the model wrote trains, and the reward gets the last
 answer. The second argument is the env, None in a domain that has none.

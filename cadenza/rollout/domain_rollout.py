@@ -11,6 +11,7 @@ from cadenza.envs.protocol import EnvType
 from cadenza.rewards import DomainReward, RewardConfig, Sample, Scored
 from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
+from cadenza.rollout.conversation import last_conversation
 from cadenza.rollout.model import Codec, RolloutContext
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.reward_pool import PooledReward
@@ -71,20 +72,14 @@ def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, 
 
 
 def reward_sample(trajectory: Trajectory, codec: Codec) -> Sample:
-    """What a reward sees of a finished episode. The response is the last one."""
+    """What a reward sees of a finished episode: its last answer, in the conversation of the last branch."""
     row: Mapping[str, Any] = trajectory.task.data if isinstance(trajectory.task.data, Mapping) else {}
     last = trajectory.turns[-1]
-    asked = row.get("messages")
-    messages: list[Mapping[str, Any]] = []
-    for number, turn in enumerate(trajectory.turns):
-        if number == 0 and isinstance(asked, (list, tuple)):
-            messages.extend(asked)
-        else:
-            messages.append({"role": "user", "content": codec.decode(turn.prompt)})
-        messages.append({"role": "assistant", "content": codec.decode(turn.response)})
+    messages = last_conversation(trajectory.turns, row.get("messages"), codec)
+    prompts = [message["content"] for message in messages[:-1] if message.get("role") != "assistant"]
     return Sample(
-        response=messages[-1]["content"],
-        prompt=str(messages[-2]["content"]),
+        response=codec.decode(last.response),
+        prompt=str(prompts[-1]) if prompts else "",
         row=row,
         messages=tuple(messages),
         domain=trajectory.task.domain,

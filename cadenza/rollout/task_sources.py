@@ -38,6 +38,11 @@ class TaskSource:
         of a dataset."""
         return None
 
+    @property
+    def level(self) -> int | None:
+        """How hard the next tasks are; None without a curriculum."""
+        return None
+
     def record(self, task: Task, success: float) -> None:
         """What came of the group of a task, from 0 to 1: what a curriculum follows."""
 
@@ -125,6 +130,10 @@ class DatasetRows(TaskSource):
     def row_at(self, position: int) -> tuple[int, int] | None:
         return self.dataset.number_at(position)
 
+    @property
+    def level(self) -> int | None:
+        return self.dataset.level
+
     def record(self, task: Task, success: float) -> None:
         self.dataset.record(task.row, success)
 
@@ -143,8 +152,14 @@ def open_tasks(
 ) -> TaskSource:
     """The tasks that a domain's config names. Datasets of the same rows under other keys have other orders."""
     if config.data is not None:
-        answered = config.needs_answers
-        dataset = open_dataset(config.data, key=key, seed=seed, count_tokens=count_tokens, answered=answered)
+        dataset = open_dataset(
+            config.data,
+            key=key,
+            seed=seed,
+            count_tokens=count_tokens,
+            answered=config.needs_answers,
+            check_row=config.row_check(),
+        )
         return DatasetRows(name, dataset)
     if config.tasks is None or isinstance(config.tasks, int):
         return Seeds(name, config.tasks, first_seed)

@@ -23,11 +23,12 @@ from cadenza.datasets import DataError
 from cadenza.datasets.jsonl import JsonLines
 from cadenza.rollout.tasks import Domains
 from cadenza.run.config_file import build_config
+from cadenza.run.data_report import show as show_data
 from cadenza.run.data_sources import find_data
 from cadenza.run.rlvr_config import RlvrConfig
 
 KILLS = int(os.environ.get("CADENZA_KILLS", "3"))
-"""How often the run that is killed is killed; `CADENZA_KILLS=20` for all that an issue asks."""
+"""How often the run that is killed is killed; `make test-kills` does it 20 times."""
 
 COUNTING_PIPELINE = """
 import json
@@ -427,7 +428,7 @@ def test_a_row_without_its_answer_is_named_with_file_row_and_field(here: Path) -
     [
         ([{"prompt": "2+2="}], "sums.jsonl line 1: the field 'answer' is missing"),
         (
-            [*sums(3), {"prompt": "2+2=", "answer": {"value": 4}}],
+            [*[{"prompt": "2+3=", "answer": "A"}] * 3, {"prompt": "2+2=", "answer": {"value": 4}}],
             "sums.jsonl line 4: the field 'answer' must be text, a number or a list of them, got dict {'value': 4}",
         ),
         (
@@ -447,6 +448,45 @@ def test_an_answer_that_no_reward_can_compare_is_refused_before_the_run(
         Domains(config.env_manager)
     (source,) = find_data(config)
     assert source.answered, "cadenza data refuses it too"
+
+
+@pytest.mark.parametrize(
+    ("reward", "row", "said"),
+    [
+        (
+            "code",
+            {"test": ["assert f(1) == 2"]},
+            "'code' cannot score it: the row has no 'tests'; it has 'prompt', 'test'",
+        ),
+        ("code", {"tests": "print(1)"}, "'code' cannot score it: the row has 'tests' 'print(1)'; it must be a list of"),
+        ("instructions", {}, "'instructions' cannot score it: the row has no 'instructions'; it has 'prompt'"),
+        (
+            "instructions",
+            {"instructions": [{"kind": "wrods", "at_most": 3}]},
+            "is no constraint; did you mean 'words'?",
+        ),
+        ("instructions", {"instructions": [{"kind": "words", "most": 3}]}, "words with {'most': 3}: "),
+        (
+            "choice",
+            {"answer": "E", "choices": ["4", "5"]},
+            "the row has the answer 'E', which is none of the letters A to B",
+        ),
+    ],
+)
+def test_a_row_that_its_reward_cannot_score_is_refused_before_the_run_and_by_cadenza_data(
+    here: Path, capsys: pytest.CaptureFixture[str], reward: str, row: dict[str, Any], said: str
+) -> None:
+    rows_file(here / "sums.jsonl", [{"prompt": "2+2=", **row}])
+    domains = {"sums": {"data": "sums.jsonl", "reward": reward}}
+    config = build_config({**TINY, "domains": domains, "validation": None})
+    assert isinstance(config, RlvrConfig)
+    with pytest.raises(DataError) as refused:
+        Domains(config.env_manager)
+    assert str(refused.value).startswith(f"sums.jsonl line 1: reward '{reward}' cannot score it: ")
+    assert said in str(refused.value)
+    assert show_data(written(here, domains=domains, validation=None), [], as_json=True) == 1
+    (found,) = json.loads(capsys.readouterr().out)["datasets"].values()
+    assert found["refused"] == {"cannot be scored": 1}
 
 
 def test_a_row_needs_no_answer_where_the_reward_needs_none(here: Path) -> None:
