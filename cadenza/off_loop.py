@@ -22,6 +22,9 @@ class DaemonThreadPool(Executor):
     The standard pool joins its threads when the interpreter ends, and has a fixed number of them: one hung env
     would hang the exit, and enough of them the run. Here a hung thread costs itself.
 
+    The done callbacks of a future run on the thread of its call, which counts as idle by then and may have been given
+    the next one: a callback must be short, and wait for no other call of the pool.
+
     A thread lets go of what it called before it sets the result. The waiter may then end the interpreter, and torch
     aborts the process if tensors are freed in another thread then.
     """

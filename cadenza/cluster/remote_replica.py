@@ -46,7 +46,7 @@ from cadenza.inference.replica import (
     RequestRefused,
     StaleEpoch,
 )
-from cadenza.off_loop import as_async, done_before, resolve_future, with_deadline
+from cadenza.off_loop import COMPUTE_POOL, as_async, done_before, resolve_future, with_deadline
 
 SILENT_SECONDS = 600.0
 """After this time without a sign of life either end gives the other up. An engine may hold its process for minutes
@@ -117,7 +117,7 @@ class ReplicaWorker(Worker):
         if isinstance(transfer, StoredWeights):
             weights = await transfer.fetch()
         else:
-            weights = await as_async(transfer.receive)(self._broadcast_groups)
+            weights = await as_async(transfer.receive, COMPUTE_POOL)(self._broadcast_groups)
         prepare = getattr(self._local_replica, "prepare", None)  # an engine without it does all the work when it loads
         self._prepared_weights = transfer.id, weights if prepare is None else await prepare(weights)
 

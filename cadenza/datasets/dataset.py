@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,10 @@ class Dataset:
     def source_row(self, number: int) -> Row:
         """The row of that number in the source: what `at` said first."""
         return self._reader.read(self._source[number], self._source.place(number))
+
+    def own_messages_begin(self, row: Mapping[str, Any]) -> int:
+        """How many of a row's `messages` come before its own: the system message and the worked examples."""
+        return self._reader.own_messages_begin(row["messages"])
 
     def place(self, number: int) -> str:
         """Where a row of the source stands, for messages."""

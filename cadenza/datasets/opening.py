@@ -31,6 +31,7 @@ def open_dataset(
     answered: bool = False,
     check_row: RowCheck | None = None,
     examine: bool = False,
+    as_of: str = "",
 ) -> Dataset:
     """The rows that a config names, ready to be drawn; raises `DataError` for what can be known to be wrong.
 
@@ -38,9 +39,10 @@ def open_dataset(
     fields that each row must have, besides those of the config; `answer` is one if the first row has it. With
     `answered` each row must have one that a response can be compared with: text, a number or a list of them;
     `check_row` says what else is wrong with one. With `examine`, all rows are read, and bad ones are counted in
-    `refused` instead of raised.
+    `refused` instead of raised. `as_of` is the `source` of the dataset that a run began with: of a file of JSON lines
+    that has grown since, the rows of then are read.
     """
-    source = _open_source(config, key, seed)
+    source = _open_source(config, key, seed, as_of)
     try:
         reader = RowReader(config, required, answered=answered, check=check_row)
         return _dataset(config, source, key, seed, count_tokens, reader, examine)
@@ -75,7 +77,7 @@ def _dataset(
     return Dataset(config, source, reader, used, order, f"{source.words}{part_words}, {how}")
 
 
-def _open_source(config: DataConfig, key: str, seed: int) -> Source:
+def _open_source(config: DataConfig, key: str, seed: int, as_of: str) -> Source:
     if config.procedural is not None:
         from cadenza.datasets.procedural import open_procedural
 
@@ -98,7 +100,7 @@ def _open_source(config: DataConfig, key: str, seed: int) -> Source:
         raise DataError(f"split '{config.split}': a file has no splits; take a part of it, as [:90%]")
     (kind,) = kinds
     if kind == "lines":
-        return open_jsonl(files)
+        return open_jsonl(files, as_of)
     from cadenza.datasets.tables import open_tables
 
     return open_tables(str(kind), files, config)

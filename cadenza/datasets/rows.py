@@ -58,7 +58,7 @@ class RowReader:
             if row.get(name) is None:
                 raise _missing(raw, name, place, null=name in row)
         if self._answered:
-            _check_answer(row["answer"], place)
+            check_answer(row, place)
         row["messages"] = self._messages(row, place)
         if self._check is not None and (problem := self._check(row)) is not None:
             raise RowError(place, "cannot be scored", problem)
@@ -76,6 +76,10 @@ class RowReader:
             messages.insert(0, {"role": "system", "content": self._config.system})
         first = int(messages[0]["role"] == "system")
         return [*messages[:first], *self._few_shot, *messages[first:]]
+
+    def own_messages_begin(self, messages: Sequence[Message]) -> int:
+        """How many messages of a row come before its own: the system message and the worked examples."""
+        return int(messages[0]["role"] == "system") + len(self._few_shot)
 
     def _prompt(self, row: Row, place: str) -> tuple[Any, str]:
         """Text or messages, and the name of where they come from."""
@@ -126,8 +130,12 @@ def _missing(raw: Mapping[str, Any], name: str, place: str, *, ours: str | None 
     )
 
 
-def _check_answer(answer: Any, place: str) -> None:
-    """Raise unless it is text, a number, or whatever else a table has in a cell; or a list of these."""
+def check_answer(row: Mapping[str, Any], place: str) -> None:
+    """Raise unless a row has an `answer` that is text, a number, or whatever else a table has in a cell; or a list of
+    these."""
+    answer = row.get("answer")
+    if answer is None:
+        raise _missing(row, "answer", place, null="answer" in row)
     is_list = isinstance(answer, (list, tuple))
     if is_list and not answer:
         raise RowError(place, "wrong type", "the field 'answer' is an empty list: no response can be right")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cadenza.rewards.base import ConfiguredReward
+from cadenza.rewards.base import ConfiguredReward, LastingFault
 from cadenza.rewards.config import RewardConfig
 from cadenza.rewards.domain import DomainReward, RewardSpec, make_reward
 from cadenza.rewards.host import AskPolicy, RewardHost
@@ -15,6 +15,7 @@ __all__ = [
     "AskPolicy",
     "ConfiguredReward",
     "DomainReward",
+    "LastingFault",
     "LateReward",
     "RewardConfig",
     "RewardHost",

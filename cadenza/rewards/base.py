@@ -7,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from cadenza.config import Config
-from cadenza.errors import RewardError
+from cadenza.errors import InfrastructureError, RewardError
 from cadenza.rewards.sample import Sample, Scored
 from cadenza.scalars import as_number
+
+
+class LastingFault(InfrastructureError):
+    """An infrastructure fault that another try would meet again: it is passed on at once, whatever `tries` says."""
 
 
 class ConfiguredReward(Config):
@@ -31,6 +35,9 @@ class ConfiguredReward(Config):
     needs_answer: ClassVar[bool] = False
     """Whether it compares the response with the field `answer` of the row; then rows without one are refused before a
     run."""
+    asks_policy: ClassVar[bool] = False
+    """Whether it asks the policy of the run. Only then `RewardHost.ask_policy` is there for it, and `reward_seconds`
+    does not count for its calls, which wait while the gate is closed."""
 
     def check_row(self, row: Mapping[str, Any]) -> str | None:
         """What keeps this row from being scored, whatever the response is: "the row has no 'tests'". None: nothing. A

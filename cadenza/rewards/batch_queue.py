@@ -1,7 +1,9 @@
 """Gathers samples that wait at the same time into batches.
 
 Invariant: a sample waits in the queue, or is in one running batch, or its waiter has its result or the error of its
-batch. There is no timer: a batch starts as soon as one may run, with all samples that wait then.
+batch. A batch that fails as infrastructure after the waiter of one of its samples was cancelled is scored again without
+that sample, which may be why it failed. There is no timer: a batch starts as soon as one may run, with all samples that
+wait then.
 
     score(sample) -> waits -> a batch starts -> its result
     wakes the queue: a new sample (once those that are ready with it have come too), the end of a batch
@@ -75,6 +77,10 @@ class BatchQueue:
             for _, future in batch:
                 _settle(future, error=InfrastructureError("the batch of this sample was cancelled"))
         except Exception as error:  # noqa: BLE001 - it belongs to all waiters of the batch
+            wanted = [entry for entry in batch if not entry[1].done()]
+            if isinstance(error, InfrastructureError) and len(wanted) < len(batch):
+                self._waiting.extendleft(reversed(wanted))  # `_ended` starts them
+                return
             for _, future in batch:
                 _settle(future, error=error)
         else:

@@ -1,6 +1,7 @@
 """What the process that computes a reward has for it: a device of its own, and the policy of the run.
 
-A reward that wants either has a method `use_host(host)`, which is called once, before `open`.
+A reward that wants either has a method `use_host(host)`, which is called once, before `open`. One that asks the policy
+also declares `asks_policy: ClassVar[bool] = True`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cadenza.errors import RewardError
 from cadenza.rewards.sample import Sample
 
 
@@ -30,5 +32,15 @@ class RewardHost:
     has_device: bool = False
     """Whether placement gave the process a device (`devices.reward`). On Ray it is the only one that the process
     sees."""
-    ask_policy: AskPolicy | None = None
-    """None outside of a run."""
+    policy: AskPolicy | None = None
+    """None outside of a run, and for a reward that does not declare `asks_policy`."""
+
+    @property
+    def ask_policy(self) -> AskPolicy:
+        """Asks the policy. A reward that takes it in `use_host` learns at the start of the run if there is none."""
+        if self.policy is None:
+            raise RewardError(
+                "there is no policy to ask: a reward that asks it runs in a run, and declares "
+                "`asks_policy: ClassVar[bool] = True`"
+            )
+        return self.policy

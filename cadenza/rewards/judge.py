@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from cadenza.config import load_object
 from cadenza.errors import InfrastructureError, RewardError
 from cadenza.off_loop import as_async
-from cadenza.rewards.base import row_problem
+from cadenza.rewards.base import LastingFault, row_problem
 from cadenza.rewards.endpoint import Endpoint, EndpointReward
 from cadenza.rewards.host import AskPolicy, RewardHost
 from cadenza.rewards.sample import Sample, Scored
@@ -47,6 +47,10 @@ REMINDER = "Your reply has no verdict that can be read. Reply with the verdict o
 
 class VerdictUnclear(InfrastructureError):
     """A judge gave no verdict that could be read, as often as it was asked. The response is not to blame."""
+
+
+class VerdictStaysUnclear(VerdictUnclear, LastingFault):
+    """The judge would give the same replies again: it is the policy, without randomness."""
 
 
 class Judge(EndpointReward):
@@ -114,7 +118,7 @@ class Judge(EndpointReward):
         return self
 
     @property
-    def asks_policy(self) -> bool:
+    def asks_policy(self) -> bool:  # type: ignore[override]  # its settings decide
         """Whether the policy of the run is the judge."""
         return self.url is None and self.ask is None and self.model == POLICY
 
@@ -148,7 +152,8 @@ class Judge(EndpointReward):
                 return Scored(value, success, note=" ".join(reply.split())[-200:])
             messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": REMINDER}]
         said = " ".join(reply.split())[-100:]
-        raise VerdictUnclear(f"the judge gave no verdict in {self.asks} replies; the last one ends with {said!r}")
+        unclear = VerdictStaysUnclear if self.asks_policy and self.temperature == 0 else VerdictUnclear
+        raise unclear(f"the judge gave no verdict in {self.asks} replies; the last one ends with {said!r}")
 
     def _value(self, reply: str) -> float | None:
         if self.json_field is not None:
@@ -183,9 +188,9 @@ class Judge(EndpointReward):
         return str(await as_async(ask)(messages))
 
     def _policy(self) -> AskPolicy:
-        if self._host.ask_policy is None:
+        if self._host.policy is None:
             raise RewardError("'model: policy' asks the policy of a run, and here is no run: set url or ask")
-        return self._host.ask_policy
+        return self._host.policy
 
     def _opened(self, url: str) -> Endpoint:
         endpoint = self._endpoint = self._endpoint or self.endpoint(_chat_url(url))

@@ -9,6 +9,7 @@ from pydantic import Field, PrivateAttr
 
 from cadenza.cpu import limit_onednn
 from cadenza.errors import RewardError
+from cadenza.off_loop import COMPUTE_POOL, as_async
 from cadenza.rewards.base import ConfiguredReward
 from cadenza.rewards.host import RewardHost
 from cadenza.rewards.sample import Sample
@@ -40,8 +41,11 @@ class RewardModel(ConfiguredReward):
     def use_host(self, host: RewardHost) -> None:
         self._host = host
 
-    def open(self) -> None:
-        """Load the model. It runs off the loop, for it takes long."""
+    async def open(self) -> None:
+        """Load the model, off the loop, for it takes long."""
+        await as_async(self._load, COMPUTE_POOL)()
+
+    def _load(self) -> None:
         if self._model is not None:
             return
         limit_onednn()
@@ -74,13 +78,17 @@ class RewardModel(ConfiguredReward):
 
         return self.device or ("cuda" if self._host.has_device and torch.cuda.is_available() else "cpu")
 
-    def __call__(self, sample: Sample) -> float:
-        return self.score_batch([sample])[0]
+    async def __call__(self, sample: Sample) -> float:
+        return (await self.score_batch([sample]))[0]
 
-    def score_batch(self, samples: Sequence[Sample]) -> list[float]:
+    async def score_batch(self, samples: Sequence[Sample]) -> list[float]:
+        scores: list[float] = await as_async(self._score, COMPUTE_POOL)(samples)
+        return scores
+
+    def _score(self, samples: Sequence[Sample]) -> list[float]:
         import torch
 
-        self.open()
+        self._load()
         texts = [self._text(sample) for sample in samples]
         inputs = self._tokenizer(
             texts,

@@ -37,6 +37,8 @@ class Sample:
     """[R]; None where nobody tokenised."""
     trajectory: Any = field(default=None, compare=False)
     """The trajectory of a run, None outside one."""
+    score_id: int | None = field(default=None, compare=False)
+    """The number under which a process that computes rewards knows where the sample came from; None elsewhere."""
 
     def __post_init__(self) -> None:
         if not self.messages:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from cadenza.errors import DeadlinePassed, InfrastructureError, RewardError
 from cadenza.off_loop import as_async, with_deadline
-from cadenza.rewards.base import as_scored
+from cadenza.rewards.base import LastingFault, as_scored
 from cadenza.rewards.batch_queue import BatchQueue
 from cadenza.rewards.cache import RewardCache, cache_key
 from cadenza.rewards.config import RewardConfig
@@ -45,12 +45,19 @@ class RewardWorker:
         self.place = f"reward '{key}' of domain '{domain}'"
         self._reward = build_reward(config.name, config.settings)
         if hasattr(self._reward, "use_host"):
-            self._reward.use_host(host)
+            self._use_host(host if config.asks_policy else RewardHost(has_device=host.has_device))
         self._call = as_async(self._reward)
         self._cache = RewardCache(config.cache) if config.cache else None
         self._batches: BatchQueue | None = None
         self._limit: asyncio.Semaphore | None = None
         self._is_open = False
+
+    def _use_host(self, host: RewardHost) -> None:
+        try:
+            self._reward.use_host(host)  # type: ignore[attr-defined]
+        except Exception as error:
+            error.add_note(f"while the {self.place} was made")
+            raise
 
     async def open(self) -> None:
         """Let the reward make what it needs."""
@@ -109,7 +116,9 @@ class RewardWorker:
                 return await self._in_time(call, argument)
             except InfrastructureError as error:
                 fault = error
-        times = f", asked {self.config.tries} times" if self.config.tries > 1 else ""
+                if isinstance(error, LastingFault):
+                    break
+        times = f", asked {attempt + 1} times" if attempt else ""
         if isinstance(fault, DeadlinePassed):
             raise LateReward(
                 f"the {self.place} did not return within reward_seconds ({self.config.seconds:g} s){times}"

@@ -53,22 +53,17 @@ def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, 
     """The rewards of each domain that has any, by name. Where a reward does not say it itself, one call may take
     `reward_seconds`, and one that is late is asked again up to so many `tries`. One that asks the policy may wait while
     the gate is closed: the sampler keeps its deadlines."""
-    patience = {"seconds": config.reward_seconds, "tries": tries}
     found: dict[str, dict[str, RewardConfig]] = {}
     for domain, settings in config.domains.items():
         rewards = settings.rewards or ({settings.reward.short_name: settings.reward} if settings.reward else {})
         if rewards:
-            found[domain] = {
-                name: reward.model_copy(
-                    update={
-                        key: value
-                        for key, value in patience.items()
-                        if key not in reward.model_fields_set and not (key == "seconds" and reward.asks_policy)
-                    }
-                )
-                for name, reward in rewards.items()
-            }
+            found[domain] = {name: _patient(reward, config.reward_seconds, tries) for name, reward in rewards.items()}
     return found
+
+
+def _patient(reward: RewardConfig, seconds: float, tries: int) -> RewardConfig:
+    defaults = {"tries": tries} if reward.asks_policy else {"seconds": seconds, "tries": tries}
+    return reward.model_copy(update={k: v for k, v in defaults.items() if k not in reward.model_fields_set})
 
 
 def reward_sample(trajectory: Trajectory, codec: Codec) -> Sample:

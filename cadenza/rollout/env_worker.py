@@ -91,7 +91,7 @@ class EnvWorker:
         configs = reward_configs(config, settings.max_reward_tries)
         pool = self._reward_pool = make_reward_pool(configs, config, settings, chat)
         rewards: dict[str, DomainReward | PooledReward] = {
-            name: DomainReward(own, name, RewardHost(ask_policy=chat)) if pool is None else pool.reward(name)
+            name: DomainReward(own, name, RewardHost(policy=chat)) if pool is None else pool.reward(name)
             for name, own in configs.items()
         }
         self._domains = {
@@ -248,7 +248,8 @@ class EnvWorker:
             return
         self._leases.begin_scoring(attempt)
         try:
-            scored = await reward(reward_sample(trajectory, self._codec))
+            with self._policy_chat.scoring(trajectory):
+                scored = await reward(reward_sample(trajectory, self._codec))
         except USER_CODE_ERRORS as error:  # counted, shown once, bounded by a budget
             raise_if_cancelled(error)
             self._fail(attempt, "reward", error)
@@ -264,11 +265,13 @@ class EnvWorker:
         if attempt.fate is not None:
             return
         tries_used = 1.0
-        if isinstance(error, (ContextFull, RowError)):  # data, and the next try would meet it again
+        is_full_in_rollout = isinstance(error, ContextFull) and stage != "reward"
+        if is_full_in_rollout or isinstance(error, RowError):  # data, and the next try would meet it again
             tries_used = float("inf")
             if isinstance(error, RowError):
                 logger.warning("a row is left out: %s", error)
-        elif isinstance(error, (RequestRefused, DeadlinePassed)):  # data, or a task that always hangs
+        elif isinstance(error, (ContextFull, RequestRefused, DeadlinePassed)):
+            # data, a task that always hangs, or an answer that is too long for a question about it
             tries_used = 1.0
         elif isinstance(error, InfrastructureError):  # not the task's fault, but it cannot go on for ever
             tries_used = 0.25

@@ -8,29 +8,34 @@ waits, and goes on from the tokens it has.
 
 No deadlock: a rollout has given up its slot and its cache before its reward is computed, `get_batch` opens the gate
 before it waits for a group, and a question is ordered in the wait queue by the group of its sample.
+
+The seed of a question follows from the attempt, the messages and how often they were asked before about this sample: a
+question that is asked again is answered anew, and a run that is repeated gives the same answers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import blake2b
 
-from cadenza.inference.replica import Sampling
-from cadenza.rewards import Sample
+from cadenza.inference.replica import SamplingChanges
+from cadenza.rewards import LastingFault, Sample
 from cadenza.rollout.branches import BRANCH_SESSIONS
 from cadenza.rollout.ledger import Attempt, AttemptState, Group
-from cadenza.rollout.model import MASK64, ContextFull, Model, RolloutContext
+from cadenza.rollout.model import GOLDEN, MASK64, ContextFull, Model, RolloutContext
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.router import RouteRequest
 
-QUESTION_KEY = 0xA0761D6478BD642F
-"""Keeps the seeds of questions apart from those of turns."""
-
 
 class PolicyChat:
-    """Asks the policy about samples: what a `RewardHost` has as `ask_policy`."""
+    """Asks the policy about samples, each between the beginning and the end of its scoring: what a `RewardHost` has as
+    `ask_policy`."""
 
     events = None
     """`TokenCounter` for the questions: counted here, on no attempt. No event is emitted for them."""
@@ -41,6 +46,17 @@ class PolicyChat:
         """Generated tokens, in all calls."""
         self._context = replace(shared, token_counter=self, is_training=False)
         self._numbers = itertools.count()
+        self._asked: dict[int, Counter[int]] = {}
+        """By the attempt that is being scored: how often each question, by its digest, was asked about it."""
+
+    @contextmanager
+    def scoring(self, trajectory: Trajectory) -> Iterator[None]:
+        """Within, questions about this trajectory are answered."""
+        self._asked[trajectory.id] = Counter()
+        try:
+            yield
+        finally:
+            del self._asked[trajectory.id]
 
     def add_tokens(self, attempt: Attempt, count: int) -> None:
         """Count the tokens of an answer; `attempt` is the question's own stand-in and gets none."""
@@ -49,10 +65,18 @@ class PolicyChat:
     async def __call__(
         self, sample: Sample, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float
     ) -> str:
-        """Returns the answer of the policy as it is now. Raises what a turn of a rollout raises."""
+        """Returns the answer of the policy as it is now. Raises what a turn of a rollout raises. Of the run's sampling
+        `stop` counts, which may be what ends an answer; top_p and top_k do not."""
+        asked = self._asked.get(sample.trajectory.id)
+        if asked is None:
+            raise LastingFault("the policy was asked about a sample that is not being scored, or not any more")
         self.calls += 1
-        context = replace(self._context, sampling=Sampling(max_tokens=max_tokens, temperature=temperature))
-        model = _Question(sample.trajectory, len(messages), next(self._numbers), context)
+        own = SamplingChanges(max_tokens=max_tokens, temperature=temperature, top_p=1.0, top_k=0)
+        context = replace(self._context, sampling=own.applied_to(self._context.sampling))
+        digest = _digest(messages)
+        seed = (sample.trajectory.seed ^ digest) + GOLDEN * asked[digest] & MASK64
+        asked[digest] += 1
+        model = _Question(sample.trajectory, seed, next(self._numbers), context)
         try:
             reply = await model.chat([dict(message) for message in messages])
         except ContextFull as error:
@@ -68,12 +92,11 @@ class _Question(Model):
 
     __slots__ = ("_number",)
 
-    def __init__(self, about: Trajectory, messages: int, number: int, context: RolloutContext) -> None:
+    def __init__(self, about: Trajectory, seed: int, number: int, context: RolloutContext) -> None:
         now = asyncio.get_running_loop().time()
         group = Group(about.group, about.task, 0, now)
         attempt = Attempt(about.id, group, about.member, about.attempt, about.slot, now)
         attempt.state = AttemptState.SCORING  # it has no lease
-        seed = (about.seed ^ QUESTION_KEY) + messages & MASK64
         told = Trajectory(about.id, about.task, about.group, about.member, about.attempt, about.slot, seed)
         super().__init__(attempt, told, context)
         self._number = number
@@ -85,3 +108,9 @@ class _Question(Model):
     def _route_request(self, length: int, written: int) -> RouteRequest:
         found = super()._route_request(length, written)
         return found._replace(group=~found.group)
+
+
+def _digest(messages: Sequence[Mapping[str, str]]) -> int:
+    """64 bits that keep the seeds of questions apart from each other and from those of turns."""
+    text = json.dumps([dict(message) for message in messages], sort_keys=True)
+    return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big")

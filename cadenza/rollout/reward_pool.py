@@ -24,8 +24,8 @@ from cadenza.cluster.worker import WorkerLost
 from cadenza.cluster.worker_group import BackgroundTasks
 from cadenza.cluster.worker_handle import WorkerHandle, start_worker
 from cadenza.errors import USER_CODE_ERRORS, DeadlinePassed, InfrastructureError, raise_if_cancelled
-from cadenza.off_loop import ignore_result, with_deadline
-from cadenza.rewards import AskPolicy, RewardUnavailable, Sample, Scored
+from cadenza.off_loop import ignore_result, resolve_future, with_deadline
+from cadenza.rewards import AskPolicy, LastingFault, RewardUnavailable, Sample, Scored
 from cadenza.rollout.config import EnvManagerConfig
 from cadenza.rollout.failures import logger
 from cadenza.rollout.reward_process import (
@@ -82,8 +82,7 @@ class _PoolWorker:
         self._tasks.cancel()
         futures, self.futures = list(self.futures.values()), {}
         for future in futures:
-            if not future.done():
-                future.set_exception(error)
+            resolve_future(future, error)
 
     def _on_message(self, message: tuple[int, Scored | Exception] | PolicyQuestion | CancelQuestion) -> None:
         if isinstance(message, PolicyQuestion):
@@ -96,27 +95,24 @@ class _PoolWorker:
             self._on_score(*message)
 
     async def _answer(self, question: PolicyQuestion) -> None:
-        """Ask the policy for a reward in the process."""
-        sample = self.samples.get(question.request)
-        if sample is None:  # it was cancelled meanwhile
-            return
+        """Ask the policy for a reward in the process. There is always a reply, unless the reward cancels its question:
+        a batch that waits for it holds other samples too."""
         answer: str | Exception
         try:
+            if (sample := self.samples.get(question.request)) is None:
+                raise LastingFault("the policy was asked about a sample that was cancelled meanwhile")
             answer = await self._ask_policy(
                 sample, question.messages, max_tokens=question.max_tokens, temperature=question.temperature
             )
-        except Exception as error:  # noqa: BLE001 - it is raised where the question came from
+        except USER_CODE_ERRORS as error:  # it is raised where the question came from
+            raise_if_cancelled(error)
             answer = portable(error)
         self.channel.send(PolicyAnswer(question.id, answer))
 
     def _on_score(self, id: int, answer: Scored | Exception) -> None:
         future = self.futures.pop(id, None)
-        if future is None or future.done():
-            return
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        else:
-            future.set_result(answer)
+        if future is not None:
+            resolve_future(future, answer)
 
 
 class RewardPool:

@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ from cadenza.cluster.channel import Mailbox
 from cadenza.cluster.dispatch import dispatch
 from cadenza.cluster.worker import Worker
 from cadenza.errors import USER_CODE_ERRORS, InfrastructureError, RewardError, raise_if_cancelled
-from cadenza.rewards import DomainReward, RewardConfig, RewardHost, Sample, Scored
+from cadenza.off_loop import resolve_future
+from cadenza.rewards import DomainReward, LastingFault, RewardConfig, RewardHost, Sample, Scored
 
 SILENT_SECONDS = 600.0
 """After this time without a call a client is gone: what it asked for is cancelled."""
@@ -86,6 +88,9 @@ class _Client:
     def cancel_all(self) -> None:
         for scoring in self.scoring.values():
             scoring.cancel()
+        questions, self.questions = self.questions, {}
+        for future in questions.values():  # a batch that waits for it may hold samples of other clients
+            resolve_future(future, LastingFault("the policy was asked for a client that has left"))
 
 
 class RewardProcess(Worker):
@@ -95,9 +100,10 @@ class RewardProcess(Worker):
         self._clients: dict[str, _Client] = {}
         self._rewards: list[tuple[str, Mapping[str, RewardConfig], DomainReward]] = []
         """All that are open, by domain and config."""
-        self._host = RewardHost(has_device=bool(self.place.devices), ask_policy=self._ask_policy)
-        self._asked_by: dict[int, tuple[_Client, int]] = {}
-        """By the `id` of a trajectory that is being scored: the client and its score request."""
+        self._host = RewardHost(has_device=bool(self.place.devices), policy=self._ask_policy)
+        self._score_ids = itertools.count()
+        self._requests: dict[int | None, tuple[_Client, int]] = {}
+        """By the `score_id` of a sample that is being scored: its client, and the id of the score request there."""
         self._question_ids = itertools.count()
 
     @dispatch("rank_zero")
@@ -148,6 +154,7 @@ class RewardProcess(Worker):
 
     def _leave(self, client: str) -> None:
         if (known := self._clients.pop(client, None)) is not None:
+            self._requests = {id: found for id, found in self._requests.items() if found[0] is not known}
             known.cancel_all()
 
     def _on_message(self, known: _Client, message: ScoreRequest | CancelScore | PolicyAnswer) -> None:
@@ -156,34 +163,31 @@ class RewardProcess(Worker):
             known.scoring[message.id] = scoring
             scoring.add_done_callback(lambda _: known.scoring.pop(message.id, None))
         elif isinstance(message, PolicyAnswer):
-            future = known.questions.pop(message.id, None)
-            if future is None or future.done():
-                return
-            if isinstance(message.answer, Exception):
-                future.set_exception(message.answer)
-            else:
-                future.set_result(message.answer)
+            if (future := known.questions.pop(message.id, None)) is not None:
+                resolve_future(future, message.answer)
         elif (running := known.scoring.get(message.id)) is not None:
             running.cancel()
 
     async def _score(self, client: _Client, request: ScoreRequest) -> None:
         answer: Scored | Exception
-        trajectory = id(request.sample.trajectory)
-        self._asked_by[trajectory] = client, request.id
+        sample = replace(request.sample, score_id=next(self._score_ids))
+        self._requests[sample.score_id] = client, request.id
         try:
-            answer = await client.rewards[request.domain](request.sample)
+            answer = await client.rewards[request.domain](sample)
         except USER_CODE_ERRORS as error:  # it is raised where the sample came from
             raise_if_cancelled(error)
             answer = portable(error)
         finally:
-            self._asked_by.pop(trajectory, None)
+            self._requests.pop(sample.score_id, None)
         client.send((request.id, answer))
 
     async def _ask_policy(
         self, sample: Sample, messages: Sequence[Mapping[str, str]], *, max_tokens: int, temperature: float
     ) -> str:
         """Let the client whose sample it is ask its sampler."""
-        client, request = self._asked_by[id(sample.trajectory)]
+        if sample.score_id not in self._requests:
+            raise LastingFault("the policy was asked about a sample that is not being scored, or not any more")
+        client, request = self._requests[sample.score_id]
         question = next(self._question_ids)
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         client.questions[question] = future

@@ -169,6 +169,8 @@ def restore(directory: Path, queue: GroupQueue) -> list[Group]:
     """Bring a fresh queue to the saved state; returns the groups that are cut and not collated. A state that does not
     fit is refused before anything is changed."""
     state = read_state(directory)
+    for name, domain in queue.domains.all.items():
+        domain.tasks.go_back_to(str(state.config.get(f"domains.{name}.tasks", "")))
     _check_settings(directory / STATE_FILE, state.config, _settings_to_match(queue))
     # The time between the two lives does not count.
     clock_offset = asyncio.get_running_loop().time() - state.time

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from cadenza.datasets import Dataset, RowError, open_dataset
+from cadenza.datasets.rows import check_answer
+from cadenza.rewards.config import RowCheck
 from cadenza.rollout.config import DomainConfig
 from cadenza.rollout.records import Task
 
@@ -46,6 +49,9 @@ class TaskSource:
     def record(self, task: Task, success: float) -> None:
         """What came of the group of a task, from 0 to 1: what a curriculum follows."""
 
+    def go_back_to(self, description: str) -> None:
+        """Have the tasks of then, if only rows were added to a file since a run began with this description."""
+
     def state(self) -> dict[str, Any]:
         """What a resumed run needs besides its position."""
         return {}
@@ -77,12 +83,23 @@ class Seeds(TaskSource):
 class Rows(TaskSource):
     """Rows that the config holds; each passes once."""
 
-    def __init__(self, name: str, rows: Sequence[Any]) -> None:
+    def __init__(
+        self, name: str, rows: Sequence[Any], *, answered: bool = False, check_row: RowCheck | None = None
+    ) -> None:
+        """With `answered`, each row must have an `answer` that a response can be compared with; `check_row` says what
+        else is wrong with one."""
         if not rows:
             raise ValueError(f"domains.{name}.tasks is empty")
         ids = [task.id for task in rows if isinstance(task, Task)]
         if twice := next((id for id, count in Counter(ids).items() if count > 1), None):
             raise ValueError(f"domains.{name}.tasks has two tasks with the id '{twice}'; ids must be unique")
+        for number, row in enumerate(rows):
+            given = row.data if isinstance(row, Task) else row
+            data, place = given if isinstance(given, Mapping) else {}, f"domains.{name}.tasks row {number}"
+            if answered:
+                check_answer(data, place)
+            if check_row is not None and (problem := check_row(data)) is not None:
+                raise RowError(place, "cannot be scored", problem)
         self.count = len(rows)
         self.description = f"{len(rows)} rows"
         self._name, self._rows = name, rows
@@ -101,12 +118,16 @@ class Rows(TaskSource):
 class DatasetRows(TaskSource):
     """The rows of a dataset, in the order of its epochs."""
 
-    def __init__(self, name: str, dataset: Dataset) -> None:
+    def __init__(self, name: str, open: Callable[..., Dataset]) -> None:
+        """`open` is `open_dataset` with all of its arguments but `as_of`."""
+        self._name, self._open = name, open
+        self._use(open())
+        self.follows_results = self.dataset.config.curriculum is not None
+
+    def _use(self, dataset: Dataset) -> None:
         self.dataset = dataset
         self.count = dataset.count
         self.description = dataset.source
-        self.follows_results = dataset.config.curriculum is not None
-        self._name = name
 
     def at(self, position: int) -> Task | None:
         found = self.dataset.number_at(position)
@@ -137,6 +158,16 @@ class DatasetRows(TaskSource):
     def record(self, task: Task, success: float) -> None:
         self.dataset.record(task.row, success)
 
+    def go_back_to(self, description: str) -> None:
+        if description == self.description:
+            return
+        dataset = self._open(as_of=description)
+        if dataset.source != description:
+            dataset.close()
+            return
+        self.dataset.close()
+        self._use(dataset)
+
     def state(self) -> dict[str, Any]:
         return self.dataset.state()
 
@@ -152,7 +183,8 @@ def open_tasks(
 ) -> TaskSource:
     """The tasks that a domain's config names. Datasets of the same rows under other keys have other orders."""
     if config.data is not None:
-        dataset = open_dataset(
+        opening = partial(
+            open_dataset,
             config.data,
             key=key,
             seed=seed,
@@ -160,7 +192,7 @@ def open_tasks(
             answered=config.needs_answers,
             check_row=config.row_check(),
         )
-        return DatasetRows(name, dataset)
+        return DatasetRows(name, opening)
     if config.tasks is None or isinstance(config.tasks, int):
         return Seeds(name, config.tasks, first_seed)
-    return Rows(name, config.tasks)
+    return Rows(name, config.tasks, answered=config.needs_answers, check_row=config.row_check())

@@ -1,8 +1,8 @@
 """From the rows of a dataset to tokens that train: conversations, and pairs of answers.
 
 Invariant: a token trains if and only if the model should have written it: the text of an answer and the end token
-behind it. Everything is encoded as a rollout would show it (inference/codec.py), so that what is learned here is what
-is asked there.
+behind it. The worked examples of the config (`few_shot`) are prompt. Everything is encoded as a rollout would show it
+(inference/codec.py), so that what is learned here is what is asked there.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ class Example(NamedTuple):
 class RowForm:
     """What the rows of a pipeline are."""
 
-    encode: Callable[[Row, TextCodec], list[Example]]
-    """The examples of one row; raises a ValueError or TypeError for a row that has none."""
+    encode: Callable[[Row, TextCodec, int], list[Example]]
+    """The examples of one row, of whose `messages` the first ones, so many, are prompt whatever their role; raises a
+    ValueError or TypeError for a row that has none."""
     required: tuple[str, ...] = ()
     """Fields that each row must have."""
 
 
-def conversation(messages: Messages, codec: TextCodec) -> Example:
-    """The messages as one text, of which every message of the assistant trains."""
+def conversation(messages: Messages, codec: TextCodec, given: int = 0) -> Example:
+    """The messages as one text, of which every message of the assistant trains, but for the first `given` ones."""
     tokens: list[Tokens] = []
     trains: list[Array] = []
     asked: list[Mapping[str, str]] = []
-    for message in messages:
-        if message["role"] != ANSWERER:
+    for number, message in enumerate(messages):
+        if message["role"] != ANSWERER or number < given:
             asked.append(message)
             continue
-        if not asked:
+        if not asked or asked[-1]["role"] == ANSWERER:
             raise ValueError("an assistant message must follow one of another role: put the two into one")
         answer = codec.encode_answer(message["content"])
         for piece, is_trained in ((codec.encode(asked, first=not tokens), False), (answer, True)):
@@ -62,21 +63,21 @@ def conversation(messages: Messages, codec: TextCodec) -> Example:
     return Example(np.concatenate(tokens), np.concatenate(trains))
 
 
-def supervised(row: Row, codec: TextCodec) -> list[Example]:
+def supervised(row: Row, codec: TextCodec, given: int) -> list[Example]:
     """One example: the prompt and its `response`, or without one all `messages`."""
     if row.get("response") is None:
-        if not any(message["role"] == ANSWERER for message in row["messages"]):
+        if not any(message["role"] == ANSWERER for message in row["messages"][given:]):
             raise ValueError("the field 'response' is missing, and no message is the assistant's: map it in fields")
-        return [conversation(row["messages"], codec)]
-    return [_answered(row, "response", codec)]
+        return [conversation(row["messages"], codec, given)]
+    return [_answered(row, "response", codec, given)]
 
 
-def preference(row: Row, codec: TextCodec) -> list[Example]:
+def preference(row: Row, codec: TextCodec, given: int) -> list[Example]:
     """Two examples: the prompt with the answer that was `chosen`, and with the one that was `rejected`."""
-    return [_answered(row, name, codec) for name in ("chosen", "rejected")]
+    return [_answered(row, name, codec, given) for name in ("chosen", "rejected")]
 
 
-def _answered(row: Row, name: str, codec: TextCodec) -> Example:
+def _answered(row: Row, name: str, codec: TextCodec, given: int) -> Example:
     answer = row[name]
     if isinstance(answer, Sequence) and not isinstance(answer, str) and len(answer) == 1:
         (message,) = answer
@@ -86,7 +87,7 @@ def _answered(row: Row, name: str, codec: TextCodec) -> Example:
         raise TypeError(f"the field '{name}' must be text or one message of the assistant, got {answer!r:.60}")
     if not answer:
         raise ValueError(f"the field '{name}' is empty: there is nothing to learn")
-    return conversation([*row["messages"], {"role": ANSWERER, "content": answer}], codec)
+    return conversation([*row["messages"], {"role": ANSWERER, "content": answer}], codec, given)
 
 
 SUPERVISED = RowForm(supervised)
@@ -120,7 +121,7 @@ class ExampleRows:
 
     def _examples(self, row: Row, number: int) -> list[Example]:
         try:
-            return self._form.encode(row, self._codec)
+            return self._form.encode(row, self._codec, self._dataset.own_messages_begin(row))
         except (ValueError, TypeError) as error:
             raise RowError(self._dataset.place(number), "wrong type", str(error)) from error
 

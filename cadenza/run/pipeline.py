@@ -126,7 +126,9 @@ class Pipeline:
         self._saved: int | None = None
         """The step of the last checkpoint."""
         self._unsaved_best_score: float | None = None
-        """How good the policy is, if it is the best so far and not saved yet."""
+        """How good the policy is, if none was better so far and it is not saved yet."""
+        self._is_best_due = False
+        """Whether it is better than all before, and so gets a checkpoint. An equal one gets none of its own."""
 
     # -- what a pipeline adds --------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class Pipeline:
             if self.progress.step and self.progress.step != self._saved:
                 await self.save()
             raise
-        if self.progress.step != self._saved or self._unsaved_best_score is not None or self.progress.ended == STOPPED:
+        if self.progress.step != self._saved or self._is_best_due or self.progress.ended == STOPPED:
             await self.save()
 
     async def steps(self) -> AsyncIterator[int]:
@@ -217,11 +219,12 @@ class Pipeline:
         self.load_state(state)
 
     async def checkpoint(self, step: int) -> None:
-        """Save, if it is time or the policy is the best so far."""
+        """Save, if it is time or the policy is better than all before."""
         due = step > 0 and step % self.config.checkpoint.every == 0 and step != self._saved
-        if due or self._unsaved_best_score is not None:
+        if due or self._is_best_due:
             with self.timed("checkpoint"):
                 await self.save()
+        self._unsaved_best_score = None  # of this policy: the next one has another
 
     async def save(self) -> None:
         """A checkpoint between two steps."""
@@ -230,7 +233,7 @@ class Pipeline:
             await self.roles.save(directory)
             self.roles.codec.save(directory)
             self.save_files(directory)
-        self._unsaved_best_score, self._saved = None, self.progress.step
+        self._unsaved_best_score, self._is_best_due, self._saved = None, False, self.progress.step
 
     # -- metrics ---------------------------------------------------------------------------------------------------
 
@@ -262,8 +265,8 @@ class Pipeline:
         self._on_step(step, metrics)
 
     def record_success(self, success: float | None, *, choose: bool = True) -> None:
-        """Remember how good the policy is, and whether it is the best so far; of equal ones the newest is. With
-        `choose` false the best one gets no checkpoint for it."""
+        """Remember how good the policy is, and whether it is the best so far. A better one gets a checkpoint; of equal
+        ones the newest that has a checkpoint anyway is the best. With `choose` false it gets none and is none."""
         progress = self.progress
         if success is None:
             if self.config.target is not None:
@@ -275,10 +278,12 @@ class Pipeline:
         progress.success_last = success
         if progress.success_first is None:
             progress.success_first = success
-        if progress.success_best is None or success >= progress.success_best:
+        is_better = progress.success_best is None or success > progress.success_best
+        if is_better or success == progress.success_best:
             progress.success_best = success
             if choose:
                 self._unsaved_best_score = success
+                self._is_best_due |= is_better
 
     def record_loss(self, loss: float) -> None:
         """Remember the loss on rows that are held out. The model with the lowest gets a checkpoint for it."""
@@ -289,6 +294,7 @@ class Pipeline:
         if progress.loss_best is None or loss < progress.loss_best:
             progress.loss_best = loss
             self._unsaved_best_score = -loss
+            self._is_best_due = True
 
     @property
     def has_reached_target(self) -> bool:

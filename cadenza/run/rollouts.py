@@ -54,7 +54,7 @@ def scheduler_for(
     config: RolloutRunConfig,
     inference: Inference,
     *,
-    reward_processes: Sequence[WorkerHandle] = (),
+    reward_processes: Sequence[WorkerHandle],
     beside: RolloutScheduler | None = None,
 ) -> RolloutScheduler:
     """The scheduler of a run. Its batches tell of their episodes in `meta_info["episodes"]`, and those of the training
@@ -118,7 +118,7 @@ async def validate_checkpoint(config: RolloutRunConfig, checkpoint: Path) -> tup
         async with roles.inference() as inference:
             if version:
                 await inference.sampler.load_weights(version, await inference.deliver_weights())
-            scheduler = scheduler_for("val", config, inference)
+            scheduler = scheduler_for("val", config, inference, reward_processes=roles.reward_processes)
             try:
                 with named_as_validation():
                     batch = await scheduler.get_batch(step_request(version), -1)

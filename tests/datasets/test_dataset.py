@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,9 @@ def sums(path: Path, count: int) -> Path:
     return write(path / "sums.jsonl", *({"prompt": f"{i} + {i}?", "answer": str(2 * i)} for i in range(count)))
 
 
-def opened(path: Path, *, key: str = "sums", seed: int = 0, **settings: Any) -> Dataset:
-    return open_dataset(
-        DataConfig(path=str(path), **settings), key=key, seed=seed, count_tokens=lambda m: len(m[-1]["content"])
-    )
+def opened(path: Path, *, key: str = "sums", seed: int = 0, as_of: str = "", **settings: Any) -> Dataset:
+    config = DataConfig(path=str(path), **settings)
+    return open_dataset(config, key=key, seed=seed, count_tokens=lambda m: len(m[-1]["content"]), as_of=as_of)
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -359,6 +359,38 @@ def test_a_file_that_is_written_anew_while_it_is_read_is_an_error_that_says_the_
         with pytest.raises(DataError, match=said) as caught:
             dataset.row(3)
         assert not isinstance(caught.value, RowError), "it is not this row that is bad"
+
+
+def test_a_file_that_grows_all_the_time_is_not_read_whole_for_every_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = sums(tmp_path, 20_000)
+    dataset = opened(path)
+    read: list[int] = []
+
+    def count(descriptor: int, size: int, offset: int, pread: Any = os.pread) -> bytes:
+        read.append(size)
+        return bytes(pread(descriptor, size, offset))
+
+    monkeypatch.setattr(jsonl.os, "pread", count)
+    for index in range(10):
+        with path.open("a") as file:
+            file.write("{}\n")
+        dataset.row(index * 1000)
+    assert sum(read) < 10 * 3 * (1 << 16) < 10 * path.stat().st_size
+
+
+def test_rows_as_of_a_run_are_those_that_a_file_had_before_it_grew(tmp_path: Path) -> None:
+    path = sums(tmp_path, 10)
+    then = opened(path)
+    with path.open("a") as file:
+        file.write('{"prompt": "new?", "answer": "0"}\n')
+    assert len(opened(path)) == 11
+    again = opened(path, as_of=then.source)
+    assert again.source == then.source
+    assert [again.at(position) for position in range(20)] == [then.at(position) for position in range(20)]
+    write(path, *({"prompt": f"{i} - {i}?", "answer": "0"} for i in range(40)))
+    assert opened(path, as_of=then.source).source != then.source
 
 
 def test_a_file_that_grows_or_is_replaced_while_it_is_read_keeps_the_rows_that_it_had(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from cadenza.run.config_file import build_config
 from cadenza.run.data_report import show as show_data
 from cadenza.run.data_sources import find_data
 from cadenza.run.rlvr_config import RlvrConfig
+from cadenza.training import Checkpoints
 
 KILLS = int(os.environ.get("CADENZA_KILLS", "3"))
 """How often the run that is killed is killed; `make test-kills` does it 20 times."""
@@ -267,6 +269,23 @@ def test_of_weights_with_the_same_success_the_newest_are_the_best(here: Path, su
     domains = judged_by(here, f"always_{success}".lower(), f"return {success}")
     done = trained(here, steps=3, domains=domains, validation={"every": 1})
     assert best(done.run) == "step-000003"
+
+
+def test_weights_that_are_as_good_as_the_best_get_no_checkpoint_for_it(here: Path) -> None:
+    domains = judged_by(here, "as_good", "return False")
+    done = trained(here, steps=5, domains=domains, validation={"every": 1}, checkpoint={"every": 2, "keep": 10})
+    steps = sorted(path.name for path in (done.run / "checkpoints").glob("step-*"))
+    assert steps == [f"step-{step:06d}" for step in (0, 2, 4, 5)], "the first validation, every second step, the end"
+    assert best(done.run) == "step-000005"
+
+
+def test_a_checkpoint_of_weights_that_were_not_validated_is_not_the_best(here: Path) -> None:
+    domains = judged_by(here, "ties", "return False")
+    options = {"validation": {"every": 3}, "checkpoint": {"every": 4, "keep": 10}}
+    directory = trained(here, steps=5, domains=domains, **options).run / "checkpoints"
+    shutil.rmtree(directory / "step-000005")
+    assert (directory / "step-000004").exists()
+    assert Checkpoints(directory, keep=10).best == directory / "step-000000"
 
 
 def test_a_target_that_earlier_weights_reached_must_be_reached_by_the_present_ones(here: Path) -> None:
@@ -613,6 +632,16 @@ def test_a_prompt_beyond_the_positions_of_the_model_is_left_out_and_told_once(
     assert "domain 'sums' (task sums/2, row 2 of its data" in warned
     assert "the context must have 1 to 39 tokens" in warned
     assert not [said for said in caplog.messages if "RequestRefused" in said]
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_rows_that_a_file_had_before_it_grew(here: Path) -> None:
+    domains = {"sums": {"data": {"path": "sums.jsonl", "epochs": 1}, "reward": "exact"}}
+    trained(here, steps=1, domains=domains, validation=None)
+    with (here / "sums.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "0+0=", "answer": "0"}) + "\n")
+    resumed = cadenza("resume", "runs/tiny", "steps=50", "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.figures["samples"] == 40 * 4
 
 
 def test_a_file_that_is_written_anew_during_a_run_ends_it_with_one_error_and_it_can_be_resumed(

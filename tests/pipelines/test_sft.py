@@ -12,8 +12,9 @@ from example_cases import SUMS, config_file, trained, write_rows
 from pipeline_cases import Done, cadenza, column, distance, lines
 from tokenizer_cases import CHATML, byte_tokenizer
 
+from cadenza.datasets import DataConfig, RowError
 from cadenza.inference.codec import load_codec
-from cadenza.run.example_rows import conversation
+from cadenza.run.example_rows import PREFERENCE, SUPERVISED, RowForm, conversation, open_rows
 
 CHAT = [
     {"role": "system", "content": "Answer in one word."},
@@ -99,6 +100,59 @@ def test_messages_of_the_assistant_train_and_nothing_else(tmp_path: Path) -> Non
     stops = [*(np.flatnonzero(np.diff(found.trains.astype(int)) == -1) + 1), len(found.tokens)]
     answers = [codec.tokenizer.decode(found.tokens[a:b]) for a, b in zip(starts, stops, strict=True)]
     assert answers == ["Right<|end|>", "wrong<|end|>"]
+
+
+FEW_SHOT: dict[str, Any] = {"few_shot": [{"prompt": "2+2?", "answer": "an example"}]}
+
+
+def trained_texts(tmp_path: Path, row: dict[str, Any], form: RowForm, **data: Any) -> list[str]:
+    """What is trained of each example of a row."""
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
+    codec = load_codec(tmp_path / "tokenizer")
+    config = DataConfig(path=str(write_rows([row])), **data)
+    batch = open_rows("data", config, form, codec, seed=0).at(0, 1)
+    assert batch is not None
+    columns = [batch.batch.ragged(name) for name in ("input_ids", "response_mask")]
+    return [
+        codec.tokenizer.decode(np.asarray(columns[0][i])[np.asarray(columns[1][i])]) for i in range(len(columns[0]))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "trains"),
+    [
+        ({"prompt": "1+1=", "response": "2"}, SUPERVISED, ["2<|end|>"]),
+        ({"messages": CHAT}, SUPERVISED, ["Right<|end|>wrong<|end|>"]),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "3"}, PREFERENCE, ["2<|end|>", "3<|end|>"]),
+    ],
+)
+def test_worked_examples_of_the_config_are_prompt_and_train_nothing(
+    tmp_path: Path, row: dict[str, Any], form: RowForm, trains: list[str]
+) -> None:
+    assert trained_texts(tmp_path, row, form) == trains
+    for system in (None, "Be brief."):
+        assert trained_texts(tmp_path, row, form, **FEW_SHOT, system=system) == trains
+
+
+def test_a_prompt_with_worked_examples_has_the_tokens_that_a_rollout_shows(tmp_path: Path) -> None:
+    byte_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
+    codec = load_codec(tmp_path / "tokenizer")
+    messages = [*CHAT[1:3], CHAT[3]]
+    found = conversation([*messages, CHAT[4]], codec, given=2)
+    assert found.tokens[~found.trains].tolist() == codec.encode(messages, first=True).tolist()
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "1+1="}, "the field 'response' is missing, and no message is the assistant's"),
+        ({"messages": CHAT[2:3]}, "an assistant message must follow one of another role"),
+    ],
+)
+def test_worked_examples_hide_no_error_of_a_row(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    for data in ({}, FEW_SHOT):
+        with pytest.raises(RowError, match=said):
+            trained_texts(tmp_path, row, SUPERVISED, **data)
 
 
 def test_rows_may_be_conversations(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_it_computes_on_the_device_of_its_process_unless_it_names_one(
 
 def test_weights_are_on_that_device(tmp_path: Path) -> None:
     reward = RewardModel(model=classifier(tmp_path), device="meta")
-    reward.open()
+    asyncio.run(reward.open())
     assert {parameter.device.type for parameter in reward._model.parameters()} == {"meta"}
 
 

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from builders import causes, chain, column, fates, got, now, playing, publish, responses, simulate, site, timed
+from builders import (
+    causes,
+    chain,
+    column,
+    fates,
+    got,
+    now,
+    open_attempts,
+    playing,
+    publish,
+    responses,
+    simulate,
+    site,
+    timed,
+)
 
+from cadenza.errors import RewardError
 from cadenza.inference.replica import Request
+from cadenza.rewards import ConfiguredReward, RewardHost, Sample
 from cadenza.rewards.judge import REMINDER
 from cadenza.rollout.failures import NothingFinished
 from cadenza.rollout.records import Fate
@@ -233,6 +249,144 @@ def test_a_question_that_does_not_fit_the_context_costs_its_task_and_says_so() -
             with pytest.raises(NothingFinished, match="reward: ContextFull"):
                 await got(scheduler, 1)
             assert "a question of the reward about 'toy/0': 106 tokens leave no room" in scheduler.why("toy/0")
+
+    simulate(main)
+
+
+def test_one_answer_that_is_too_long_for_the_judge_costs_its_own_try_and_not_its_group() -> None:
+    async def main() -> None:
+        answers = iter(["y" * 80])
+        replica = FakeReplica(lambda request: VERDICT if is_question(request) else next(answers, "ok"), seconds=1.0)
+        judge = {**JUDGE, "template": "Judge {response} " + "z" * 20}
+        options = {"tasks": 1, "batch_size": 4, "group_size": 4, "max_context": 100}
+        async with playing([replica], reward=judge, **options) as scheduler:
+            await got(scheduler, 4)
+            assert fates(scheduler) == {"failed": 1, "trained": 4}
+            assert causes(scheduler, Fate.FAILED) == {"reward: ContextFull": 1}
+            assert scheduler.metrics()["errors/user_code"] == 0
+
+    simulate(main)
+
+
+class Ensemble(ConfiguredReward):
+    """Asks the policy the same question several times, and one other."""
+
+    asks_policy: ClassVar[bool] = True
+
+    def use_host(self, host: RewardHost) -> None:
+        self._ask = host.ask_policy
+
+    async def __call__(self, sample: Sample) -> float:
+        texts = ["Judge this"] * 3 + ["Judge that"]
+        calls = [self._ask(sample, [{"role": "user", "content": t}], max_tokens=8, temperature=1.0) for t in texts]
+        return float(len(await asyncio.gather(*calls)))
+
+    _ask: Any = None
+
+
+@pytest.mark.parametrize("reward_workers", [0, 1])
+def test_a_question_that_is_asked_again_is_answered_anew_and_the_same_in_every_run(reward_workers: int) -> None:
+    async def main() -> list[tuple[int, str]]:
+        replica = policy()
+        async with playing([replica], reward=Ensemble, tasks=2, batch_size=2, reward_workers=reward_workers) as running:
+            await got(running, 2)
+        return sorted((request.seed, asked(request)) for request in replica.requests)
+
+    first = simulate(main)
+    assert len({seed for seed, _ in first}) == len(first) == 2 * (1 + 4)
+    assert simulate(main) == first
+
+
+@pytest.mark.parametrize(("temperature", "questions_asked"), [(0.0, 2), (1.0, 6)])
+def test_a_judge_without_randomness_is_not_tried_again(temperature: float, questions_asked: int) -> None:
+    async def main() -> None:
+        tried, is_tried_again = iter([True]), asyncio.Event()
+
+        def say(request: Request) -> str:
+            if not is_question(request) and not next(tried, False):
+                is_tried_again.set()
+            return "Hm."
+
+        replica = FakeReplica(say, seconds=1.0)
+        judge = {**JUDGE, "temperature": temperature, "tries": 3}
+        async with playing([replica], reward=judge, tasks=1, batch_size=1, slots=1) as scheduler:
+            batch = asyncio.ensure_future(got(scheduler, 1))
+            await is_tried_again.wait()
+            batch.cancel()
+        found = [(request.seed, asked(request)) for request in questions(replica)]
+        assert len(found) == len(set(found)) == questions_asked
+
+    simulate(main)
+
+
+def test_the_policy_ends_a_verdict_where_it_ends_an_answer() -> None:
+    async def main() -> None:
+        replica = policy()
+        sampling = {"stop": [7], "top_k": 3, "top_p": 0.5, "max_tokens": 64}
+        async with playing([replica], reward=JUDGE, sampling=sampling, batch_size=1) as scheduler:
+            await got(scheduler, 1)
+        found = {(r.sampling.stop, r.sampling.top_k, r.sampling.top_p) for r in questions(replica)}
+        assert found == {((7,), 0, 1.0)}
+
+    simulate(main)
+
+
+class Forgetful(Ensemble):
+    asks_policy: ClassVar[bool] = False
+
+
+@pytest.mark.parametrize("reward_workers", [0, 1])
+def test_a_reward_that_does_not_declare_that_it_asks_the_policy_is_refused_at_the_start(reward_workers: int) -> None:
+    async def main() -> None:
+        with pytest.raises(RewardError, match=r"declares `asks_policy: ClassVar\[bool\] = True`"):
+            async with playing([policy()], reward=Forgetful, reward_workers=reward_workers) as scheduler:
+                await got(scheduler, 4)
+
+    simulate(main)
+
+
+def test_a_reward_of_the_user_that_asks_the_policy_waits_at_the_gate_as_the_judge_does() -> None:
+    async def main() -> None:
+        replica = policy()
+        options = {"reward": Ensemble, "reward_seconds": 20.0, "stall_seconds": 50.0, "tasks": 4}
+        async with playing([replica], **options) as scheduler:
+            batch = asyncio.ensure_future(got(scheduler, 4))
+            await asyncio.sleep(5.0)
+            await scheduler.suspend()
+            await asyncio.sleep(1000.0)
+            await scheduler.resume()
+            await batch
+            assert fates(scheduler) == {"trained": 4}
+
+    simulate(main)
+
+
+class BatchedJudge(Ensemble):
+    """Asks about one sample after the other."""
+
+    batch_size: int = 8
+
+    async def score_batch(self, samples: list[Sample]) -> list[float]:
+        question = [{"role": "user", "content": "Judge this"}]
+        said = [await self._ask(sample, question, max_tokens=8, temperature=0.0) for sample in samples]
+        return [float(len(text)) for text in said]
+
+
+@pytest.mark.parametrize("reward_workers", [0, 1])
+@pytest.mark.parametrize("seconds", [2.0, 5.0, 15.0, 25.0])
+def test_samples_that_are_cancelled_cost_the_others_in_their_batch_nothing(reward_workers: int, seconds: float) -> None:
+    async def main() -> None:
+        replica = policy()
+        options = {"reward": BatchedJudge, "reward_workers": reward_workers, "tasks": 8, "slots": 8}
+        async with playing([replica], group_size=1, batch_size=4, **options) as scheduler:
+            batch = asyncio.ensure_future(got(scheduler, 4))
+            await asyncio.sleep(seconds)
+            for attempt in open_attempts(scheduler)[:2]:
+                scheduler.queue.fail(attempt, "a test", tries_used=0.1)
+                scheduler.queue.on_stop(attempt)
+            await batch
+            assert set(causes(scheduler, Fate.FAILED)) <= {"a test"}
+            assert now() < 300.0
 
     simulate(main)
 

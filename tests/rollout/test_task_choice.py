@@ -11,6 +11,7 @@ import pytest
 from builders import build, fake, get, got, playing, simulate
 from pydantic import ValidationError
 
+from cadenza.datasets import RowError
 from cadenza.datasets.jsonl import JsonLines
 from cadenza.rewards import Scored
 from cadenza.rollout.config import DomainConfig
@@ -55,6 +56,24 @@ def test_rows_that_rest_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(JsonLines, "__getitem__", lambda self, number: read.append(number) or whole(self, number))
     assert draw(domain, 1)[0].row == 3
     assert read == [3]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "1+1="}, "domains.a.tasks row 1: the field 'answer' is missing; the row has prompt"),
+        ({"prompt": "1+1=", "answer": None}, "domains.a.tasks row 1: the field 'answer' is null"),
+        ({"prompt": "1+1=", "answer": {}}, "domains.a.tasks row 1: the field 'answer' must be text"),
+        (Task(id="x", seed=0, domain="a", data={"prompt": "1+1="}), "the field 'answer' is missing"),
+        ("1+1=", "the field 'answer' is missing"),
+    ],
+)
+def test_rows_of_the_config_without_an_answer_are_refused_before_the_run(row: Any, said: str) -> None:
+    config = DomainConfig(tasks=[{"prompt": "2+2=", "answer": "4"}, row], reward="exact")
+    with pytest.raises(RowError, match=said):
+        open_tasks("train/a", "a", config, 0, 0, None)
+    free = config.model_copy(update={"reward": None})
+    assert open_tasks("train/a", "a", free, 0, 0, None).count == 2
 
 
 def test_a_pass_that_begins_anew_lets_no_row_rest(tmp_path: Path) -> None:
@@ -116,6 +135,14 @@ def state(scheduler: Any) -> dict[str, Any]:
 async def never(group: list[Trajectory]) -> bool:
     await asyncio.sleep(1000.0)
     return True
+
+
+def test_rows_of_the_config_that_a_reward_cannot_score_are_refused() -> None:
+    domain = DomainConfig(tasks=[{"answer": "A"}, {"answer": "E", "choices": ["1", "2"]}], reward="choice")
+    with pytest.raises(
+        ValueError, match=r"domains\.a\.tasks row 1: reward 'choice' cannot score it: the row has the ans"
+    ):
+        open_tasks("train/a", "a", domain, 0, 0, None)
 
 
 def test_the_level_of_a_curriculum_is_a_metric() -> None:
