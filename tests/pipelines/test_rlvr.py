@@ -412,10 +412,10 @@ def test_the_files_of_datasets_are_closed_at_the_end_of_a_run_also_when_it_fails
     kept: list[JsonLines] = []
     begin = JsonLines.__init__
 
-    def remembered(self: JsonLines, paths: Any) -> None:
+    def remembered(self: JsonLines, *arguments: Any) -> None:
         """Keep the source alive: the files of one that is collected are closed too, some time."""
         kept.append(self)
-        begin(self, paths)
+        begin(self, *arguments)
 
     monkeypatch.setattr(JsonLines, "__init__", remembered)
     domains = {"sums": {"data": "sums.jsonl", "reward": reward, "validation": "held.jsonl"}}
