@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-ray smollm2 smollm2-vllm test test-ray test-sandbox check test-smollm2 test-vllm fuzz bench bench-ray bench-trl clean
+.PHONY: help demo demo-ray smollm2 smollm2-vllm test test-ray test-sandbox check test-kills test-smollm2 test-vllm fuzz bench bench-ray bench-trl clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,6 +31,9 @@ test-ray: $(VENV)/.dev-ray  ## run the tests that need Ray, two files at a time
 test-sandbox: $(VENV)/.dev  ## run hostile programs against the sandbox, which needs bubblewrap
 	@command -v bwrap >/dev/null || { echo "the sandbox needs bubblewrap: apt-get install bubblewrap" >&2; exit 1; }
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto tests/sandbox $(PYTEST_ARGS)
+
+test-kills: $(VENV)/.dev  ## kill a run on datasets twenty times; every row must be trained once per epoch
+	OMP_NUM_THREADS=1 CADENZA_KILLS=20 $(BIN)/pytest -n 0 --timeout 1800 tests/pipelines/test_rlvr.py -k killed $(PYTEST_ARGS)
 
 test-smollm2: $(VENV)/.dev models/smollm2/model.safetensors  ## the tests with the tokenizer of a real model, which is a download of 93 MB
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto -k smollm2

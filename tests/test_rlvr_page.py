@@ -3,6 +3,7 @@ directory of their own. Its Python blocks run in test_documents.py, as those of 
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -13,7 +14,9 @@ import yaml
 from pipeline_cases import Done, cadenza
 from test_documents import ROOT, blocks
 
-from cadenza.datasets import DataConfig, DataError, open_dataset
+from cadenza.datasets import DataConfig, DataError
+from cadenza.rollout.config import DomainConfig
+from cadenza.rollout.task_sources import open_tasks
 from cadenza.rollout.tasks import Domains
 from cadenza.run.config_file import build_config
 from cadenza.run.rlvr_config import RlvrConfig
@@ -91,6 +94,16 @@ def test_rewards_several_tries_filters_and_a_rollout_of_the_page_work_in_one_run
         assert f'"{name}"' in metrics
 
 
+def test_the_rollout_of_the_page_is_that_of_the_example() -> None:
+    def body(source: str) -> str:
+        function = next(n for n in ast.parse(source).body if getattr(n, "name", "") == "budget")
+        assert isinstance(function, ast.AsyncFunctionDef)
+        return "\n".join(ast.unparse(line) for line in function.body if not isinstance(line, ast.Expr | ast.Constant))
+
+    example = (ROOT / "examples/thinking.py").read_text(encoding="utf-8")
+    assert body(shown("python")[2]) == body(example)
+
+
 def test_the_errors_that_the_page_quotes_are_those_that_a_run_prints(page: Path) -> None:
     cells = re.findall(r"^\| [^|]* \| `(sums\..*)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     good = Path("sums.jsonl").read_text().splitlines(keepends=True)[:3]
@@ -103,14 +116,17 @@ def test_the_errors_that_the_page_quotes_are_those_that_a_run_prints(page: Path)
     printed += failure(['{"prompt": "", "answer": "1"}'])
     for override in ("domains.sums.weight=0", "domains.sums.reward=exakt", "sampling.max_token=4"):
         printed += cadenza("train", "sums.yaml", override).err
-    assert len(cells) == 8
+    tested = ['{"prompt": "f", "tests": ["assert f(1)"], "answer": ""}\n'] * 3
+    printed += failure([*tested, '{"prompt": "1+1=", "answer": "2"}'], reward="code")
+    assert len(cells) == 9
     for cell in cells:
         assert cell in printed
 
 
-def failure(lines: list[str]) -> str:
-    """What a domain says of a file with these lines."""
+def failure(lines: list[str], reward: str = "exact") -> str:
+    """What a domain with this reward says of a file with these lines, of which the last is wrong."""
     Path("sums.jsonl").write_text("".join(lines))
+    config = DomainConfig(data=DataConfig(path="sums.jsonl"), reward=reward)
     with pytest.raises(DataError) as caught:
-        open_dataset(DataConfig(path="sums.jsonl"), key="sums", seed=0, answered=True)
+        open_tasks("sums", "sums", config, 0, 0, None)
     return f"{caught.value}\n"

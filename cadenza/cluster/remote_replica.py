@@ -34,6 +34,7 @@ from cadenza.cluster.worker_group import BackgroundTasks
 from cadenza.cluster.worker_handle import WorkerHandle
 from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import (
+    ContextTooLong,
     Generation,
     PauseMode,
     Replica,
@@ -352,7 +353,7 @@ class RemoteReplica:
 
 def _portable(error: BaseException) -> ReplicaError:
     """What `generate` raised, as an error that can be read at the other end."""
-    for kind in (ReplicaLost, RequestRefused, StaleEpoch, ReplicaError):
+    for kind in (ReplicaLost, ContextTooLong, RequestRefused, StaleEpoch, ReplicaError):
         if isinstance(error, kind):
             return kind(str(error))
     return ReplicaError(f"'generate' raised {type(error).__name__}: {error}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-Reason = Literal["malformed", "missing field", "wrong type", "empty prompt", "too long", "too short", "repeated"]
+Reason = Literal[
+    "malformed", "missing field", "wrong type", "empty prompt", "cannot be scored", "too long", "too short", "repeated"
+]
 """Why a row is refused, as it is counted."""
 FILTERED: frozenset[Reason] = frozenset({"too long", "too short", "repeated"})
 """Reasons for which a good row is left out because the config says so."""

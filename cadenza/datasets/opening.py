@@ -13,7 +13,7 @@ from cadenza.datasets.dataset import ENDLESS, CountTokens, Dataset, check_rows, 
 from cadenza.datasets.errors import DataError, RowError
 from cadenza.datasets.jsonl import open_jsonl
 from cadenza.datasets.order import EpochOrder
-from cadenza.datasets.rows import RowReader, require_if_present
+from cadenza.datasets.rows import RowCheck, RowReader, require_if_present
 from cadenza.datasets.source import Source
 
 _LINES = (".jsonl", ".ndjson")
@@ -29,6 +29,7 @@ def open_dataset(
     count_tokens: CountTokens | None = None,
     required: Sequence[str] = (),
     answered: bool = False,
+    check_row: RowCheck | None = None,
     examine: bool = False,
     as_of: str = "",
 ) -> Dataset:
@@ -36,15 +37,15 @@ def open_dataset(
 
     `key` and `seed` choose the order: datasets of the same rows under other keys have other orders. `required` are
     fields that each row must have, besides those of the config; `answer` is one if the first row has it. With
-    `answered` each row must have one that a response can be compared with: text, a number or a list of them. With
-    `examine`, all rows are read, and bad ones are counted in `refused` instead of raised. `as_of` is the `source` of
-    the dataset that a run began with: of a file of JSON lines that has grown since, the rows of then are read.
+    `answered` each row must have one that a response can be compared with: text, a number or a list of them;
+    `check_row` says what else is wrong with one. With `examine`, all rows are read, and bad ones are counted in
+    `refused` instead of raised. `as_of` is the `source` of the dataset that a run began with: of a file of JSON lines
+    that has grown since, the rows of then are read.
     """
     source = _open_source(config, key, seed, as_of)
     try:
-        return _dataset(
-            config, source, key, seed, count_tokens, RowReader(config, required, answered=answered), examine
-        )
+        reader = RowReader(config, required, answered=answered, check=check_row)
+        return _dataset(config, source, key, seed, count_tokens, reader, examine)
     except BaseException:
         source.close()
         raise

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, TypeAlias
 
 from cadenza.config import nearest_key
 from cadenza.datasets.config import DataConfig, template_fields
@@ -21,14 +21,24 @@ Message = dict[str, Any]
 """With 'role' and 'content', both text."""
 Row = dict[str, Any]
 """A row with 'messages' and all its fields."""
+RowCheck: TypeAlias = Callable[[Row], str | None]
+"""What is wrong with a row besides; None where nothing is."""
 
 
 class RowReader:
     """Makes rows as one config says. `required` are fields that each row must have besides those the config names; with
-    `answered` each has an `answer` that a response can be compared with."""
+    `answered` each has an `answer` that a response can be compared with; `check` is asked about each row at last."""
 
-    def __init__(self, config: DataConfig, required: Iterable[str] = (), *, answered: bool = False) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        required: Iterable[str] = (),
+        *,
+        answered: bool = False,
+        check: RowCheck | None = None,
+    ) -> None:
         self._config = config
+        self._check = check
         self._answered = answered
         self.required = dict.fromkeys([*required, *(["answer"] if answered else [])])
         """Names of ours, in their order."""
@@ -50,6 +60,8 @@ class RowReader:
         if self._answered:
             check_answer(row, place)
         row["messages"] = self._messages(row, place)
+        if self._check is not None and (problem := self._check(row)) is not None:
+            raise RowError(place, "cannot be scored", problem)
         return row
 
     def _messages(self, row: Row, place: str) -> list[Message]:

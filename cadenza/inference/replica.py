@@ -171,6 +171,10 @@ class RequestRefused(ReplicaError):
     """The request itself cannot be served, here or anywhere: it is too long, say. Not the replica's fault."""
 
 
+class ContextTooLong(RequestRefused):
+    """The context leaves no room for a token in what the model or the server takes."""
+
+
 class NotSupported(ReplicaError):
     """This engine cannot do this, on this platform or with this server; asking again does not help."""
 

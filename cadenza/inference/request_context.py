@@ -6,7 +6,7 @@ from collections.abc import Container
 
 import numpy as np
 
-from cadenza.inference.replica import ReplicaError, Request, RequestRefused, Tokens
+from cadenza.inference.replica import ContextTooLong, ReplicaError, Request, RequestRefused, Tokens
 
 
 def checked_context(
@@ -18,7 +18,7 @@ def checked_context(
         raise ReplicaError(f"{replica}: request {request.id} is already in flight")
     if not 0 < request.context < max_context or request.max_tokens < 1:
         text = f"{replica}: {request.context} tokens of context and {request.max_tokens} to write"
-        raise RequestRefused(f"{text} do not fit: the context must have 1 to {max_context - 1} tokens")
+        raise ContextTooLong(f"{text} do not fit: the context must have 1 to {max_context - 1} tokens")
     context = _join(request.chunks)
     if len(context) != request.context or not 0 <= context.min() <= context.max() <= last_token:
         text = f"{request.context} tokens of 0 to {last_token}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from cadenza.config import Config
@@ -39,9 +39,23 @@ class ConfiguredReward(Config):
     """Whether it asks the policy of the run. Only then `RewardHost.ask_policy` is there for it, and `reward_seconds`
     does not count for its calls, which wait while the gate is closed."""
 
+    def check_row(self, row: Mapping[str, Any]) -> str | None:
+        """What keeps this row from being scored, whatever the response is: "the row has no 'tests'". None: nothing. A
+        run and `cadenza data` refuse such a row by its place, as one without an `answer` where `needs_answer`."""
+        return None
+
     def __call__(self, sample: Sample) -> Any:
         """A number, a bool or a `Scored`; or an awaitable of one."""
         raise NotImplementedError
+
+
+def row_problem(read: Callable[[Sample], object], row: Mapping[str, Any]) -> str | None:
+    """The RewardError that a function raises of a sample with this row and some response, as text; None for none."""
+    try:
+        read(Sample(response="-", row=row, domain=""))
+    except RewardError as error:
+        return str(error)
+    return None
 
 
 def as_scored(value: Any, place: str) -> Scored:
@@ -73,7 +87,7 @@ def answers_of(sample: Sample) -> Sequence[Any]:
     answer = sample.answer
     answers = list(answer) if isinstance(answer, (list, tuple)) else [answer]
     if not answers:
-        raise RewardError(f"a row of domain '{sample.domain}' has an empty list as its 'answer'; leave the row out")
+        raise RewardError(f"{sample.row_name} has an empty list as its 'answer'; leave the row out")
     return answers
 
 

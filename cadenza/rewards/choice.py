@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import string
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import Field
 
 from cadenza.errors import RewardError
-from cadenza.rewards.base import ConfiguredReward, answers_of
+from cadenza.rewards.base import ConfiguredReward, answers_of, row_problem
 from cadenza.rewards.sample import Sample, Scored
 
 LETTER = r"[\(\[\*_`\s{]*(?:\\text(?:bf|rm)?\{)?\(?([A-Z](?![A-Za-z'\u2019])|[a-z](?=[\W_]*$))"
@@ -37,13 +39,20 @@ class Choice(ConfiguredReward):
     """The field of the row with the texts of the choices, in order."""
 
     def __call__(self, sample: Sample) -> Scored:
-        choices = [str(choice).strip() for choice in sample.row.get(self.choices_field) or ()]
-        letters = string.ascii_uppercase[: len(choices) or self.letters]
-        right = {self._letter_of(answer, letters, choices, sample.domain) for answer in answers_of(sample)}
+        letters, choices, right = self._meant(sample)
         chosen = chosen_letter(sample.response, letters) or _letter_of_text(sample.response, letters, choices)
         return Scored(float(chosen in right), chosen in right, note=f"chose {chosen or 'nothing'}")
 
-    def _letter_of(self, answer: object, letters: str, choices: list[str], domain: str) -> str:
+    def check_row(self, row: Mapping[str, Any]) -> str | None:
+        return row_problem(self._meant, row)
+
+    def _meant(self, sample: Sample) -> tuple[str, list[str], set[str]]:
+        """The letters, the texts of the choices, and the letters that are right."""
+        choices = [str(choice).strip() for choice in sample.row.get(self.choices_field) or ()]
+        letters = string.ascii_uppercase[: len(choices) or self.letters]
+        return letters, choices, {self._letter_of(answer, letters, choices, sample) for answer in answers_of(sample)}
+
+    def _letter_of(self, answer: object, letters: str, choices: list[str], sample: Sample) -> str:
         if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
             return letters[answer]
         text = str(answer).strip()
@@ -53,7 +62,7 @@ class Choice(ConfiguredReward):
         if len(letter) == 1 and letter in letters:
             return letter
         raise RewardError(
-            f"a row of domain '{domain}' has the answer {answer!r}, which is none of the letters {letters[0]} to "
+            f"{sample.row_name} has the answer {answer!r}, which is none of the letters {letters[0]} to "
             f"{letters[-1]}, nor the number or text of a choice in '{self.choices_field}'"
         )
 

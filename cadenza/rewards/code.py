@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import Field, PrivateAttr
 
-from cadenza.rewards.base import ConfiguredReward
+from cadenza.rewards.base import ConfiguredReward, row_problem
 from cadenza.rewards.code_tests import HARNESS, Assertions, InputOutput, passed_assertions, tests_of
 from cadenza.rewards.fenced import last_block
 from cadenza.rewards.sample import Sample, Scored
@@ -78,6 +78,9 @@ class Code(ConfiguredReward):
             passed, note = await self._run_each(runner, program, tests)
         share = passed / len(tests)
         return Scored(float(share == 1) if self.score == "all" else share, share == 1, {"passed": share}, note)
+
+    def check_row(self, row: Mapping[str, Any]) -> str | None:
+        return row_problem(lambda sample: tests_of(sample, self.field), row)
 
     async def _run_each(self, runner: ProgramRunner, program: str, tests: Sequence[InputOutput]) -> tuple[int, str]:
         """How many tests it passes, and how the first other one went."""

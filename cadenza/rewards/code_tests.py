@@ -80,7 +80,7 @@ def tests_of(sample: Sample, field: str) -> Sequence[InputOutput] | Assertions:
         if all(isinstance(test, Mapping) and {"input", "output"} <= set(test) for test in tests):
             return [InputOutput(_text(test["input"]), _text(test["output"])) for test in tests]
     raise RewardError(
-        f"a row of domain '{sample.domain}' has '{field}' {str(given)[:100]!r}; it must be a list of "
+        f"{sample.row_name} has '{field}' {str(given)[:100]!r}; it must be a list of "
         "{input: ..., output: ...}, or of assertions as 'assert add(2, 3) == 5'"
     )
 

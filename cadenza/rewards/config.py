@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from cadenza.config import Config
 from cadenza.rewards.registry import RewardName, called, check_settings, find_reward, is_config
+
+RowCheck: TypeAlias = Callable[[Mapping[str, Any]], str | None]
+"""Says why a row cannot be scored; None where it can."""
 
 
 class RewardConfig(Config):
@@ -88,6 +91,14 @@ class RewardConfig(Config):
     def needs_answer(self) -> bool:
         """Whether each row must have an `answer` for it."""
         return bool(getattr(find_reward(self.name), "needs_answer", False))
+
+    def row_check(self) -> RowCheck | None:
+        """The function that says why this reward cannot score a row; None where it has none."""
+        found = find_reward(self.name)
+        if not is_config(found):
+            return None
+        check: RowCheck | None = getattr(found.model_validate(self.settings), "check_row", None)
+        return check
 
     @property
     def short_name(self) -> str:

@@ -30,7 +30,8 @@ class DomainReward:
         async with reward:
             await reward(Sample(response="<answer>42", row={"answer": "42"}))   # value 1.1, parts right 1, form 1
 
-    `success` is what the first reward in the list says that says anything, and False behind a closed gate. A domain
+    `success` is False where a gate is closed, and else what the first reward in the list says that says anything and
+    is no gate. Where none of them does, an open gate is a success, so that the rate is that of the gates. A domain
     reward belongs to one event loop at a time. `open` may be left out; `close` may not where a reward keeps processes
     or connections.
     """
@@ -93,8 +94,10 @@ class DomainReward:
         )
 
     def _success(self, scores: Mapping[RewardWorker, Scored]) -> bool | None:
+        """What an answer that passed the gates is called."""
         said = [scores[worker].success for worker in self._workers if not worker.config.gate]
-        return next((success for success in said if success is not None), None)
+        passed = True if any(worker.config.gate for worker in self._workers) else None
+        return next((success for success in said if success is not None), passed)
 
     async def _scores(self, workers: Sequence[RewardWorker], sample: Sample) -> dict[RewardWorker, Scored]:
         return dict(zip(workers, await all_of([worker.score(sample) for worker in workers]), strict=True))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from cadenza.errors import RewardError
-from cadenza.rewards.base import ConfiguredReward
+from cadenza.rewards.base import ConfiguredReward, row_problem
 from cadenza.rewards.constraints import CONSTRAINTS
 from cadenza.rewards.sample import Sample, Scored
 
@@ -37,6 +37,9 @@ class Instructions(ConfiguredReward):
         value = float(share == 1.0) if self.score == "all" else share
         return Scored(value, share == 1.0, parts, f"not kept: {broken}" if broken else "")
 
+    def check_row(self, row: Mapping[str, Any]) -> str | None:
+        return row_problem(self, row)
+
     def _instructions(self, sample: Sample) -> Sequence[Mapping[str, Any]]:
         found = sample.get(self.field)
         try:
@@ -45,14 +48,14 @@ class Instructions(ConfiguredReward):
             found = None
         if not isinstance(found, Sequence) or not found or not all(isinstance(item, Mapping) for item in found):
             raise RewardError(
-                f"a row of domain '{sample.domain}' has '{self.field}' {sample.get(self.field)!r}; it must be a list "
+                f"{sample.row_name} has '{self.field}' {sample.get(self.field)!r}; it must be a list "
                 "of constraints as {kind: words, at_most: 50}"
             )
         return found
 
     def _check(self, kind: str, arguments: Mapping[str, Any], sample: Sample) -> bool:
         check = CONSTRAINTS.get(kind)
-        place = f"'{self.field}' of a row of domain '{sample.domain}'"
+        place = f"'{self.field}' of {sample.row_name}"
         if check is None:
             near = difflib.get_close_matches(kind, CONSTRAINTS, n=1, cutoff=0.5)
             hint = f"did you mean '{near[0]}'?" if near else f"there are {', '.join(CONSTRAINTS)}"

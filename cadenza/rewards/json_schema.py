@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import field_validator
 
 from cadenza.errors import RewardError
-from cadenza.rewards.base import ConfiguredReward
+from cadenza.rewards.base import ConfiguredReward, row_problem
 from cadenza.rewards.fenced import last_block
 from cadenza.rewards.sample import Sample, Scored
 
@@ -32,6 +33,9 @@ class JsonSchema(ConfiguredReward):
     def open(self) -> None:
         """Say at once if the package is missing."""
         _package()
+
+    def check_row(self, row: Mapping[str, Any]) -> str | None:
+        return row_problem(_schema_of, row) if self.definition is None else None
 
     def __call__(self, sample: Sample) -> Scored:
         jsonschema = _package()
@@ -65,7 +69,7 @@ def _schema_of(sample: Sample) -> dict[str, Any]:
         schema = json.loads(schema) if isinstance(schema, str) else schema
         _check_schema(schema)
     except ValueError as error:
-        raise RewardError(f"a row of domain '{sample.domain}' has a 'schema' that is none: {error}") from error
+        raise RewardError(f"{sample.row_name} has a 'schema' that is none: {error}") from error
     found: dict[str, Any] = schema
     return found
 

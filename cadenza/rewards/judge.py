@@ -18,7 +18,7 @@ from pydantic import Field, PrivateAttr, field_validator, model_validator
 from cadenza.config import load_object
 from cadenza.errors import InfrastructureError, RewardError
 from cadenza.off_loop import as_async
-from cadenza.rewards.base import LastingFault
+from cadenza.rewards.base import LastingFault, row_problem
 from cadenza.rewards.endpoint import Endpoint, EndpointReward
 from cadenza.rewards.host import AskPolicy, RewardHost
 from cadenza.rewards.sample import Sample, Scored
@@ -162,15 +162,16 @@ class Judge(EndpointReward):
             said = last_match(self.pattern or "", reply)
         return as_value(said, self.scale, self.labels)
 
+    def check_row(self, row: Mapping[str, Any]) -> str | None:
+        return row_problem(self._question, row)
+
     def _question(self, sample: Sample) -> str:
         fields = {**sample.row, "prompt": sample.prompt, "response": sample.response}
 
         def fill(found: re.Match[str]) -> str:
             if found[1] not in fields:
                 known = ", ".join(fields)
-                raise RewardError(
-                    f"template of the judge of domain '{sample.domain}': there is no '{found[1]}'; there are {known}"
-                )
+                raise RewardError(f"template of the judge: {sample.row_name} has no '{found[1]}'; there are {known}")
             return str(fields[found[1]])
 
         return re.sub(r"\{(\w+)\}", fill, self.template)

@@ -28,6 +28,7 @@ class Sample:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The whole conversation, the response included. Not given, it is the prompt and the response."""
     domain: str = "default"
+    """Empty where a row is checked before a run: its place in the file names it then."""
     finish: str = "stop"
     """Why the response ended: 'stop', or 'length' where it was cut off."""
     prompt_tokens: NDArray[np.int32] | None = field(default=None, compare=False)
@@ -49,11 +50,16 @@ class Sample:
         """The field `answer` of the row; raises RewardError if the row has none."""
         return self.get("answer")
 
+    @property
+    def row_name(self) -> str:
+        """What messages call the row."""
+        return f"a row of domain '{self.domain}'" if self.domain else "the row"
+
     def get(self, name: str) -> Any:
         """A field of the row; raises RewardError, which names the domain and the fields there are, if it has none."""
         if self.row.get(name) is None:
             fields = ", ".join(map(repr, self.row)) or "no field at all"
-            raise RewardError(f"a row of domain '{self.domain}' has no '{name}'; it has {fields}")
+            raise RewardError(f"{self.row_name} has no '{name}'; it has {fields}")
         return self.row[name]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +13,7 @@ from cadenza.datasets import DataConfig
 from cadenza.envs.registry import BUILT_IN, find_factory, registered
 from cadenza.inference.replica import PauseMode, Sampling, SamplingChanges
 from cadenza.rewards import RewardConfig
+from cadenza.rewards.config import RowCheck
 
 SLICE_TOKENS = 10_000
 """To prefill an answer anew costs as much as some 400 decode steps with it (router.py), which is little of a slice."""
@@ -146,6 +147,19 @@ class DomainConfig(Config):
     def needs_answers(self) -> bool:
         """Whether a reward compares with the field `answer` of each row."""
         return any(reward.needs_answer for reward in (self.reward, *self.rewards.values()) if reward is not None)
+
+    def row_check(self) -> RowCheck:
+        """The function that says why a reward of this domain cannot score a row; None where all can."""
+        rewards = self.rewards or ({} if self.reward is None else {self.reward.short_name: self.reward})
+        checks = {name: check for name, reward in rewards.items() if (check := reward.row_check()) is not None}
+
+        def check_row(row: Mapping[str, Any]) -> str | None:
+            for name, check in checks.items():
+                if (problem := check(row)) is not None:
+                    return f"reward '{name}' cannot score it: {problem}"
+            return None
+
+        return check_row
 
     def with_tasks_up_to(self, count: int) -> DomainConfig:
         """The domain with its first rows only; seeds are left to the caller."""

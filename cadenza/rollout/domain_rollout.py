@@ -11,6 +11,7 @@ from cadenza.envs.protocol import EnvType
 from cadenza.rewards import DomainReward, RewardConfig, Sample, Scored
 from cadenza.rollout import rollout_functions
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
+from cadenza.rollout.conversation import last_conversation
 from cadenza.rollout.model import Codec, RolloutContext
 from cadenza.rollout.records import Trajectory
 from cadenza.rollout.reward_pool import PooledReward
@@ -28,6 +29,8 @@ class DomainRollout:
     """What its attempts share, with the sampling of this domain."""
     reward: DomainReward | PooledReward | None
     """None where the score is the sum of what the env paid."""
+    several_rewards: bool
+    """Whether the domain has more than one."""
 
     @classmethod
     def of(
@@ -43,7 +46,7 @@ class DomainRollout:
             type = EnvType(name, envs.find_factory(domain.env), dict(domain.env_args))
         function = domain.rollout or (config.rollout if type is not None else "single_turn")
         shared = replace(shared, sampling=config.sampling_of(name))
-        return cls(type, rollout_functions.make(function), shared, reward)
+        return cls(type, rollout_functions.make(function), shared, reward, len(domain.rewards) > 1)
 
 
 def reward_configs(config: EnvManagerConfig, tries: int) -> dict[str, dict[str, RewardConfig]]:
@@ -64,20 +67,14 @@ def _patient(reward: RewardConfig, seconds: float, tries: int) -> RewardConfig:
 
 
 def reward_sample(trajectory: Trajectory, codec: Codec) -> Sample:
-    """What a reward sees of a finished episode. The response is the last one."""
+    """What a reward sees of a finished episode: its last answer, in the conversation of the last branch."""
     row: Mapping[str, Any] = trajectory.task.data if isinstance(trajectory.task.data, Mapping) else {}
     last = trajectory.turns[-1]
-    asked = row.get("messages")
-    messages: list[Mapping[str, Any]] = []
-    for number, turn in enumerate(trajectory.turns):
-        if number == 0 and isinstance(asked, (list, tuple)):
-            messages.extend(asked)
-        else:
-            messages.append({"role": "user", "content": codec.decode(turn.prompt)})
-        messages.append({"role": "assistant", "content": codec.decode(turn.response)})
+    messages = last_conversation(trajectory.turns, row.get("messages"), codec)
+    prompts = [message["content"] for message in messages[:-1] if message.get("role") != "assistant"]
     return Sample(
-        response=messages[-1]["content"],
-        prompt=str(messages[-2]["content"]),
+        response=codec.decode(last.response),
+        prompt=str(prompts[-1]) if prompts else "",
         row=row,
         messages=tuple(messages),
         domain=trajectory.task.domain,
@@ -88,13 +85,14 @@ def reward_sample(trajectory: Trajectory, codec: Codec) -> Sample:
     )
 
 
-def add_score(trajectory: Trajectory, scored: Scored) -> None:
-    """Book what the reward said of an episode."""
+def add_score(trajectory: Trajectory, scored: Scored, *, several: bool) -> None:
+    """Book what the reward said of an episode. `several`: the domain has more than one reward, each of which is a
+    metric, also where a closed gate is the only one that was asked."""
     trajectory.score = scored.value
     said: dict[str, object] = {}
     if scored.success is not None:
         said["success"] = scored.success
-    if len(scored.parts) > 1:  # one alone is the score
+    if several or len(scored.parts) > 1:  # one alone is the score
         said["rewards"] = dict(scored.parts)
     if said:
         trajectory.info = {**(trajectory.info or {}), **said}

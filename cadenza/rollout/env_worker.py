@@ -28,7 +28,7 @@ from cadenza.rollout.leases import LeaseDeadlines
 from cadenza.rollout.ledger import Attempt
 from cadenza.rollout.model import GOLDEN, MASK64, ContextFull, Model, RolloutContext
 from cadenza.rollout.policy_chat import PolicyChat
-from cadenza.rollout.records import Trajectory
+from cadenza.rollout.records import Task, Trajectory
 from cadenza.rollout.reward_pool import NoRewardProcess, PooledReward, make_reward_pool
 from cadenza.rollout.sampler import GrantSource
 from cadenza.rollout.slot_pool import AttemptQueue, SlotSettings, StartTask
@@ -241,8 +241,8 @@ class EnvWorker:
         """Compute the reward, and hand the episode over."""
         self._queue.mark_scoring(attempt)
         attempt.stage = "reward"
-        reward = self._domains[attempt.group.task.domain].reward
-        if reward is None:
+        domain = self._domains[attempt.group.task.domain]
+        if (reward := domain.reward) is None:
             trajectory.score = trajectory.episode_score
             self._queue.put(attempt, trajectory)
             return
@@ -256,7 +256,7 @@ class EnvWorker:
             return
         finally:
             self._leases.scored(attempt)
-        add_score(trajectory, scored)
+        add_score(trajectory, scored, several=domain.several_rewards)
         if attempt.fate is None:
             self._queue.put(attempt, trajectory)
 
@@ -282,18 +282,20 @@ class EnvWorker:
             self._queue.fail(attempt, str(error), tries_used=tries_used)
             return
         cause = f"{stage}: {type(error).__name__}"
-        if isinstance(error, (ContextFull, InfrastructureError)):
-            self._warn_once(attempt.group.task.domain, cause, error)
+        if isinstance(error, (ContextFull, InfrastructureError, RequestRefused)):
+            self._warn_once(attempt.group.task, cause, error)
         self._queue.fail(attempt, cause, str(error)[:200], tries_used=tries_used)
         if isinstance(error, NoRewardProcess):  # every other task would fail in the same way
             self._queue.end_run(RolloutError(str(error)))
 
-    def _warn_once(self, domain: str, cause: str, error: BaseException) -> None:
-        if (domain, cause) not in self._warned:
-            self._warned.add((domain, cause))
+    def _warn_once(self, task: Task, cause: str, error: BaseException) -> None:
+        if (task.domain, cause) not in self._warned:
+            self._warned.add((task.domain, cause))
+            where = f", row {task.row} of its data, counted from 0" if task.row >= 0 else ""
             logger.warning(
-                "an attempt of domain '%s' failed, %s: %s; further ones are only counted", domain, cause, error
-            )
+                "an attempt of domain '%s' (task %s%s) failed, %s: %s; further ones are only counted",
+                task.domain, task.id, where, cause, error,
+            )  # fmt: skip
 
     def _on_lease_expired(self, attempt: Attempt) -> None:
         """A lease ran out: the attempt fails, and its task ends. It counts against the task, for a task whose env

@@ -31,6 +31,9 @@ def rollout_metrics(queue: GroupQueue, slots: SlotPool, sampler: Sampler) -> dic
     if any(domain.rest_epochs for domain in domains):
         metrics["tasks/resting"] = sum(len(domain.resting) for domain in domains)
         metrics["tasks/rested"] = sum(domain.rested for domain in domains)
+    for domain in domains:
+        if (level := domain.tasks.level) is not None:
+            metrics[f"tasks/level/{domain.name}"] = level
     if slots.judge_calls:
         metrics["judge/calls"] = slots.judge_calls
         metrics["judge/tokens"] = slots.judge_tokens

@@ -20,6 +20,7 @@ import numpy as np
 
 from cadenza.errors import InfrastructureError, is_cancelled_from_outside
 from cadenza.inference.replica import (
+    ContextTooLong,
     Finish,
     Generation,
     ReplicaError,
@@ -251,9 +252,14 @@ class Model:
         changed = _changed(configured, changes)
         for key in ("temperature", "top_p", "top_k") if self._shared.is_training else ():
             if (asked := getattr(changed, key)) != (trained := getattr(configured, key)):
+                way_out = (
+                    "set it for all calls in the config"
+                    if key == "temperature"
+                    else f"limit only what is measured with validation.sampling.{key}"
+                )
                 raise ValueError(
                     f"sampling['{key}'] of this call is {asked}, and the configured one {trained}, at which the turns "
-                    f"are trained: leave {key} out, or set it for all calls in the config"
+                    f"are trained: leave {key} out, or {way_out}"
                 )
         return changed
 
@@ -350,6 +356,8 @@ class Model:
                 continue
             except Exception as error:  # an engine may raise whatever it likes; it is not the rollout's fault
                 outcome, replica_error = self._outcome_of(error)
+                if isinstance(error, ContextTooLong):
+                    raise ContextFull(str(error)) from error
                 if isinstance(error, RequestRefused):
                     raise
                 continue

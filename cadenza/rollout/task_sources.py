@@ -9,6 +9,7 @@ from typing import Any
 
 from cadenza.datasets import Dataset, RowError, open_dataset
 from cadenza.datasets.rows import check_answer
+from cadenza.rewards.config import RowCheck
 from cadenza.rollout.config import DomainConfig
 from cadenza.rollout.records import Task
 
@@ -38,6 +39,11 @@ class TaskSource:
     def row_at(self, position: int) -> tuple[int, int] | None:
         """(row, epoch) at a position, without reading the row; None behind the last one, and where tasks are no rows
         of a dataset."""
+        return None
+
+    @property
+    def level(self) -> int | None:
+        """How hard the next tasks are; None without a curriculum."""
         return None
 
     def record(self, task: Task, success: float) -> None:
@@ -77,16 +83,23 @@ class Seeds(TaskSource):
 class Rows(TaskSource):
     """Rows that the config holds; each passes once."""
 
-    def __init__(self, name: str, rows: Sequence[Any], *, answered: bool = False) -> None:
-        """With `answered`, each row must have an `answer` that a response can be compared with."""
+    def __init__(
+        self, name: str, rows: Sequence[Any], *, answered: bool = False, check_row: RowCheck | None = None
+    ) -> None:
+        """With `answered`, each row must have an `answer` that a response can be compared with; `check_row` says what
+        else is wrong with one."""
         if not rows:
             raise ValueError(f"domains.{name}.tasks is empty")
         ids = [task.id for task in rows if isinstance(task, Task)]
         if twice := next((id for id, count in Counter(ids).items() if count > 1), None):
             raise ValueError(f"domains.{name}.tasks has two tasks with the id '{twice}'; ids must be unique")
-        for number, row in enumerate(rows if answered else ()):
-            data = row.data if isinstance(row, Task) else row
-            check_answer(data if isinstance(data, Mapping) else {}, f"domains.{name}.tasks row {number}")
+        for number, row in enumerate(rows):
+            given = row.data if isinstance(row, Task) else row
+            data, place = given if isinstance(given, Mapping) else {}, f"domains.{name}.tasks row {number}"
+            if answered:
+                check_answer(data, place)
+            if check_row is not None and (problem := check_row(data)) is not None:
+                raise RowError(place, "cannot be scored", problem)
         self.count = len(rows)
         self.description = f"{len(rows)} rows"
         self._name, self._rows = name, rows
@@ -138,6 +151,10 @@ class DatasetRows(TaskSource):
     def row_at(self, position: int) -> tuple[int, int] | None:
         return self.dataset.number_at(position)
 
+    @property
+    def level(self) -> int | None:
+        return self.dataset.level
+
     def record(self, task: Task, success: float) -> None:
         self.dataset.record(task.row, success)
 
@@ -166,10 +183,16 @@ def open_tasks(
 ) -> TaskSource:
     """The tasks that a domain's config names. Datasets of the same rows under other keys have other orders."""
     if config.data is not None:
-        answered = config.needs_answers
-        return DatasetRows(
-            name, partial(open_dataset, config.data, key=key, seed=seed, count_tokens=count_tokens, answered=answered)
+        opening = partial(
+            open_dataset,
+            config.data,
+            key=key,
+            seed=seed,
+            count_tokens=count_tokens,
+            answered=config.needs_answers,
+            check_row=config.row_check(),
         )
+        return DatasetRows(name, opening)
     if config.tasks is None or isinstance(config.tasks, int):
         return Seeds(name, config.tasks, first_seed)
-    return Rows(name, config.tasks, answered=config.needs_answers)
+    return Rows(name, config.tasks, answered=config.needs_answers, check_row=config.row_check())

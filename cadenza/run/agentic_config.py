@@ -51,6 +51,7 @@ class AgenticConfig(RolloutRunConfig):
         "gigpo": {"estimator": {"name": "gigpo"}, "envs": {"rollout": "step"}},
         "step": {"estimator": {"name": "step"}, "envs": {"rollout": "step"}},
     }
+    rollout_prefix: ClassVar = "envs."
     bound_hint: ClassVar = ", or envs.max_turns (then it is max_turns * max_tokens)"
 
     envs: EnvManagerConfig

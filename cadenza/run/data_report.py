@@ -165,6 +165,7 @@ def _report(source: DataSource, config: RunConfig, codec: TextCodec) -> DatasetR
             seed=config.seed,
             count_tokens=lambda messages: len(codec.encode(messages, first=True)),
             answered=source.answered,
+            check_row=source.check_row,
             examine=True,
         )
     except DataError as error:

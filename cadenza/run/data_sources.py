@@ -10,6 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from cadenza.datasets import DataConfig
+from cadenza.rewards.config import RowCheck
+from cadenza.rollout.config import DomainConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,8 @@ class DataSource:
     """Of the domain that it belongs to."""
     answered: bool = False
     """Whether a reward of that domain compares with the field `answer` of each row."""
+    check_row: RowCheck | None = None
+    """Says why the rewards of that domain cannot score a row."""
 
     @property
     def key(self) -> str:
@@ -48,7 +52,9 @@ def find_data(config: BaseModel) -> list[DataSource]:
 
 def _walk(value: Any, path: str, owner: Any) -> Iterator[DataSource]:
     if isinstance(value, DataConfig):
-        source = DataSource(path, value, getattr(owner, "weight", None), getattr(owner, "needs_answers", False))
+        source = DataSource(path, value, getattr(owner, "weight", None))
+        if isinstance(owner, DomainConfig):
+            source = replace(source, answered=owner.needs_answers, check_row=owner.row_check())
         if (passes := getattr(owner, "passes", None)) is not None:  # of a cold start, whatever its `epochs` say
             source = replace(source, config=value.model_copy(update={"epochs": passes}))
         yield _as_validated(source) if path.endswith(".validation") else source

@@ -52,7 +52,7 @@ class RlvrConfig(RolloutRunConfig):
     """Processes that share the slots, on Ray; 0 runs them in the controller's own."""
     reward_workers: int = Field(default=0, ge=0)
     """Processes that compute the rewards, on Ray; 0 computes them where the slots are. It counts for each of `workers`:
-    `workers` 4 and `reward_workers` 2 are 8 processes. Elsewhere than on Ray no process is started: it rehearses."""
+    `workers` 4 and `reward_workers` 2 are 8 processes."""
     max_context: int = Field(default=1 << 20, gt=0)
     """Tokens of prompt and answer together."""
     lease_seconds: float = Field(default=600.0, gt=0)

@@ -12,7 +12,7 @@ from cadenza.cluster import RoleConfig
 from cadenza.cluster.placement import AUTO, format_devices
 from cadenza.config import Config, load_callable
 from cadenza.datasets import DataConfig
-from cadenza.inference.replica import SamplingChanges
+from cadenza.inference.replica import Sampling, SamplingChanges
 from cadenza.rollout.config import EnvManagerConfig, RolloutConfig
 from cadenza.rollout.sampler import SamplerConfig
 from cadenza.run.cold_start_config import ColdStartConfig
@@ -69,6 +69,8 @@ class RolloutRunConfig(RunConfig):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PRESETS
     preset_key_owners: ClassVar = PRESET_KEY_OWNERS
 
+    rollout_prefix: ClassVar[str] = ""
+    """What stands before `sampling`, `domains` and `reward_workers` in the config."""
     bound_hint: ClassVar[str] = ""
     """Which other key would bound the turns."""
 
@@ -172,6 +174,7 @@ class RolloutRunConfig(RunConfig):
         if self.reference is not None and not self.needs_reference:
             raise ValueError("reference does nothing while no kl_coef is set, in actor or in estimator: remove it")
         self._check_temperatures()
+        self._check_limits()
         self._check_group_settings()
         for name, learner in ((ACTOR, self.actor), (CRITIC, self.critic)):
             if learner is not None and learner.mini_batches > self.rollout.batch_size:
@@ -188,7 +191,7 @@ class RolloutRunConfig(RunConfig):
         if self.model.lora is not None and self.cold_start is None and self.model.lora.dropout:
             raise ValueError(f"model.lora.dropout {self.model.lora.dropout} does nothing without cold_start: remove it")
         self._check_engine()
-        self._check_reward_devices()
+        self._check_reward_processes()
         self._check_chunks()
         if self.rollout.seed not in (0, self.seed):
             raise ValueError(f"rollout.seed {self.rollout.seed} differs from seed {self.seed}: set seed alone")
@@ -210,9 +213,29 @@ class RolloutRunConfig(RunConfig):
                     "actor is trained at one temperature: leave it out, or set validation.sampling"
                 )
 
+    def _check_limits(self) -> None:
+        """The actor computes the whole distribution, so that tokens that are trained are drawn from all of it."""
+        manager, prefix = self.env_manager, self.rollout_prefix
+        sampled: dict[str, Sampling | SamplingChanges] = {f"{prefix}sampling": manager.sampling}
+        sampled |= {f"{prefix}domains.{name}.sampling": domain.sampling for name, domain in manager.domains.items()}
+        for place, sampling in sampled.items():
+            for key, unlimited in (("top_p", 1.0), ("top_k", 0)):
+                if (value := getattr(sampling, key)) not in (None, unlimited):
+                    raise ValueError(
+                        f"{place}.{key} {value}: tokens that are trained are drawn from the whole distribution, which "
+                        f"is what the actor computes. Leave {key} out; validation.sampling.{key} limits what is "
+                        "measured and played"
+                    )
+
     def _check_group_settings(self) -> None:
         """What looks at the spread of a group needs a group: the scores of one member are all equal."""
-        if self.rollout.group_size > 1:
+        rollout = self.rollout
+        if rollout.extra_after and not rollout.extra_members:
+            raise ValueError(
+                f"rollout.extra_after {rollout.extra_after:g} says when extra members begin, and "
+                "rollout.extra_members is 0: set it, or remove extra_after"
+            )
+        if rollout.group_size > 1:
             return
         for name, domain in self.env_manager.domains.items():
             for key, value in (("rest", domain.rest), ("difficulty", domain.difficulty)):
@@ -235,8 +258,13 @@ class RolloutRunConfig(RunConfig):
             with named_user_code("engine.kind", kind, passes=(ValueError,)):
                 engine.check_devices(devices)
 
-    def _check_reward_devices(self) -> None:
-        """Processes on devices compute the rewards, if there are any."""
+    def _check_reward_processes(self) -> None:
+        """Processes of their own compute the rewards, if there are any."""
+        if (workers := self.env_manager.reward_workers) and self.backend == "embedded":
+            raise ValueError(
+                f"{self.rollout_prefix}reward_workers {workers} are processes of their own, and backend 'embedded' "
+                "has none: set backend=ray, or remove it"
+            )
         if (config := self.devices.get(REWARD)) is None:
             return
         if config.devices == AUTO:

@@ -24,12 +24,13 @@ from cadenza.datasets import DataError
 from cadenza.datasets.jsonl import JsonLines
 from cadenza.rollout.tasks import Domains
 from cadenza.run.config_file import build_config
+from cadenza.run.data_report import show as show_data
 from cadenza.run.data_sources import find_data
 from cadenza.run.rlvr_config import RlvrConfig
 from cadenza.training import Checkpoints
 
 KILLS = int(os.environ.get("CADENZA_KILLS", "3"))
-"""How often the run that is killed is killed; `CADENZA_KILLS=20` for all that an issue asks."""
+"""How often the run that is killed is killed; `make test-kills` does it 20 times."""
 
 COUNTING_PIPELINE = """
 import json
@@ -443,10 +444,10 @@ def test_the_files_of_datasets_are_closed_at_the_end_of_a_run_also_when_it_fails
     kept: list[JsonLines] = []
     begin = JsonLines.__init__
 
-    def remembered(self: JsonLines, paths: Any) -> None:
+    def remembered(self: JsonLines, *arguments: Any) -> None:
         """Keep the source alive: the files of one that is collected are closed too, some time."""
         kept.append(self)
-        begin(self, paths)
+        begin(self, *arguments)
 
     monkeypatch.setattr(JsonLines, "__init__", remembered)
     domains = {"sums": {"data": "sums.jsonl", "reward": reward, "validation": "held.jsonl"}}
@@ -478,7 +479,7 @@ def test_a_row_without_its_answer_is_named_with_file_row_and_field(here: Path) -
     [
         ([{"prompt": "2+2="}], "sums.jsonl line 1: the field 'answer' is missing"),
         (
-            [*sums(3), {"prompt": "2+2=", "answer": {"value": 4}}],
+            [*[{"prompt": "2+3=", "answer": "A"}] * 3, {"prompt": "2+2=", "answer": {"value": 4}}],
             "sums.jsonl line 4: the field 'answer' must be text, a number or a list of them, got dict {'value': 4}",
         ),
         (
@@ -498,6 +499,45 @@ def test_an_answer_that_no_reward_can_compare_is_refused_before_the_run(
         Domains(config.env_manager)
     (source,) = find_data(config)
     assert source.answered, "cadenza data refuses it too"
+
+
+@pytest.mark.parametrize(
+    ("reward", "row", "said"),
+    [
+        (
+            "code",
+            {"test": ["assert f(1) == 2"]},
+            "'code' cannot score it: the row has no 'tests'; it has 'prompt', 'test'",
+        ),
+        ("code", {"tests": "print(1)"}, "'code' cannot score it: the row has 'tests' 'print(1)'; it must be a list of"),
+        ("instructions", {}, "'instructions' cannot score it: the row has no 'instructions'; it has 'prompt'"),
+        (
+            "instructions",
+            {"instructions": [{"kind": "wrods", "at_most": 3}]},
+            "is no constraint; did you mean 'words'?",
+        ),
+        ("instructions", {"instructions": [{"kind": "words", "most": 3}]}, "words with {'most': 3}: "),
+        (
+            "choice",
+            {"answer": "E", "choices": ["4", "5"]},
+            "the row has the answer 'E', which is none of the letters A to B",
+        ),
+    ],
+)
+def test_a_row_that_its_reward_cannot_score_is_refused_before_the_run_and_by_cadenza_data(
+    here: Path, capsys: pytest.CaptureFixture[str], reward: str, row: dict[str, Any], said: str
+) -> None:
+    rows_file(here / "sums.jsonl", [{"prompt": "2+2=", **row}])
+    domains = {"sums": {"data": "sums.jsonl", "reward": reward}}
+    config = build_config({**TINY, "domains": domains, "validation": None})
+    assert isinstance(config, RlvrConfig)
+    with pytest.raises(DataError) as refused:
+        Domains(config.env_manager)
+    assert str(refused.value).startswith(f"sums.jsonl line 1: reward '{reward}' cannot score it: ")
+    assert said in str(refused.value)
+    assert show_data(written(here, domains=domains, validation=None), [], as_json=True) == 1
+    (found,) = json.loads(capsys.readouterr().out)["datasets"].values()
+    assert found["refused"] == {"cannot be scored": 1}
 
 
 def test_a_row_needs_no_answer_where_the_reward_needs_none(here: Path) -> None:
@@ -608,6 +648,22 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_told_once(
     said = refused(here, domains=domains, validation=None, max_context=3)
     assert "ContextFull" in said
     assert "tokens leave no room in max_context 3" in said
+
+
+def test_a_prompt_beyond_the_positions_of_the_model_is_left_out_and_told_once(
+    here: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = sums(10)
+    rows[2]["prompt"] = rows[5]["prompt"] = "1" * 80 + "+1="
+    rows_file(here / "sums.jsonl", rows)
+    domains = {"sums": {"data": {"path": "sums.jsonl", "epochs": 1, "shuffle": False}, "reward": "exact"}}
+    model = {**TINY["model"], "max_positions": 40}
+    done = trained(here, domains=domains, validation=None, model=model, steps=10)
+    assert done.figures["samples"] == 8 * 4
+    (warned,) = [said for said in caplog.messages if "83 tokens of context" in said]
+    assert "domain 'sums' (task sums/2, row 2 of its data" in warned
+    assert "the context must have 1 to 39 tokens" in warned
+    assert not [said for said in caplog.messages if "RequestRefused" in said]
 
 
 def test_a_run_that_is_resumed_goes_on_with_the_rows_that_a_file_had_before_it_grew(here: Path) -> None:

@@ -405,7 +405,17 @@ def test_a_closed_gate_makes_the_sum_zero_and_the_others_are_not_asked() -> None
     wrong = Sample(response="41", row={"answer": "42"})
     assert scored(spec, wrong) == Scored(0.0, False, {"right": 0.0})
     assert not asked
-    assert scored(spec) == Scored(1.0, None, {"right": 1.0, "judge": 1.0}), "an open gate adds nothing"
+    assert scored(spec) == Scored(1.0, True, {"right": 1.0, "judge": 1.0}), "an open gate adds nothing"
+
+
+def test_an_open_gate_is_a_success_only_where_no_reward_behind_it_says_anything() -> None:
+    def passing(sample: Sample) -> float:
+        return 1.0
+
+    gate = {"gate": {"name": passing, "gate": True}}
+    assert scored({**gate, "length": length}).success is True
+    assert scored({**gate, "wrong": lambda sample: False}).success is False
+    assert scored({"length": length, "passing": passing}).success is None, "there is no gate"
 
 
 @pytest.mark.parametrize(("gate_at", "value"), [(0.2, 1.0), (0.21, 0.0)])

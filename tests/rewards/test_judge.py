@@ -90,7 +90,7 @@ def test_the_template_takes_fields_of_the_row_and_what_is_filled_in_stays_as_it_
 
 
 def test_a_template_with_a_field_that_the_row_has_not_is_an_error_that_names_it() -> None:
-    with pytest.raises(RewardError, match="domain 'sums': there is no 'rubric'; there are answer, prompt, response"):
+    with pytest.raises(RewardError, match="a row of domain 'sums' has no 'rubric'; there are answer, prompt, response"):
         judged(Says("Score: 1"), template="{rubric}")
 
 

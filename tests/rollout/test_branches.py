@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
+import runpy
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from builders import build, chain, column, fates, got, playing, rows, simulate, timed
 
-from cadenza.inference.replica import Request
+from cadenza.inference.replica import Finish, Request, Span
+from cadenza.rollout.domain_rollout import reward_sample
 from cadenza.rollout.model import Model
-from cadenza.rollout.records import Fate, Task
-from cadenza.testing import FakeReplica
+from cadenza.rollout.records import Fate, Task, Trajectory, Turn
+from cadenza.testing import ByteCodec, FakeReplica
 
 
 def words(request: Request) -> list[int]:
@@ -152,6 +156,107 @@ def test_a_second_call_on_one_branch_is_refused_and_names_the_way() -> None:
     simulate(main)
 
 
+def example(name: str) -> Any:
+    return runpy.run_path(str(Path(__file__).parents[2] / "examples/thinking.py"))[name]
+
+
+def asking(rollout: str, answers: str) -> Any:
+    """A scheduler that plays a rollout of the example on one question; each call of the model takes the next answers,
+    `|` between them, and is cut off at its `max_tokens`."""
+    texts = iter(answers.split("|"))
+    rows = [{"messages": [{"role": "user", "content": "Q "}]}]
+    domains = {"toy": {"tasks": rows, "rollout": example(rollout), "reward": lambda sample: 1.0}}
+    return playing([FakeReplica(lambda request: list(next(texts).encode()))], domains=domains, batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "answers", "rows"),
+    [
+        ("budget", "7", [("Q 7", "..^")]),
+        ("budget", "t" * 60 + "|42", [(f"Q {'t' * 48}\nAnswer: 42", f"..{'^' * 48}.........^^")]),
+        (
+            "two_answers",
+            "t" * 60 + "|41|42",
+            [
+                (f"Q {'t' * 48}", f"..{'^' * 48}"),
+                (f"Q {'t' * 48}\nAnswer: 41", f"..{'.' * 48}.........^^"),
+                (f"Q {'t' * 48}\nAnswer: 42", f"..{'.' * 48}.........^^"),
+            ],
+        ),
+        (
+            "draft_and_choose",
+            "41|42|43",
+            [("Q 41", "..^^"), ("Q 42", "..^^"), ("Q Draft 1: 41\nDraft 2: 42\nAnswer: 43", f"{'.' * 34}^^")],
+        ),
+    ],
+)
+def test_the_rollouts_of_the_example_train_every_token_that_the_model_wrote_once(
+    rollout: str, answers: str, rows: list[tuple[str, str]]
+) -> None:
+    async def main() -> None:
+        async with asking(rollout, answers) as scheduler:
+            assert said(await got(scheduler, 1)) == rows
+
+    simulate(main)
+
+
+class EndedByNull(ByteCodec):
+    """Ends an answer with the byte 0, as the codec of a run does with its end token."""
+
+    end_token_id = 0
+
+    def encode(self, observation: Any, *, first: bool, last: int | None = None) -> list[int]:
+        tokens = list(super().encode(observation, first=first))
+        return tokens if first or last in (None, 0) else [0, *tokens]
+
+
+def turn(prompt: str, response: str, *, fresh: bool = False, cut: bool = False) -> Turn:
+    tokens = np.frombuffer(response.encode(), np.uint8).astype(np.int32)
+    asked = np.frombuffer(prompt.encode(), np.uint8).astype(np.int32)
+    finish = Finish.LENGTH if cut else Finish.STOP
+    return Turn(asked, tokens, np.zeros(len(tokens), np.float32), (Span(0, len(tokens)),), finish, fresh, 0.0, 1.0)
+
+
+USER, ASSISTANT = "user", "assistant"
+
+
+@pytest.mark.parametrize(
+    ("turns", "seen"),
+    [
+        ([turn("Q", "a", fresh=True)], [(USER, "Q."), (ASSISTANT, "a")]),
+        (
+            [turn("Q", "a", fresh=True), turn("more", "b")],
+            [(USER, "Q."), (ASSISTANT, "a"), (USER, "more"), (ASSISTANT, "b")],
+        ),
+        (
+            [turn("Q", "a", fresh=True, cut=True), turn("\0more", "b")],
+            [(USER, "Q."), (ASSISTANT, "a"), (USER, "more"), (ASSISTANT, "b")],
+        ),
+        (
+            [turn("Q", "hm", fresh=True, cut=True), turn(" So: ", "7")],
+            [(USER, "Q."), (ASSISTANT, "hm So: 7")],
+        ),
+        (
+            [turn("Q", "a", fresh=True), turn("x", "b"), turn("Qay", "c", fresh=True), turn("z", "d")],
+            [(USER, "Q."), (ASSISTANT, "a"), (USER, "y"), (ASSISTANT, "c"), (USER, "z"), (ASSISTANT, "d")],
+        ),
+        (
+            [turn("Q", "a", fresh=True), turn("Qax", "b", fresh=True), turn("Qaxby", "c", fresh=True)],
+            [(USER, "Q."), (ASSISTANT, "a"), (USER, "x"), (ASSISTANT, "b"), (USER, "y"), (ASSISTANT, "c")],
+        ),
+        ([turn("Q", "a", fresh=True), turn("Q", "b", fresh=True)], [(USER, "Q."), (ASSISTANT, "b")]),
+        ([turn("Q", "a", fresh=True), turn("New", "b", fresh=True)], [(USER, "New"), (ASSISTANT, "b")]),
+    ],
+)  # fmt: skip
+def test_a_reward_sees_the_conversation_of_the_last_branch(turns: list[Turn], seen: list[tuple[str, str]]) -> None:
+    trajectory = Trajectory(0, Task("toy/0", 0, "toy", {"messages": [{"role": USER, "content": "Q."}]}), 0, 0, 0, 0, 0)
+    trajectory.turns.extend(turns)
+    sample = reward_sample(trajectory, EndedByNull())
+    assert [(message["role"], message["content"].strip("\0")) for message in sample.messages] == seen
+    assert sample.response == bytes(turns[-1].response.tolist()).decode()
+    assert sample.prompt.strip("\0") == [text for role, text in seen if role == USER][-1]
+
+
 def test_a_call_may_change_its_sampling_and_an_unknown_key_is_refused() -> None:
     budgets: list[int] = []
 
@@ -161,8 +266,12 @@ def test_a_call_may_change_its_sampling_and_an_unknown_key_is_refused() -> None:
         await model.generate(model.encode("so "))
         with pytest.raises(ValueError, match="max_token"):
             await model.chat("x", sampling={"max_token": 3})
-        for key, value in (("temperature", 0.5), ("top_p", 0.9), ("top_k", 5)):
-            with pytest.raises(ValueError, match=f"leave {key} out, or set it for all calls"):
+        for key, value, way_out in (
+            ("temperature", 0.5, "set it for all calls in the config"),
+            ("top_p", 0.9, "limit only what is measured with validation.sampling.top_p"),
+            ("top_k", 5, "limit only what is measured with validation.sampling.top_k"),
+        ):
+            with pytest.raises(ValueError, match=f"leave {key} out, or {way_out}"):
                 await model.chat("x", sampling={key: value})
 
     async def main() -> None:

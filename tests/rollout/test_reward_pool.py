@@ -14,11 +14,15 @@ from builders import FOREVER, OneStepEnv, column, fates, got, now, playing, simu
 from cadenza import ResourceManager
 from cadenza.cluster import Cluster
 from cadenza.cluster.worker_handle import start_worker
+from cadenza.data import DataProto
 from cadenza.errors import InfrastructureError
 from cadenza.rewards import RewardConfig, RewardUnavailable, Sample
+from cadenza.rollout.collate import collate
 from cadenza.rollout.failures import RolloutError
+from cadenza.rollout.records import Trajectory
 from cadenza.rollout.reward_pool import RewardPool
 from cadenza.rollout.reward_process import RewardProcess
+from cadenza.run.episodes import EpisodeStats
 
 
 def test_the_pool_scores_side_by_side_and_a_slow_sample_holds_up_no_other() -> None:
@@ -53,6 +57,32 @@ def test_what_a_reward_raises_in_the_pool_costs_its_attempt_and_is_counted(caplo
     simulate(main)
     assert "no such unit" in caplog.text
     assert set(calls.values()) == {1}
+
+
+@pytest.mark.parametrize("reward_workers", [0, 1])
+def test_the_metric_of_a_gate_counts_the_answers_that_it_keeps_back(reward_workers: int) -> None:
+    async def even(sample: Sample) -> float:
+        return float(sample.trajectory.id % 2 == 0)
+
+    async def half(sample: Sample) -> float:
+        return 0.5
+
+    async def main() -> None:
+        rewards = {"even": {"name": even, "gate": True}, "half": half}
+        domains = {"toy": {"env": OneStepEnv, "rewards": rewards}}
+        taken: list[Trajectory] = []
+
+        def collator(trajectories: list[Trajectory]) -> DataProto:
+            taken.extend(trajectories)
+            return collate(trajectories)
+
+        async with playing(domains=domains, reward_workers=reward_workers, collator=collator) as scheduler:
+            await got(scheduler, 4)
+            found = EpisodeStats.of(taken, 0).metrics("train")
+            assert (found["train/reward/even"], found["train/reward/half"]) == (0.5, 0.5)
+            assert found["train/success"] == 0.5, "nothing behind the gate says what a success is"
+
+    simulate(main)
 
 
 class Processes:

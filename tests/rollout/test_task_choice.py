@@ -137,6 +137,28 @@ async def never(group: list[Trajectory]) -> bool:
     return True
 
 
+def test_rows_of_the_config_that_a_reward_cannot_score_are_refused() -> None:
+    domain = DomainConfig(tasks=[{"answer": "A"}, {"answer": "E", "choices": ["1", "2"]}], reward="choice")
+    with pytest.raises(
+        ValueError, match=r"domains\.a\.tasks row 1: reward 'choice' cannot score it: the row has the ans"
+    ):
+        open_tasks("train/a", "a", domain, 0, 0, None)
+
+
+def test_the_level_of_a_curriculum_is_a_metric() -> None:
+    async def main() -> None:
+        async with playing(**curriculum(lambda sample: 1.0)) as scheduler:
+            await got(scheduler, 4)
+            assert scheduler.metrics()["tasks/level/a"] == 0
+            await got(scheduler, 4, 1)
+            await got(scheduler, 4, 2)
+            assert scheduler.metrics()["tasks/level/a"] > 0
+        async with playing() as scheduler:
+            assert not [name for name in scheduler.metrics() if name.startswith("tasks/level")]
+
+    simulate(main)
+
+
 async def saved_with(tmp_path: Path, options: dict[str, Any]) -> None:
     """Save a run when both groups of a batch are whole."""
     scheduler = build(**options)

@@ -413,6 +413,25 @@ def test_devices_of_rewards_that_cannot_be(overrides: list[str], said: str) -> N
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "envs.reward_workers=2",
+            "envs.reward_workers 2 are processes of their own, and backend 'embedded' has none",
+        ),
+        (
+            "rollout.extra_after=0.5",
+            "rollout.extra_after 0.5 says when extra members begin, and rollout.extra",
+        ),
+    ],
+)
+def test_settings_that_would_do_nothing_are_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_config(REWARDED, [override])
+    assert said in str(caught.value)
+
+
 def test_rewards_are_a_role_where_they_have_devices_and_only_there() -> None:
     assert build_config(REWARDED, ["backend=ray"]).role_names == ("actor", "inference")
     config = build_config(REWARDED, ["backend=ray", "devices.reward=2-3"])

@@ -107,7 +107,7 @@ def test_a_filter_of_a_validation_is_refused() -> None:
 @pytest.mark.parametrize("pipeline", ["rlvr", "agentic"])
 def test_validation_changes_single_keys_of_the_sampling_of_each_domain(pipeline: str) -> None:
     changes = {"sampling": {"top_k": 5}}
-    own = {"sampling": {"max_tokens": 3, "top_p": 0.7}}
+    own = {"sampling": {"max_tokens": 3, "stop": [10]}}
     if pipeline == "rlvr":
         chosen = config(
             "rlvr",
@@ -127,10 +127,27 @@ def test_validation_changes_single_keys_of_the_sampling_of_each_domain(pipeline:
         manager = measured(plan)
         assert manager.sampling == Sampling(max_tokens=7, top_k=5)
         assert manager.sampling_of("plain") == manager.sampling
-        assert manager.sampling_of("own") == Sampling(max_tokens=3, top_p=0.7, top_k=5)
+        assert manager.sampling_of("own") == Sampling(max_tokens=3, stop=(10,), top_k=5)
     greedy = measured(chosen.for_playing(4, greedy=True))
     assert greedy.sampling == Sampling(max_tokens=7, top_k=5, temperature=0)
-    assert greedy.sampling_of("own") == Sampling(max_tokens=3, top_p=0.7, top_k=5, temperature=0)
+    assert greedy.sampling_of("own") == Sampling(max_tokens=3, stop=(10,), top_k=5, temperature=0)
+
+
+@pytest.mark.parametrize("engine", ["torch", "http"])
+@pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 5)])
+def test_tokens_that_are_trained_are_drawn_from_the_whole_distribution(engine: str, key: str, value: float) -> None:
+    limited = {"sampling": {key: value}}
+    rows = {"data": "sums.jsonl", "reward": "exact", "validation": "held.jsonl"}
+    servers = {"kind": "http", "servers": [{"url": "http://localhost:8000"}]}
+    served = {"engine": servers, "model": {"path": "some/model"}} if engine == "http" else {}
+    said = rf"{key} {value}: tokens that are trained are drawn from the whole.*validation\.sampling\.{key} limits"
+    for place, changes in (("sampling", limited), (r"domains\.sums\.sampling", {"domains": {"sums": rows | limited}})):
+        with pytest.raises(ConfigError, match=rf"{place}\.{said}"):
+            config("rlvr", **({"domains": {"sums": rows}} | changes | served))
+    with pytest.raises(ConfigError, match=rf"envs\.sampling\.{said}"):
+        config("agentic", envs={"domains": {"guess": {"env": "guess"}}, "slots": 2, **limited})
+    unlimited = rows | {"sampling": {"top_p": 1.0, "top_k": 0}}
+    assert config("rlvr", domains={"sums": unlimited}, validation=limited).validation is not None
 
 
 def test_a_domain_changes_single_keys_of_the_sampling_of_all() -> None:
