@@ -277,14 +277,15 @@ class EnvWorker:
             tries_used = 0.25
         else:
             self._queue.errors.add(f"{stage} of domain '{attempt.group.task.domain}'", error)
+        outage = stage == "reward" and isinstance(error, InfrastructureError)
         if isinstance(error, LateReward):
             logger.warning("%s failed: %s", attempt.key, error)
-            self._queue.fail(attempt, str(error), tries_used=tries_used)
+            self._queue.fail(attempt, str(error), tries_used=tries_used, outage=outage)
             return
         cause = f"{stage}: {type(error).__name__}"
         if isinstance(error, (ContextFull, InfrastructureError, RequestRefused)):
             self._warn_once(attempt.group.task, cause, error)
-        self._queue.fail(attempt, cause, str(error)[:200], tries_used=tries_used)
+        self._queue.fail(attempt, cause, str(error)[:200], tries_used=tries_used, outage=outage)
         if isinstance(error, NoRewardProcess):  # every other task would fail in the same way
             self._queue.end_run(RolloutError(str(error)))
 

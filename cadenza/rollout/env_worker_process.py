@@ -65,6 +65,7 @@ class AttemptFailed(NamedTuple):
     cause: str
     detail: str
     tries_used: float
+    outage: bool
     stage: str
 
 
@@ -170,11 +171,13 @@ class RemoteQueue:
         del self._attempts[attempt.id]
         self._send(AttemptFinished(attempt, trajectory))
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+    def fail(
+        self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0, outage: bool = False
+    ) -> None:
         attempt.fate, attempt.cause = Fate.FAILED, cause
         if attempt.state is AttemptState.SCORING:
             del self._attempts[attempt.id]
-        self._send(AttemptFailed(attempt.id, cause, detail, tries_used, attempt.stage))
+        self._send(AttemptFailed(attempt.id, cause, detail, tries_used, outage, attempt.stage))
 
     def end_run(self, error: RolloutError) -> None:
         self._send(EnvWorkerCrashed(str(error)))

@@ -356,7 +356,7 @@ class EnvFleet:
         if attempt.state is AttemptState.SCORING:
             del worker.attempts[message.id]
             attempt.runner = None
-        self._queue.fail(attempt, message.cause, message.detail, tries_used=message.tries_used)
+        self._queue.fail(attempt, message.cause, message.detail, tries_used=message.tries_used, outage=message.outage)
 
     def _resolve_if_empty(self) -> None:
         if not self.busy and self._empty is not None and not self._empty.done():

@@ -25,6 +25,7 @@ from cadenza.rollout.failures import RolloutError, SchedulerClosed, Stalled, Tas
 from cadenza.rollout.group_filter import GroupFilterRunner
 from cadenza.rollout.ledger import Attempt, AttemptState, Group, GroupState, Ledger, LedgerError
 from cadenza.rollout.model import TokenCounter
+from cadenza.rollout.outages import Outages
 from cadenza.rollout.pass_counts import PassCounts, PassStart
 from cadenza.rollout.records import Fate, Trajectory
 from cadenza.rollout.staleness_bound import StalenessBound
@@ -60,6 +61,7 @@ class GroupQueue:
         self.mode = mode
         self.ledger = Ledger(config.history, events)
         self.domains = Domains(env_manager_config, mode, config.seed, count_tokens)
+        self.outages = Outages(self.domains, config.group_size)
         self.errors = UserErrors(config.error_budget)
         self.bound = StalenessBound(config, is_training=mode == "train")
         self.started = 0
@@ -103,7 +105,7 @@ class GroupQueue:
         if self.started >= self.bound.max_started():
             return None
         try:
-            drawn = self.domains.draw()
+            drawn = self.outages.draw(self._now()) if self.outages.pauses else self.domains.draw()
         except DataError as error:  # no other row can be trusted either
             self.end_run(TasksUnreadable(str(error)))
             return None
@@ -113,6 +115,8 @@ class GroupQueue:
         domain, task = drawn
         version = self.bound.version
         group = self.ledger.open(task, version, self._now())
+        if self.outages.pauses:
+            self.outages.begin(domain, group)
         domain.started += 1
         domain.running += 1
         domain.pending.extend([(group, member) for member in range(1, self._initial_members)])
@@ -132,6 +136,8 @@ class GroupQueue:
         """The episode is finished and has its reward."""
         self.last_end_time = self._now()
         self._failed_in_a_row = 0
+        if self.outages.failures:
+            self.outages.record_success(attempt.group.task.domain, self.last_end_time)
         self.ledger.finish(attempt, trajectory, self.last_end_time)
         group = attempt.group
         if not self._is_whole(group):
@@ -146,9 +152,12 @@ class GroupQueue:
                     self.ledger.close(loser, Fate.SURPLUS, "the group was whole before", self.last_end_time)
                     self.on_stop(loser)
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+    def fail(
+        self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0, outage: bool = False
+    ) -> None:
         """The attempt is lost. The next try is issued, unless the task had its tries. `tries_used` is how much of
-        `max_attempts` this failure uses: 0.25 if infrastructure failed, inf if a retry cannot help."""
+        `max_attempts` this failure uses: 0.25 if infrastructure failed, inf if a retry cannot help. `outage`: what the
+        reward needs is out of service, and after many in a row the domain is paused."""
         self.last_end_time = self._now()
         if attempt.state is AttemptState.FINISHED:
             raise LedgerError(f"{attempt.key} has finished, and fails now: {cause} {detail}")
@@ -157,10 +166,12 @@ class GroupQueue:
         self._failed_in_a_row += 1
         if error := self.errors.exceeded():
             self.end_run(error)
-        elif self._failed_in_a_row > self._max_failed_in_a_row:
+        elif self._failed_in_a_row > self._max_failed_in_a_row and not self._leave_out_paused():
             self.end_run(
                 Stalled(f"the last {self._failed_in_a_row} attempts all failed; the last one: {cause} {detail}")
             )
+        if outage and self._error is None:
+            self._on_outage(group, f"{cause} {detail}".rstrip())
         if group.state is not GroupState.OPEN or self._error is not None:
             return
         group.tries_used = group.tries_used or {}
@@ -176,6 +187,31 @@ class GroupQueue:
             return
         self.domains.all[group.task.domain].pending.appendleft((group, member))
         self.on_work()
+
+    def _on_outage(self, group: Group, reason: str) -> None:
+        """A reward failed as infrastructure. If its domain is paused by it, the open groups of the domain end, for a
+        batch would wait for their tries; their tasks are drawn once more, before new ones. A probe ends for good."""
+        name = group.task.domain
+        if name in self.outages.pauses:
+            if group.state is GroupState.OPEN and self.outages.end_probe(group, self._now()):
+                self.end_group(group, Fate.CANCELLED, "domain paused")
+        elif self.outages.record_failure(name, reason, self._now()) and self.outages.is_any_healthy:
+            self._end_open_groups([name], redraw=True)
+
+    def _leave_out_paused(self) -> bool:
+        """Whether a validation goes on without the domains that are paused: what they have left is given up."""
+        names = self.outages.leave_out_paused() if self.mode == "val" else []
+        if names:
+            self._failed_in_a_row = 0
+            self._end_open_groups(names, redraw=False)
+        return bool(names)
+
+    def _end_open_groups(self, names: list[str], *, redraw: bool) -> None:
+        for group in self.ledger.open_groups():
+            if group.task.domain in names and group.state is GroupState.OPEN:
+                if redraw:  # before the end, which may draw
+                    self.domains.all[group.task.domain].to_redraw.append(group.task)
+                self.end_group(group, Fate.CANCELLED, "domain paused")
 
     # -- what the controller asks --------------------------------------------------------------------------------
 

@@ -84,14 +84,16 @@ class GroupQueueManager(GroupQueue):
             self.ledger.mark_scoring(original)
             super().put(original, trajectory)
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+    def fail(
+        self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0, outage: bool = False
+    ) -> None:
         """The attempt is lost. The next try is issued, unless the task had its tries. `tries_used` is how much of
-        `max_attempts` this failure uses: 0.25 if infrastructure failed, inf if a retry cannot help. The tokens that the
-        worker counted in its copy are booked."""
+        `max_attempts` this failure uses: 0.25 if infrastructure failed, inf if a retry cannot help. `outage`: what the
+        reward needs is out of service. The tokens that the worker counted in its copy are booked."""
         if not self._is_given_out(attempt):
-            super().fail(attempt, cause, detail, tries_used=tries_used)
+            super().fail(attempt, cause, detail, tries_used=tries_used, outage=outage)
         elif original := self._end(attempt, attempt.tokens, attempt.turns):
-            super().fail(original, cause, detail, tries_used=tries_used)
+            super().fail(original, cause, detail, tries_used=tries_used, outage=outage)
 
     # -- what the controller asks --------------------------------------------------------------------------------
 

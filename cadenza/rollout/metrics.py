@@ -34,6 +34,8 @@ def rollout_metrics(queue: GroupQueue, slots: SlotPool, sampler: Sampler) -> dic
     for domain in domains:
         if (level := domain.tasks.level) is not None:
             metrics[f"tasks/level/{domain.name}"] = level
+    if queue.outages.has_paused:
+        metrics["domains/paused"] = len(queue.outages.pauses)
     if slots.judge_calls:
         metrics["judge/calls"] = slots.judge_calls
         metrics["judge/tokens"] = slots.judge_tokens

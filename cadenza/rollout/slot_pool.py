@@ -77,9 +77,11 @@ class AttemptQueue(Protocol):
         """The episode is finished and has its reward."""
         ...
 
-    def fail(self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0) -> None:
+    def fail(
+        self, attempt: Attempt, cause: str, detail: str = "", *, tries_used: float = 1.0, outage: bool = False
+    ) -> None:
         """The attempt is lost. `tries_used` is how much of `max_attempts` this failure uses: 0.25 if infrastructure
-        failed, inf if a retry cannot help."""
+        failed, inf if a retry cannot help. `outage`: what the reward needs is out of service."""
         ...
 
     def end_run(self, error: RolloutError) -> None:

@@ -2,13 +2,13 @@
 
 Domains share the groups by weight (stride scheduling): the next group belongs to the domain that has the fewest
 started groups per weight. A group that is filtered or retired is handed back, so that the mix that is trained, and
-not the mix that is tried, follows the weights.
+not the mix that is tried, follows the weights. While a domain is paused (outages.py) the others share its part.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
 from cadenza.rollout.config import DomainConfig, EnvManagerConfig
@@ -64,6 +64,15 @@ class Domain:
         if task is not None:
             self.drawn += 1
         return task
+
+    def leave_out_rest(self) -> bool:
+        """Draw no more of this pass over the tasks. Returns whether there was something left; False for tasks that
+        never end."""
+        if self.exhausted or self.tasks.count is None:
+            return False
+        self.drawn = self.tasks.count
+        self.to_redraw.clear()
+        return True
 
     def _pass_over_resting(self) -> None:
         """Go on to the next position whose row does not rest; that one is awake again. No row is read for it."""
@@ -144,12 +153,13 @@ class Domains:
                 oldest = domain
         return oldest
 
-    def draw(self) -> tuple[Domain, Task] | None:
-        """The task of the next group, from the domain that is furthest behind its share and may have another env."""
+    def draw(self, held_back: Collection[str] = ()) -> tuple[Domain, Task] | None:
+        """The task of the next group, from the domain that is furthest behind its share, may have another env and is
+        not held back."""
         while True:
             behind: Domain | None = None
             for domain in self._list:
-                if domain.exhausted or not domain.has_free_env():
+                if domain.exhausted or not domain.has_free_env() or domain.name in held_back:
                     continue
                 if behind is None or domain.started * behind.weight < behind.started * domain.weight:
                     behind = domain

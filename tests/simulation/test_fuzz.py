@@ -80,6 +80,25 @@ def test_every_schedule_reaches_the_bound_when_generation_outpaces_training(alph
         assert (outcome.max_staleness, outcome.stale) == (math.ceil(alpha), 0)
 
 
+def with_outage(seed: int) -> Scenario:
+    """The rewards of one domain of several are out of service for a while, or until the end."""
+    drawn = Scenario.draw(seed)
+    domains = [replace(domain, tasks=None) for domain in drawn.domains]
+    begin = float(seed % 4)
+    outage = (begin, math.inf if seed % 3 else begin + 20.0)
+    hit = replace(domains[-1], name="hit", reward="async", outage=outage)
+    return replace(drawn, domains=(*(domains[:-1] or domains), hit), take_all=False)
+
+
+def test_schedules_with_an_outage_of_rewards_keep_the_invariants_and_end() -> None:
+    paused = 0
+    for seed in range(400_000, 400_060):
+        outcome = examine(with_outage(seed), twice=seed % 10 == 0)
+        assert not outcome.violations, f"seed {seed}: {outcome.violations}"
+        paused += any(line.event.detail == "domain paused" for line in outcome.events)
+    assert paused > 20
+
+
 @pytest.mark.parametrize("seed", [509, 3305, 7046, 11446, 14187, 18277, 20558, 25147, 26768, 27853, 8010752])
 def test_a_schedule_that_found_something_once_is_clean(seed: int) -> None:
     scenario = replace(Scenario.draw(seed), chunks=1)  # as it was then

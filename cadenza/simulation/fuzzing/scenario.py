@@ -55,6 +55,8 @@ class DomainSpec:
     close_seconds: float
     reward: RewardForm
     reward_seconds: float
+    outage: tuple[float, float] | None = None
+    """From when to when the rewards of the domain are out of service, in virtual seconds. No seed draws one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from cadenza.data import DataProto
 from cadenza.observe.events import Event
 from cadenza.rollout.ledger import Ledger, LedgerError
+from cadenza.rollout.outages import MIN_FAILURES
 from cadenza.rollout.records import Fate
 from cadenza.simulation.fuzzing.batch_checks import BatchChecks
 
@@ -174,6 +175,8 @@ class SchedulerView:
                 self.violate(5, f"{key} failed, although no fault met it")
             case "cancelled" if not self.closing and event.detail.isidentifier():
                 self.ended_by = event.detail
+            case "cancelled" if event.detail == "domain paused" and world.outages_hit[self.name] >= MIN_FAILURES:
+                pass
             case "cancelled" if not self.closing and not group.hit:
                 self.violate(5, f"{key} was cancelled, although its task was not retired: {event.detail}")
             case "filtered" if world.verdicts.get(group.id) is not False:

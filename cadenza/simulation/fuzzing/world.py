@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from cadenza.envs.protocol import Outcome
+from cadenza.errors import InfrastructureError
 from cadenza.inference.replica import Tokens
 from cadenza.rewards import Sample
 from cadenza.rollout.records import Trajectory
@@ -55,6 +57,8 @@ class SimWorld:
         """Score that the reward function returned, by scheduler and trajectory."""
         self.faults_hit: dict[tuple[str, str], str] = {}
         """Kind of the fault that hit an attempt in its env or reward, by scheduler and attempt."""
+        self.outages_hit: Counter[str] = Counter()
+        """Reward calls that met an outage, by scheduler."""
         self.verdicts: dict[int, bool] = {}
         """Answer of the filter, by group."""
         self.on_verdict: Callable[[int, bool, float], None] = lambda group, keep, delay: None
@@ -88,6 +92,14 @@ class SimWorld:
         if fault is not None:
             self.record_fault(scheduler, fault)
         return number, fault
+
+    def meets_outage(self, scheduler: str, domain: DomainSpec) -> bool:
+        """Return whether the rewards of the domain are out of service now, and record it for the running attempt."""
+        if domain.outage is None or not domain.outage[0] <= asyncio.get_running_loop().time() < domain.outage[1]:
+            return False
+        self.faults_hit[scheduler, _current_attempt()] = "reward_outage"
+        self.outages_hit[scheduler] += 1
+        return True
 
     def score(self, scheduler: str, trajectory: Trajectory) -> float:
         value = (hash64(trajectory.seed, 5) % 65 - 32) / 16
@@ -143,25 +155,29 @@ class _RewardFunction:
         self.domain = domain
         self.scheduler = scheduler
         self._fault: Fault | None = None
+        self._is_down = False
 
     def seconds(self) -> float:
         """Draw the cost of the next call, and look up the fault that it meets."""
         number, self._fault = self.world.next_reward_call(self.scheduler)
+        self._is_down = self.world.meets_outage(self.scheduler, self.domain)
         if self._fault is not None and self._fault.kind == "reward_hang":
             return FOREVER
         return latency(self.domain.reward_seconds, self.domain.grid, self.world.scenario.seed, number, 2)
 
     async def asynchronous(self, sample: Sample) -> float:
         seconds = self.seconds()
-        fault = self._fault
+        fault, is_down = self._fault, self._is_down
         if seconds:
             await asyncio.sleep(seconds)
-        return self._score(sample, fault)
+        return self._score(sample, fault, is_down)
 
     def __call__(self, sample: Sample) -> float:
-        return self._score(sample, self._fault)
+        return self._score(sample, self._fault, self._is_down)
 
-    def _score(self, sample: Sample, fault: Fault | None) -> float:
+    def _score(self, sample: Sample, fault: Fault | None, is_down: bool) -> float:
+        if is_down:
+            raise InfrastructureError("the reward was told to be out of service")
         if fault is not None and fault.kind == "reward_exception":
             raise SimulatedFault("the reward was told to raise")
         return self.world.score(self.scheduler, sample.trajectory)
