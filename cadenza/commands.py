@@ -315,10 +315,16 @@ async def _play_checkpoint(
     return await validate_checkpoint(config.model_copy(update=overrides), checkpoint)
 
 
-def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+def _config_path(run_dir: Path) -> Path:
+    """Where the config of a run is, if there is a run."""
     path = run_dir / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"there is no run in {run_dir}: it has no config.yaml")
+    return path
+
+
+def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    path = _config_path(run_dir)
     if CONFIG_END not in path.read_text(encoding="utf-8", errors="replace"):
         raise ConfigError(
             f"{path} was cut off, or no run wrote it: its last line must be '{CONFIG_END}'. Write it anew from the "
@@ -332,7 +338,7 @@ def _config_of(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
 
 def _checkpoint(run_dir: Path, which: str) -> Path:
     """The checkpoint that 'last', 'best' or 'step-000012' means; 'best' is the last where none was chosen."""
-    directory = run_dir / "checkpoints"
+    directory = _config_path(run_dir).with_name("checkpoints")
     path = directory / which
     if which == "last" or (which == "best" and not path.exists()):
         path = latest(directory) or path  # a kill may come between a checkpoint and the link to it
